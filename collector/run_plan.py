@@ -135,6 +135,16 @@ def stepping_vector(vector: VectorTraits) -> Decision:
     )
 
 
+def stepping_wrapped(wrapped: Decision, inner: Decision) -> Decision:
+    """Choose how wrappers are stepped: lanes in turn ``within`` them, or all by the ``vector``.
+
+    Args:
+        wrapped: the decision for the wrappers, which are no bare vector.
+        inner: the decision for the vector in them.
+    """
+    return Decision("within", wrapped.because) if inner.way == "in turn" else wrapped
+
+
 def lending(*, copies: bool, other: bool) -> Decision:
     """Choose whether a `SyncVectorEnv` writes its observations to the ``slab``, or ``copied``.
 
@@ -347,7 +357,8 @@ class RunPlan:
     acts: Decision
     """The chooser of actions: ``network``, ``module``, ``drawn``."""
     steps: Decision
-    """Stepping of lanes: ``in turn``, ``vector``, ``system``, ``arriving``, ``environment``."""
+    """Stepping of lanes: ``in turn``, ``within`` wrappers, by the ``vector`` or ``system``,
+    ``arriving``, by the ``environment``."""
     observations: Decision
     """Observations: the system writes them to the ``slab``, or they are ``copied``."""
     writes: Decision

@@ -1146,7 +1146,7 @@ typedef struct {
    says where it was given (0: none, and it must be given). LaneResults keeps both. */
 enum { E_PATH, E_DTYPE, E_TABLE, E_PARTS };
 enum { E_COLUMN, E_GIVEN, E_KIND, E_NBYTES };
-enum { E_OTHER, E_FLOAT64, E_INT64 };
+enum { E_OTHER, E_FLOAT64, E_INT64, E_EMPTY }; /* empty: a dictionary, and no column */
 
 /* Write a value to the column of an entry; return 0 if that takes NumPy, or a look at the value. */
 static int write_entry(const Table *table, int64_t lane, PyObject *value, PyObject *name,
@@ -1162,6 +1162,8 @@ static int write_entry(const Table *table, int64_t lane, PyObject *value, PyObje
         if (beyond)
             return 0;
         *(int64_t *)to = whole;
+    } else if (t[E_KIND] == E_EMPTY) {
+        return PyDict_CheckExact(value) && PyDict_Size(value) == 0;
     } else if (!put_row(to, value, name, dtype, table, E_NBYTES)) {
         return 0;
     }

@@ -143,9 +143,10 @@ class Kernel(Protocol):
         numbers, or arrays of their column's dtype and shape, in the infos of steps, which are
         written here: for each its path of names, its dtype and a table. That has the address of
         the column; the address of the column, bool, that says where it was given, 0: it must be;
-        the kind of Python's numbers that it takes (1: float, as float64, 2: int, as int64); and
-        the bytes of a row; then its shape. A ``slot`` is a table of `put_step`, of a single
-        observation, whose row is ``to``: the rest of the step is written there too.
+        the kind of Python's numbers that it takes (1: float, as float64, 2: int, as int64, 3:
+        none, but an empty dictionary, which is not written); and the bytes of a row; then its
+        shape. A ``slot`` is a table of `put_step`, of a single observation, whose row is ``to``:
+        the rest of the step is written there too.
 
         Returns:
             How many lanes ended; -1 if not all was copied to ``to`` and ``slot``, as an observation

@@ -6,7 +6,7 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from numpy.typing import NDArray
 from torchrl.data import Unbounded
 
@@ -25,10 +25,11 @@ from tallyroll.collector.envs.gymnasium.vector_rules import (
     refuse_texts,
     rewards_of,
 )
+from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers
 from tallyroll.collector.envs.system import Declares, Into, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.options import ResetSlots
-from tallyroll.collector.run_plan import lending, stepping_vector
+from tallyroll.collector.run_plan import Decision, lending, stepping_vector, stepping_wrapped
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
 
@@ -88,6 +89,7 @@ class GymnasiumSystem(System):
         self._own: Any = None
         self._in_turn: LanesInTurn | None = None  # from the first reset on
         self._into: Into | None = None
+        self._within: WithinWrappers | None = None
         self.declares = self._declared()
 
     def _declared(self) -> Declares:
@@ -156,10 +158,13 @@ class GymnasiumSystem(System):
         # Some vector wrappers forget what they know of every lane, also of those that go on.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
         obs, info = self._called(partial(self.env.reset, options=asked), first=True)
+        others = ~lanes
         for each, name, value in kept:
-            getattr(each, name)[~lanes] = value[~lanes]
+            np.putmask(getattr(each, name), others, value)
         self.infos.steps[lanes] = 0
-        return self._with_infos(obs, partial(self.infos.write_reset, info=info, lanes=lanes))
+        return self._with_infos(
+            obs, partial(self.infos.write_reset, info=info, lanes=lanes), reset=True
+        )
 
     def _reset_all(self, seeds: Sequence[int] | None, options: Any) -> list[Any]:
         if self.forgets_resets and _ended.get(self.env.unwrapped, _NO_LANE).any():
@@ -168,21 +173,31 @@ class GymnasiumSystem(System):
         call = partial(self.env.reset, seed=seed, options=options)
         obs, info = self._called(call, first=True)
         refuse_shared(self.env)
-        traits = traits_of(self.env, infos=bool(self.infos), many_rewards=bool(self._rewards))
-        self.stepped_by = stepping_vector(traits)
+        self.stepped_by = self._stepping()
         self._values.watch()
         if not self.infos.declared:
             self.infos.declare(info)
             self.declares = self._declared()
-        self._in_turn = self._into = None
+        self._in_turn = self._into = self._within = None
         if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
             self._in_turn = LanesInTurn(
                 self.env, self.infos or None, reset_slots=self._after_end == RESET_SLOT
             )
             if self._in_turn.fills_slots and type(self).step is GymnasiumSystem.step:
                 self._into = self._step_into
+        elif self.stepped_by.way == "within":
+            self._within = WithinWrappers(self.env)
         self.infos.steps[:] = 0
-        return self._with_infos(obs, partial(self.infos.write_reset, info=info))
+        return self._with_infos(obs, partial(self.infos.write_reset, info=info), reset=True)
+
+    def _stepping(self) -> Decision:
+        """Choose how lanes are stepped, which the last reset may have changed."""
+        env, many = self.env, bool(self._rewards)
+        found = stepping_vector(traits_of(env, infos=bool(self.infos), many_rewards=many))
+        if not isinstance(env, VectorWrapper):
+            return found
+        inner = stepping_vector(traits_of(env.unwrapped, infos=True, many_rewards=many))
+        return stepping_wrapped(found, inner)
 
     def _called(self, call: Callable[[], Any], *, first: bool) -> Any:
         """Call the vector and return its result, if its lanes return what they declare."""
@@ -198,13 +213,15 @@ class GymnasiumSystem(System):
         """Return the seeds of lanes in the form that ``env.reset`` takes."""
         return seeds if self._rules.takes_seeds else seeds[0]
 
-    def _with_infos(self, obs: Any, write: Callable[[Rows], None]) -> list[Any]:
+    def _with_infos(
+        self, obs: Any, write: Callable[[Rows], None], *, reset: bool = False
+    ) -> list[Any]:
         values = self._rows.values(obs)
-        if self.infos:
-            rows = self.infos.new_rows()
-            write(rows)
-            values += rows
-        return values
+        if self._infoless:
+            return values
+        rows = self.infos.new_rows() if reset else self.infos.rows_of_step()
+        write(rows)
+        return values + rows
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -243,15 +260,17 @@ class GymnasiumSystem(System):
             raise
 
     def _step_vector(self, action: NDArray[Any]) -> Step:
-        own = self._values
+        own, within = self._values, self._within
+        call = self.env.step if within is None else within.call
         try:
-            obs, reward, terminated, truncated, info = self.env.step(action)
+            obs, reward, terminated, truncated, info = call(action)
         except CANNOT_TAKE as error:
             own.look(first=False, raised=error)
             raise
         if self.forgets_resets:
             _ended[self.env.unwrapped] = np.logical_or(terminated, truncated)
-        own.look(first=False)
+        if within is None or not within.checked:
+            own.look(first=False)
         if own.watching:
             own.stepped(np.logical_or(terminated, truncated))
         if self._one_of_many:

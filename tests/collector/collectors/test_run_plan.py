@@ -152,6 +152,10 @@ def leans(observation: torch.Tensor) -> torch.Tensor:
     return (observation[..., 2] > 0).long()
 
 
+class Changed(SyncVectorEnv):
+    """A subclass, which may step otherwise."""
+
+
 class Hooked(TensorDictModule):
     """A subclass, which may do more."""
 
@@ -165,7 +169,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "random": ({"policy": None}, {"acts": "drawn"}),
     "a wrapper": (
         {"env": lambda: RecordEpisodeStatistics(vector())},
-        {"steps": "vector", "observations": "copied", "writes": "views"},
+        {"steps": "within", "observations": "copied", "writes": "views"},
+    ),
+    "a wrapper of another vector": (
+        {"env": lambda: RecordEpisodeStatistics(Changed([lane] * LANES))},
+        {"steps": "vector", "observations": "copied", "writes": "views", "counts": "by ends"},
     ),
     "copies": ({"env": partial(vector, copy=True)}, {"observations": "copied"}),
     "reset slots": (

@@ -10,7 +10,7 @@ import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from tallyroll.collector.compat import ENDED, own_observations
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers
 from tallyroll.collector.envs.stepping.writing import putting
 from tallyroll.collector.errors import EnvironmentRefused, TransitionError, ValueRefused
 from tallyroll.collector.run_plan import stepping_vector
@@ -723,3 +724,199 @@ def test_a_part_of_an_observation_that_is_missing_names_its_lane() -> None:
     system.reset(None, [0, 1])
     with pytest.raises(ValueRefused, match=r"^next/b/0 at lane 1: .*, got none in dict"):
         system.step([np.array([0, 0])])
+
+
+# --- within wrappers ------------------------------------------------------------------------------
+
+
+class Keeping(VectorWrapper):
+    """Keeps what the vector in it returned, and how it looked then."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.given: list[Any] = []
+
+    def step(self, actions: Any) -> Any:
+        returned = self.env.step(actions)
+        self.given.append((returned, copy.deepcopy(returned)))
+        return returned
+
+
+def same(wanted: Any, found: Any) -> None:
+    """Values of the same types, dtypes, keys in the same order, and bits."""
+    assert type(wanted) is type(found)
+    if isinstance(wanted, dict):
+        assert [*wanted] == [*found]
+        wanted, found = [*wanted.values()], [*found.values()]
+    if isinstance(wanted, (tuple, list)) or getattr(wanted, "dtype", "") == "O":
+        assert len(wanted) == len(found)
+        for want, got in zip(wanted, found, strict=True):
+            same(want, got)
+    elif isinstance(wanted, np.ndarray):
+        assert (wanted.dtype, wanted.shape) == (found.dtype, found.shape)
+        assert wanted.tobytes() == found.tobytes()
+    else:
+        assert wanted == found
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    steps=st.integers(1, 9),
+    mode=st.sampled_from(AutoresetMode),
+    form=st.sampled_from([*FORMS]),
+    infos=st.lists(st.sampled_from([*INFOS]), max_size=1)
+    | st.just(["float", "sometimes"])
+    | st.just(["at ends", "nested"]),
+    are_columns=st.booleans(),
+    copies=st.booleans(),
+    by_itself=st.sets(st.integers(0, 8)),
+)
+def test_within_wrappers_the_vector_returns_what_its_own_step_does(
+    lengths: Any,
+    steps: Any,
+    mode: Any,
+    form: Any,
+    infos: Any,
+    are_columns: Any,
+    copies: Any,
+    by_itself: Any,
+) -> None:
+    """Also where it is stepped by hand in between."""
+    ours, theirs = (
+        Keeping(vector(lengths, mode, made=Telling, form=form, infos=infos)) for _ in range(2)
+    )
+    for env in (ours, theirs):
+        env.unwrapped.copy = copies
+        if are_columns:
+            install(env, {"x"})
+        env.reset(seed=3)
+    within = WithinWrappers(ours)
+    theirs.action_space.seed(0)
+    for at in range(steps):
+        action = theirs.action_space.sample()
+        theirs.step(action)
+        now = theirs.given[-1][1]
+        if at in by_itself:
+            ours.step(action)
+        else:
+            within.call(action)
+            assert within.checked == (form not in ("text", "dict", "tuple"))
+        same(now, ours.given[-1][1])
+        assert "step" not in vars(ours.unwrapped)
+        ended = now[2] | now[3]
+        if mode is AutoresetMode.DISABLED and ended.any():
+            options = [{"options": {"reset_mask": ended.copy()}} for _ in range(2)]
+            same(theirs.reset(**options[0]), ours.reset(**options[1]))
+        same(getattr(theirs.unwrapped, ENDED), getattr(ours.unwrapped, ENDED))
+        same(own_observations(theirs), own_observations(ours))
+        same(theirs.unwrapped._observations, ours.unwrapped._observations)
+    for returned, then in ours.given if copies else ():
+        same(then, returned)  # nothing is written to again
+    for a, b in zip(ours.unwrapped.envs, theirs.unwrapped.envs, strict=True):
+        assert repr(a.calls) == repr(b.calls)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    steps=st.integers(1, 9),
+    mode=st.sampled_from(AutoresetMode),
+    infos=st.lists(st.sampled_from(["float", "sometimes", "at ends", "array"]), max_size=1),
+)
+def test_statistics_are_the_same_whichever_way_lanes_are_stepped(
+    lengths: Any, steps: Any, mode: Any, infos: Any
+) -> None:
+    wanted = [Info("episode/r", dtype="float64", fill=-1), Info("episode/l", dtype=int, fill=0)]
+    wanted += [INFOS[name][0] for name in infos]
+
+    def system() -> Any:
+        env = RecordEpisodeStatistics(vector(lengths, mode, made=Telling, infos=infos))
+        return GymnasiumSystem(env, infos=wanted)
+
+    ours, theirs = system(), system()
+    seeds = [*range(len(lengths))]
+    same_rows(without("in-turn", lambda: theirs.reset(None, seeds)), ours.reset(None, seeds))
+    assert (ours.stepped_by.way, theirs.stepped_by.way) == ("within", "vector")
+    told = 0
+    for _ in range(steps):
+        action = ours.env.action_space.sample()
+        one, other = theirs.step([action]), ours.step([action])
+        ended = one.terminated | one.truncated
+        same_rows((*one.obs, *one.reward, *one[2:4]), (*other.obs, *other.reward, *other[2:4]))
+        none = mode is not AutoresetMode.SAME_STEP or not ended.any()
+        assert [one.final is None, other.final is None] == [none, none]
+        shown, last = other.obs[1:5], (other.final or other.obs)[1:5]
+        lengths_of = last[2][ended].tolist()
+        given = ended if none else np.zeros_like(ended)  # a reset in the same step gives none
+        assert [last[1][ended].all(), *(shown[i].tolist() == given.tolist() for i in (1, 3))] == (
+            [True] * 3
+        )
+        assert last[0][ended] == pytest.approx([sum(range(1, n + 1)) + n / 10 for n in lengths_of])
+        assert (shown[0][~given] == -1).all()
+        told += int(ended.sum())
+        if one.final is not None:
+            same_rows(one.final, other.final, ended)
+        if mode is AutoresetMode.DISABLED and ended.any():
+            same_rows(theirs.reset(ended, None), ours.reset(ended, None), ended)
+        np.testing.assert_array_equal(ours.infos.steps, theirs.infos.steps)
+    assert told == ours.env.episode_count
+
+
+def test_a_lane_that_fails_within_wrappers_is_named_and_the_vector_left_as_it_was() -> None:
+    class Failing(Scripted):
+        def step(self, action: Any) -> Any:
+            if action == 4:
+                raise RuntimeError("no")
+            obs, *rest = super().step(action)
+            return (obs[:2] if action == 3 else obs), *rest
+
+    system = GymnasiumSystem(Keeping(vector((9, 9), made=Failing)))
+    system.reset(None, [1, 2])
+    assert system.stepped_by.way == "within"
+    with pytest.raises(ValueRefused, match=r"at lane 1: .*got float32 \[2\]"):
+        system.step([np.array([1, 3])])
+    with pytest.raises(RuntimeError, match="no") as caught:
+        system.step([np.array([1, 4])])
+    assert report_of(caught.value, "stepping").lane == 1
+    assert "step" not in vars(system.env.unwrapped)
+    assert system.step([np.array([1, 1])]).obs[0][:, 1].tolist() == [3, 2]
+
+
+def test_within_wrappers_a_step_that_somebody_put_in_is_called() -> None:
+    system = GymnasiumSystem(Keeping(vector((9, 9))))
+    system.reset(None, [1, 2])
+    inner = system.env.unwrapped
+    called, real = [], inner.step
+    mine = inner.step = lambda *args: (called.append(1), real(*args))[1]
+    system.step([np.array([1, 1])])
+    assert called == [1]
+    assert inner.step is mine
+
+
+@pytest.mark.parametrize("change", ["a subclass", "a merge of its own", "lanes", "a patched class"])
+def test_a_changed_vector_within_wrappers_steps_itself(change: str, monkeypatch: Any) -> None:
+    class Own(SyncVectorEnv):
+        pass
+
+    inner = (Own if change == "a subclass" else SyncVectorEnv)([Scripted] * 2, copy=False)
+    if change == "a merge of its own":
+        merge = inner._add_info
+        inner._add_info = lambda *args: merge(*args)
+    elif change == "lanes":
+        inner.envs = tuple(inner.envs)
+    elif change == "a patched class":
+        real = SyncVectorEnv.step
+        monkeypatch.setattr(SyncVectorEnv, "step", lambda self, action: real(self, action))
+    system = GymnasiumSystem(Keeping(inner))
+    system.reset(None, [1, 2])
+    assert system.stepped_by.way == "vector"
+    assert "the environment is a Keeping, and no bare SyncVectorEnv" in system.stepped_by.because
+    assert system.step([np.array([1, 1])]).obs[0][:, 1].tolist() == [1, 1]
+
+
+def test_copies_of_a_system_step_their_own_vector_within_wrappers() -> None:
+    system = GymnasiumSystem(Keeping(vector((9, 9))))
+    system.reset(None, [1, 2])
+    other = cloudpickle.loads(cloudpickle.dumps(system))
+    system.step([np.array([1, 1])])
+    assert other.step([np.array([2, 2])]).obs[0].tolist() == [[0, 1, 2]] * 2
+    assert [len(each.env.given) for each in (system, other)] == [1, 1]

@@ -1,0 +1,104 @@
+"""The step of a `SyncVectorEnv` within wrappers: lanes are stepped in turn, the rest is as ever.
+
+Most infos of lanes are empty, and are not merged; flags and rewards are read as they come.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import concatenate
+from numpy.typing import NDArray
+
+from tallyroll.collector.compat import OBSERVATIONS, info_merge, own_observations
+from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
+from tallyroll.collector.envs.gymnasium.lane_rows import Rows
+from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
+from tallyroll.storage.engine.kernel import compiled, table_of
+
+_EMPTY = 3
+"""The kind of an entry that is an empty dictionary; see `Kernel.step_lanes`."""
+
+
+class _AsTheVector(LaneResults):
+    """Observations and infos of a step, put together as ``env`` itself does."""
+
+    def __init__(self, env: SyncVectorEnv) -> None:
+        super().__init__(env, None)
+        self._env, self.tells, self.address = env, True, 0
+        self.infos: dict[str, Any] = {}
+
+    def begin(self, lent: Any) -> Rows:
+        """Begin a step whose observations are put into ``lent``, the vector's own."""
+        self.infos, self._columns = {}, [lent]
+        self.plain = lent if self._is_plain else None
+        return self._columns
+
+    def put(self, seen: Any) -> None:
+        """Write the observation of each lane."""
+        if self._is_plain:
+            super().put(seen)
+            return
+        env, rows = self._env, self._columns[0]
+        setattr(env, OBSERVATIONS, concatenate(env.single_observation_space, seen, rows))
+
+    def put_final(self, lane: int, obs: Any) -> None:
+        """Leave the final observation to :meth:`tell`."""
+
+    def tell(self, lane: int, info: Any, of: int) -> None:
+        """Merge the info of a lane, and in the step of an end the final observation."""
+        if not (info or of):
+            return
+        if of == Of.LAST:
+            seen = own_observations(self._env)[lane]
+            info = {"final_obs": seen, "final_info": info}
+        if info:
+            self.infos = info_merge(self._env)(self.infos, info, lane)
+
+    def entries(self) -> tuple[Any, ...]:
+        """Return one that only an empty info is, so that others are handed to :meth:`tell`."""
+        return (((), None, table_of([0, 0, _EMPTY, 0])),)
+
+
+class WithinWrappers(LanesInTurn):
+    """The vector inside of ``env``, which wraps it; its lanes are stepped in turn by :meth:`call`.
+
+    Between two calls the vector is as its user made it.
+    """
+
+    def __init__(self, env: VectorEnv) -> None:
+        base: Any = env.unwrapped
+        super().__init__(base)
+        self._wrapped, self._merged = env, _AsTheVector(base)
+        self._results = self._merged
+        kernel = compiled()
+        self._step_lanes = self._in_python if kernel is None else self._compiled(kernel)
+        self._as_the_vector = self._step_as_the_vector  # one object
+        self.checked = False
+        """The last step took observations that were as declared."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._wrapped,)
+
+    def call(self, action: NDArray[Any]) -> Any:
+        """Return the result of the wrappers' ``step``."""
+        own, ours = self._own, self._as_the_vector
+        self.checked = False
+        if own.get("step", ours) is not ours:  # someone replaced it
+            return self._wrapped.step(action)
+        try:
+            own["step"] = ours
+            return self._wrapped.step(action)
+        finally:
+            own.pop("step", None)
+
+    def _step_as_the_vector(self, actions: Any) -> Any:
+        """Return copies of the results, as the vector's own ``step`` does."""
+        own = self._own
+        out = super().step(actions, own[OBSERVATIONS])
+        self.checked = self._merged.plain is not None
+        obs = own[OBSERVATIONS]
+        if own["copy"]:
+            obs = obs.copy() if self.checked else deepcopy(obs)
+        flags = out.terminated.copy(), out.truncated.copy()
+        return obs, out.reward[0].copy(), *flags, self._merged.infos
