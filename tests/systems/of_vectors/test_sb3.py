@@ -518,3 +518,73 @@ def test_a_policy_alone_a_mask_and_what_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert isinstance(load_policy("my_models:model"), Sb3Policy)
+
+
+class Uncopied:
+    """Counts its copies."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.copies += 1
+        return self
+
+
+class Told(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """Has one in each info, and fails at an action of 1 when it is told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(cartpole())
+        self.told, self.fails = Uncopied(), fails
+
+    def step(self, action: Any) -> Any:
+        if self.fails and action == 1:
+            raise RuntimeError("no")
+        *rest, info = self.env.step(action)
+        return *rest, info | {"told": self.told}
+
+
+def test_infos_of_a_bare_vector_are_read_without_copies_and_it_is_left_as_it_was() -> None:
+    vector, beside = (DummyVecEnv([Told] * 2) for _ in range(2))
+    system, own = Sb3System(vector), vector.buf_infos
+    system.reset(None, [3, 4])
+    beside.seed(3)
+    beside._seeds = [3, 4]
+    beside.reset()
+    for _ in range(40):
+        action = np.array([0, 1])
+        out, (obs, reward, done, _) = system.step([action]), beside.step(action)
+        np.testing.assert_array_equal(out.obs[0], obs)
+        np.testing.assert_array_equal(out.reward[0], reward)
+        np.testing.assert_array_equal(out.terminated | out.truncated, done)
+        assert vector.buf_infos is own
+        assert [*own[0]] == [*beside.buf_infos[0]]
+    assert [each.told.copies for each in vector.envs] == [0, 0]
+    assert [each.told.copies for each in beside.envs] == [40, 40]
+    infos = vector.step(np.array([0, 1]))[-1]
+    assert infos is not vector.buf_infos
+    assert [each.told.copies for each in vector.envs] == [1, 1]
+
+
+def test_a_bare_vector_keeps_its_list_of_infos_when_a_lane_fails() -> None:
+    vector = DummyVecEnv([Told, partial(Told, fails=True)])
+    system, own = Sb3System(vector), vector.buf_infos
+    system.reset(None, None)
+    system.step([np.array([0, 0])])
+    before = own[1]
+    with pytest.raises(RuntimeError, match="no"):
+        system.step([np.array([0, 1])])
+    assert vector.buf_infos is own
+    assert type(own) is list
+    assert own[1] is before
+    vector.buf_infos = system._lent  # as an interrupt may leave it
+    system.step([np.array([0, 0])])
+    assert type(vector.buf_infos) is list
+
+
+def test_wrappers_of_a_vector_get_infos_of_their_own() -> None:
+    system = Sb3System(VecMonitor(DummyVecEnv([Told] * 2)))
+    system.reset(None, None)
+    system.step([np.array([0, 0])])
+    assert [each.told.copies for each in system.env.venv.envs] == [1, 1]

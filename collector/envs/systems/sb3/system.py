@@ -22,6 +22,13 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 _FINAL, _CUT = "terminal_observation", "TimeLimit.truncated"
 
 
+class _Lent(list[dict[str, Any]]):
+    """Infos of all lanes that are read before the next step, and that no copy is made of."""
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
 class Sb3System(TellingSystem):
     """A ``VecEnv`` as a system, its wrappers included.
 
@@ -54,6 +61,9 @@ class Sb3System(TellingSystem):
         self._getters = [leaf.getter() for leaf in self._leaves]
         action = action_leaf(env.action_space, lanes)
         self._never = np.zeros(lanes, np.bool_)
+        self._lent = _Lent()
+        package = sys.modules["stable_baselines3.common.vec_env"]
+        self._copies_infos = type(env) is package.DummyVecEnv
         self._declare(self._leaves, action, lanes, at_end="first", finals="extra", resets="all")
 
     @classmethod
@@ -102,7 +112,7 @@ class Sb3System(TellingSystem):
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes."""
-        obs, reward, done, infos = self.env.step(action[0])
+        obs, reward, done, infos = self._stepped(action[0])
         values = [get(obs) for get in self._getters]
         if not np.count_nonzero(done):
             step = Step(values, (reward,), done, self._never)
@@ -116,6 +126,22 @@ class Sb3System(TellingSystem):
             final = finals_of(found, self._leaves, self._getters, self.first_lane)
         step = Step(values, (reward,), done & ~truncated, truncated, final)
         return self._with_infos(step, done, infos) if self._infos else step
+
+    def _stepped(self, action: NDArray[Any]) -> Any:
+        """Step the vector; a bare `DummyVecEnv` without the copies of infos that it returns."""
+        env, lent = self.env, self._lent
+        if not self._copies_infos:
+            return env.step(action)
+        own = env.buf_infos
+        if own is lent:  # an interrupt came before the end
+            own = [*lent]
+        lent[:] = own
+        try:
+            env.buf_infos = lent
+            return env.step(action)
+        finally:
+            own[:] = lent
+            env.buf_infos = own
 
     def _with_infos(
         self, step: Step, done: NDArray[np.bool_], infos: Sequence[dict[str, Any]]
