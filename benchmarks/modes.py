@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,10 @@ from peers import Peer, installed
 from peers import Tianshou as TianshouBatches
 from small_batch_steps import StableBaselines3, TorchRL, touched_buffer
 
-from tallyroll.collector import GymnasiumVectorEnv, Info, SyncCollector
+from tallyroll.collector import Info, SyncCollector
 from tallyroll.storage import MemmapStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from common import Result
 
 MODES = {"NEXT_STEP": AutoresetMode.NEXT_STEP, "SAME_STEP": AutoresetMode.SAME_STEP}
@@ -113,12 +112,29 @@ def wrapped(lanes: int, mode: str) -> Any:
     return gym.wrappers.vector.ClipReward(sync(lanes, mode), -1, 1)
 
 
+def of_baselines(lanes: int, mode: str) -> Any:
+    """Return Stable-Baselines3's vector in this process."""
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    return DummyVecEnv([cartpole] * lanes)
+
+
+def of_envpool(lanes: int, mode: str) -> Any:
+    """Return EnvPool's vector."""
+    import envpool
+
+    return envpool.make("CartPole-v1", "gymnasium", num_envs=lanes, seed=0)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A vector that users have, and the infos that they ask for."""
 
     make: Callable[[int, str], Any]
     infos: tuple[str | Info, ...] = ()
+    modes: Sequence[str] = tuple(MODES)
+    package: str = ""
+    """The library that it is of, if that is not Gymnasium: no seeds at its resets."""
 
 
 KINDS = {
@@ -128,6 +144,8 @@ KINDS = {
     "statistics": Kind(with_statistics, (Info("episode/r", dtype="float64", fill=0),)),
     "wrapped": Kind(wrapped),
     "async": Kind(in_processes),
+    "sb3": Kind(of_baselines, modes=("SAME_STEP",), package="stable_baselines3"),
+    "envpool": Kind(of_envpool, modes=("NEXT_STEP",), package="envpool"),
 }
 
 
@@ -141,7 +159,7 @@ class Stepping(Contender):
         self.env, self.lanes = kind.make(lanes, mode), lanes
         self.masks = mode == "DISABLED"
         self.rng = np.random.default_rng(0)
-        self.env.reset(seed=0)
+        self.env.reset(**({} if kind.package else {"seed": 0}))
         self.share, resets = 0.0, 0
         if mode == "NEXT_STEP":
             for action in self.rng.integers(2, size=(COUNTED // lanes, lanes)):
@@ -153,9 +171,9 @@ class Stepping(Contender):
         """Step a block."""
         env, step = self.env, self.env.step
         for action in self.rng.integers(2, size=(BLOCK, self.lanes)):
-            _, _, terminated, truncated, _ = step(action)
+            out = step(action)
             if self.masks:
-                ended = terminated | truncated
+                ended = out[2] | out[3]
                 if ended.any():
                     env.reset(options={"reset_mask": ended})
 
@@ -179,10 +197,11 @@ class Collecting(Contender):
             scratch / f"{id(kind)}-{lanes}-{mode}-{more}", max_size=RING // self.count * self.count
         )
         self.collector = SyncCollector(
-            GymnasiumVectorEnv(kind.make(lanes, mode), info_keys=kind.infos),
+            kind.make(lanes, mode),
+            info_keys=kind.infos,
             frames_per_batch=self.count,
             total_frames=-1,
-            seed=0,
+            seed=None if kind.package == "envpool" else 0,
             storage=self.storage,
         )
         for _ in range(RING // self.count):
@@ -356,7 +375,10 @@ def main() -> None:
     figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.kinds:
-            for mode in args.modes:
+            if KINDS[kind].package and not find_spec(KINDS[kind].package):
+                console.print(f"{kind}: {KINDS[kind].package} is not installed")
+                continue
+            for mode in (each for each in args.modes if each in KINDS[kind].modes):
                 for lanes in args.lanes:
                     figures += compared(kind, mode, lanes, Path(folder), args)
     if args.json:
