@@ -257,6 +257,8 @@ class StoringTraits:
     """Slots that a batch takes, at least."""
     yields_large: bool
     """Columns of rows of 4 KiB and more are yielded."""
+    arranged: str
+    """What is done with a batch after it was laid out; empty: nothing."""
 
 
 def placing(run: StoringTraits) -> Decision:
@@ -271,9 +273,12 @@ def placing(run: StoringTraits) -> Decision:
     )
 
 
-def batching(run: StoringTraits, placed: Decision) -> Decision:
-    """Choose the source from which yielded batches are laid out."""
-    return choose(
+def batching(run: StoringTraits, placed: Decision, committed: Decision) -> Decision:
+    """Choose how yielded batches are laid out.
+
+    In the ``one call`` that stores them, later from the ``slab``, or from ``gathered`` copies.
+    """
+    source = choose(
         "slab",
         "gathered",
         (placed.way != "slab", placed.because),
@@ -284,6 +289,15 @@ def batching(run: StoringTraits, placed: Decision) -> Decision:
             "together is faster",
         ),
         way="small",
+    )
+    if source.way != "slab":
+        return source
+    return choose(
+        "one call",
+        "slab",
+        (committed.way != "one call", committed.because or "there is no storage"),
+        (bool(run.arranged), run.arranged),
+        way="at-once",
     )
 
 
@@ -368,7 +382,7 @@ class RunPlan:
     rows: Decision
     """The source of stored rows: ``slab``, ``gathered``."""
     batches: Decision
-    """The source of yielded batches: ``slab``, ``gathered``."""
+    """Laying out of yielded batches: in ``one call``, from the ``slab``, ``gathered``."""
     ahead: Decision
     """The time at which wide columns enter a batch: ``ahead``, ``after``."""
     commits: Decision

@@ -29,6 +29,7 @@ WAYS: Final = {
     "slab": "rows are stored from where they lie in the slab",
     "one-call": "the rows of few slots are stored in one call of the extension",
     "small": "batches of few slots are laid out from the columns that they were stored from",
+    "at-once": "a batch of few slots is laid out by the call that stores its rows",
     "ahead": "rows enter a batch while the system computes its next step",
     "address": "TensorDicts of one layout are copied to a storage by address",
 }

@@ -61,10 +61,11 @@ def assemble(
     plan = StoringPlan.of(traits)
     in_slab = one_call = None
     if plan.rows.way == "slab":
-        in_slab = InSlab(source, run, laying_out, batches=plan.batches.way == "slab")
+        in_slab = InSlab(source, run, laying_out, batches=plan.batches.way != "gathered")
         if plan.commits.way == "one call":
             assert isinstance(rollout, Rollout)  # others count lane by lane
-            one_call = OneCall(run, rollout, in_slab, counts, checks, finals, acting)
+            batch = options.frames_per_batch if plan.batches.way == "one call" else 0
+            one_call = OneCall(run, rollout, in_slab, counts, checks, finals, acting, batch)
     return Assembly(
         run,
         plan,

@@ -82,6 +82,7 @@ class Assembly:
         hand.lays_out = run.yields = True
         most = sys.maxsize if self._apart else size or run.options.frames_per_batch
         size = run.budget.batch(run.ledger.stored, most)
+        self._raise_again(size)
         if self._begin(size) and self._ahead is not None and not self._rollout.held:
             self._ahead.begin(size, self._checks)
         with self._acting:
@@ -89,14 +90,15 @@ class Assembly:
         short = hand.count < size
         batch = hand.deliver(size) if hand.count else None
         self._end(short=short)
+        if self.one_call is not None and self.one_call.batch and not run.over:
+            self.one_call.prepare()
         return batch
 
     def collect(self, want: int) -> None:
         """Store ``want`` more transitions, fewer if the run ends before."""
         ledger, hand, most = self._run.ledger, self._hand, self._most
         hand.lays_out = False
-        if self.one_call is not None and self.one_call.raised is not None:
-            self._take(want, 0)
+        self._raise_again(want)
         goal = ledger.stored + self._run.budget.batch(ledger.stored, want)
         self._begin(min(most, goal - ledger.stored))
         if self._at_once:
@@ -118,6 +120,11 @@ class Assembly:
         self._end(short=ledger.stored < goal)
         if self.one_call is not None and not self._run.over:
             self.one_call.prepare()
+
+    def _raise_again(self, want: int) -> None:
+        """Raise what ended a call of few slots, before gradients are looked at: it left them."""
+        if self.one_call is not None and self.one_call.raised is not None:
+            self._take(want, 0)
 
     def leave(self) -> None:
         """Let gradients and exploration be as they were, if an exception left them."""

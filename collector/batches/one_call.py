@@ -1,8 +1,10 @@
-"""``collect(n)`` of few slots, whose rows one call of the extension stores."""
+"""Few slots, by ``collect(n)`` or as a batch, whose rows one call of the extension stores."""
 
 from collections.abc import Callable
 from functools import cache
 from threading import get_ident
+
+from tensordict import TensorDictBase
 
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
@@ -15,6 +17,7 @@ from tallyroll.collector.counting.ledger import amounts
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.run_plan import FEW_SLOTS
+from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.storages import DiskStorage
@@ -35,6 +38,7 @@ class OneCall:
         checks: of values.
         finals: must see rows in which an episode begins or ends, until they are judged.
         acting: the context of steps.
+        batch: number of rows of a batch; 0: batches are made by the loop.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class OneCall:
         checks: RangeChecks,
         finals: FinalsWatch,
         acting: Acting,
+        batch: int,
     ) -> None:
         self._run, self._ledger, self._total = run, run.ledger, run.budget.total
         self._rollout, self._in_slab, self._counts = rollout, in_slab, counts
@@ -53,6 +58,11 @@ class OneCall:
         self._lanes = rollout.lanes
         self._only = rollout.lanes if run.options.surplus != "carry" else 0
         """The only number of rows that leaves no surplus; 0 where a surplus is carried."""
+        self.batch = batch
+        self._batches: list[TensorDictBase] = []
+        """The batch that is ready as soon as all its rows are stored."""
+        self._stored_then = 0
+        """Number of rows stored in the run then."""
         self._made: PlainSlots | None = None
         self.ready: PlainSlots | None = None
         """The plain slots of the last call, if the next call may store some at once."""
@@ -65,14 +75,17 @@ class OneCall:
         self._thread: int | None = None
         """The thread that was here last."""
 
-    def collect(self, want: int) -> bool:
+    def collect(self, want: int, *, yields: bool = False) -> bool:
         """Collect ``want`` rows of few slots; return False if the loop has to do it.
 
-        A signal's handler may raise anywhere here: before the one call that stores the rows,
-        :meth:`settle` keeps the slots for the next block; after that call everything is done.
+        An exception may come anywhere here: before the one call that stores the rows,
+        :meth:`settle` keeps the slots for the next block; after that call everything is done, but
+        that :meth:`settle` makes the batch ready where the call ``yields`` one.
         """
         plain, total, run = self.ready, self._total, self._run
         if plain is None or run.busy or want > FEW_SLOTS * self._lanes:
+            return False
+        if self._left is not None:
             return False
         if total is not None and self._ledger.stored + want >= total:
             return False
@@ -81,17 +94,40 @@ class OneCall:
         self._thread = get_ident()
         try:
             run.busy, self._by_store, self._left = True, False, plain
-            plain.fill(want)
+            if yields:
+                with self._rollout.interruptible:
+                    plain.fill(want)
+            else:
+                plain.fill(want)
             self._by_store = True
-            if plain.store(want, self._finals):
+            if self._store_batch(plain, want) if yields else plain.store(want, self._finals):
                 self._left = None  # before that it would find nothing to count
-                return not run.stopped
+                return yields or not run.stopped
         except BaseException as error:  # noqa: BLE001  raised by the loop
             self.raised = error
         finally:
             run.busy = False
         self.ready = None
         return False
+
+    def _store_batch(self, plain: PlainSlots, want: int) -> bool:
+        """Store the rows, and make them the batch that is ready; False if the loop has to."""
+        if plain.few.board[HALT]:  # it ends the run, or calls handlers
+            return False
+        assert plain.batches is not None
+        batch = plain.batches.empty(want)
+        self._stored_then = self._ledger.stored + want
+        self._batches = [batch[2]]  # in this order: the last call's number is the present one
+        stored = plain.store(want, self._finals, batch)
+        self._hand_over()
+        return stored
+
+    def _hand_over(self) -> None:
+        """Make the batch ready whose rows are stored, once."""
+        if self._batches and self._ledger.stored == self._stored_then:
+            # One instruction takes it from one list to the other, so that no exception parts them.
+            self._run.ready.extend(map(self._batches.pop, (0,)))
+        self._batches = []
 
     def leave(self) -> None:
         """End a call that an exception left at any instruction, in this thread."""
@@ -101,6 +137,7 @@ class OneCall:
     def settle(self) -> None:
         """Count the slots that :meth:`collect` left unstored; they are the next block."""
         self.ready = None
+        self._hand_over()
         left, self._left = self._left, None
         if left is not None:
             self._rollout.put_back()
@@ -154,6 +191,7 @@ class OneCall:
             checks.eased,
             seed,
             _by_slots(checks, slab),
+            self._in_slab.batches_of(table) if self.batch else None,
         )
         return plain
 

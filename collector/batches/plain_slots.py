@@ -7,10 +7,13 @@ several times more.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
+from tallyroll.collector.batches.layouts.small_batches import SmallBatches
 from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
 from tallyroll.collector.compat import set_gradients
 from tallyroll.collector.counting.episode_log import EpisodeLog
@@ -46,6 +49,8 @@ class PlainSlots:
     seed: int | None
     masks: Callable[[int], bool] | None
     """A check of all masks of legal actions in slots; None: there are none to check."""
+    batches: SmallBatches | None
+    """The maker of batches that are yielded; None: rows are stored alone."""
 
     def was_made_for(self, state: LaneState, eased: int, seed: int | None) -> bool:
         """Return whether ``rows`` were made for these values."""
@@ -67,14 +72,17 @@ class PlainSlots:
             acting.place.put(before[1])
             acting.before = None
 
-    def store(self, want: int, finals: FinalsWatch) -> bool:
-        """Check, number, count and store ``want`` rows; False, with nothing done, if refused."""
+    def store(self, want: int, finals: FinalsWatch, batch: Any = None) -> bool:
+        """Check, number, count and store ``want`` rows; False, with nothing done, if refused.
+
+        An empty ``batch`` of `SmallBatches` is filled with them, and they are stored lane by lane.
+        """
         few, rows, append = self.few, self.rows, self.writer.append
         used = few.board[FILLED]
         if self.masks is not None and not self.masks(used):
             return False
         rows.used, rows.count = used, want
-        rows.version, rows.watched = few.version, finals.looks
+        rows.version, rows.watched, rows.batch = few.version, finals.looks, batch
         if self.writer.tell is None:
             stored = append(rows)
         else:
@@ -89,5 +97,8 @@ class PlainSlots:
         run = self.rows.run
         if run.ended:
             with deferred():
-                self.episodes.extend(self.table.ended(run.ended))
+                ended = self.table.ended(run.ended)
+                if self.rows.batch is not None:
+                    ended = ended[np.argsort(ended["lane"], kind="stable")]
+                self.episodes.extend(ended)
                 run.ended = 0

@@ -5,6 +5,7 @@ from threading import get_ident
 from types import TracebackType
 
 from tallyroll.collector.batches.assembly import Assembly
+from tallyroll.collector.batches.one_call import OneCall
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
@@ -49,6 +50,7 @@ class Undivided(deferred):
                 self._kept = keep_for(self._assembly)
             if self._one_call is not None:
                 self._one_call.settle()
+            run.waiting = len(run.ready)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -94,11 +96,25 @@ class Undivided(deferred):
 
     def make_ready(self) -> bool:
         """Make the next batch ready, where there is one; False where the run is over."""
-        if self._run.over:
-            self._run.refuse_ended()
+        run, one_call = self._run, self._one_call
+        if run.over:
+            run.refuse_ended()
             return False
-        self.ready_batch()
+        few = one_call is not None and one_call.batch and not run.busy
+        if one_call is None or not few or not self._make_at_once(one_call):
+            self.ready_batch()
         return True
+
+    def _make_at_once(self, one_call: OneCall) -> bool:
+        """Make the next batch ready in one call; return False if the loop has to. Handlers wait."""
+        try:
+            super().__enter__()
+            made = one_call.collect(one_call.batch, yields=True)
+            super().__exit__(None, None, None)
+        except BaseException as error:
+            self.leave(error, was_busy=False)
+            raise
+        return made
 
     def ready_batch(self, size: int | None = None) -> None:
         """Make the next batch ready, of ``size`` rows where not of ``frames_per_batch``."""

@@ -53,6 +53,7 @@ class Rollout:
         self._filling = Filling(
             driver, policy, extra=extra, surplus=surplus, random_frames=random_frames, gate=gate
         )
+        self.interruptible = self._filling.interruptible
         self._held = HeldRows(self.lanes)
         self._given = True
         """True if all transitions in the slab, apart from held ones, were handed over."""

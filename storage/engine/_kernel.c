@@ -19,6 +19,8 @@
      are_inside              _SlotChecks.table        _SlotCheck: values in the slab, and bounds
      SLAB, in store_slots    SlotRows.slab            the slab (rows, transitions), its driver's board
                                                       (used), Rollout (held, marks), lanes (pending)
+     a batch, in store_slots SlotRows.batch           targets: its tensors, which SlotRows.batch keeps
+                                                      too; sources: the slab's columns
      store_slots             SlotRows.plan: a tuple   as the tables in the plan, listed above
      the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger,
                                                       Rollout (held); SlotRows refers to all four
@@ -144,24 +146,41 @@ static void copy_columns(const Table *table, int64_t slot, int64_t first, int64_
         PyEval_RestoreThread(others);
 }
 
-/* Copy the rows that are marked, of the first `cells`, one after the other to slots from `slot` on;
-   there are `count` of them. */
-static void copy_marked(const Table *table, int64_t slot, const char *marks, int64_t cells,
-                        int64_t count)
+/* Rows that are marked, of the first `cells`, in the order of memory; or, of slots of so many `lanes`,
+   lane by lane. */
+typedef struct {
+    const char *marks;
+    int64_t cells, lanes;
+} Marked;
+
+/* Copy the marked rows of `size` bytes one after the other. */
+static void take_marked(char *target, const char *source, int64_t size, const Marked *rows)
+{
+    if (rows->lanes && rows->lanes < rows->cells) {
+        for (int64_t lane = 0; lane < rows->lanes; lane++)
+            for (int64_t cell = lane; cell < rows->cells; cell += rows->lanes)
+                if (rows->marks[cell]) {
+                    memcpy(target, source + cell * size, (size_t)size);
+                    target += size;
+                }
+        return;
+    }
+    for (int64_t first = 0, stop; first < rows->cells; first = stop + 1) {
+        for (stop = first; stop < rows->cells && rows->marks[stop];)
+            stop++;
+        memcpy(target, source + first * size, (size_t)((stop - first) * size));
+        target += (stop - first) * size;
+    }
+}
+
+/* Copy the marked rows, `count` ones, of every source to slots from `slot` on. */
+static void copy_marked(const Table *table, int64_t slot, int64_t count, const Marked *rows)
 {
     PyThreadState *others = let_others_run(table, count);
     const int64_t *column = table->words, *end = column + table->count;
-    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS) {
-        const int64_t size = column[ROW_NBYTES];
-        const char *source = at(column[SOURCE]);
-        char *target = at(column[TARGET]) + slot * size;
-        for (int64_t first = 0, stop; first < cells; first = stop + 1) {
-            for (stop = first; stop < cells && marks[stop];)
-                stop++;
-            memcpy(target, source + first * size, (size_t)((stop - first) * size));
-            target += (stop - first) * size;
-        }
-    }
+    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS)
+        take_marked(at(column[TARGET]) + slot * column[ROW_NBYTES], at(column[SOURCE]),
+                    column[ROW_NBYTES], rows);
     if (others)
         PyEval_RestoreThread(others);
 }
@@ -255,9 +274,9 @@ static int can_commit(const Commit *known)
 
 /* Commit rows: store `reserve`, copy the rows, write the record, and store `head`; then count them.
    The record's sequence, the first word of its seal, is written last. The rows are `count` ones from
-   `first` on; with marks, the marked ones of the first `cells`. */
-static void commit(const Table *table, int64_t slot, int64_t first, int64_t count, const char *marks,
-                   int64_t cells, const int64_t *header, Commit *known, const char *record,
+   `first` on, or the marked ones. */
+static void commit(const Table *table, int64_t slot, int64_t first, int64_t count,
+                   const Marked *marked, const int64_t *header, Commit *known, const char *record,
                    size_t length)
 {
     Commit after = *known;
@@ -272,8 +291,8 @@ static void commit(const Table *table, int64_t slot, int64_t first, int64_t coun
     uint64_t sequence;
     const uint64_t word = word_of(after.head);
     publish(at(header[RESERVE_WORD]), word);
-    if (marks)
-        copy_marked(table, slot, marks, cells, count);
+    if (marked)
+        copy_marked(table, slot, count, marked);
     else
         copy_columns(table, slot, first, count);
     memcpy(to + SEAL_NBYTES, record, length);
@@ -305,7 +324,7 @@ static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
         goto record_failed;
     const int can = can_commit((const Commit *)at(known));
     if (can)
-        commit(&table, slot, first, count, NULL, 0, header.words, (Commit *)at(known),
+        commit(&table, slot, first, count, NULL, header.words, (Commit *)at(known),
                (const char *)record.buf, (size_t)record.len);
     PyBuffer_Release(&record);
     PyBuffer_Release(&header.buffer);
@@ -811,13 +830,83 @@ static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_
     return spell(record, plan->record, plan->length, numbers);
 }
 
-/* Number, commit and count the rows, and return how many episodes ended. Nothing fails here, and no
-   handler of a signal runs. `ledger` has the counts after it, but for episodes. */
-static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64_t version)
+/* A batch that is laid out from the rows that are stored. Its table says which column has the ids of
+   trajectories, and which the done flags of the root; then for each column the source in the slab,
+   the bytes of a row, and its marks: none, at the last row of a trajectory in the batch, or at the
+   first, or the column of cuts, which has no source. The other table has the address of each column
+   of the batch. SlotRows.batch keeps both. */
+enum { B_IDS, B_DONE, BATCH_WORDS };
+enum { B_SOURCE, B_NBYTES, B_MARKS, B_COLUMN_WORDS };
+enum { B_NONE, B_LAST, B_FIRST, B_CUT };
+typedef struct {
+    Table table, targets;
+} Batch;
+
+static void close_batch(Batch *batch)
+{
+    PyBuffer_Release(&batch->targets.buffer);
+    PyBuffer_Release(&batch->table.buffer);
+}
+
+/* Open both tables of a batch, which the caller must close. */
+static int open_batch(PyObject *parts, Batch *batch)
+{
+    if (!PyTuple_Check(parts) || PyTuple_Size(parts) < 2) {
+        PyErr_SetString(PyExc_TypeError, "a batch has other parts");
+        return -1;
+    }
+    if (open_table(PyTuple_GetItem(parts, 0), &batch->table, BATCH_WORDS) < 0)
+        return -1;
+    if (open_table(PyTuple_GetItem(parts, 1), &batch->targets, 0) < 0) {
+        PyBuffer_Release(&batch->table.buffer);
+        return -1;
+    }
+    const int64_t *words = batch->table.words, columns = batch->targets.count;
+    if (batch->table.count == BATCH_WORDS + columns * B_COLUMN_WORDS &&
+        0 <= words[B_IDS] && words[B_IDS] < columns && 0 <= words[B_DONE] && words[B_DONE] < columns)
+        return 0;
+    close_batch(batch);
+    PyErr_SetString(PyExc_ValueError, "a batch has other columns");
+    return -1;
+}
+
+/* Copy `count` rows of the slab, the first ones or the marked ones, to the columns of a batch, and
+   mark the last and the first row that it has of each trajectory. */
+static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
+{
+    const int64_t *words = batch->table.words, *target = batch->targets.words;
+    const int64_t *first = words + BATCH_WORDS, *end = words + batch->table.count, *to = target;
+    for (const int64_t *column = first; column < end; column += B_COLUMN_WORDS, to++)
+        if (marked && column[B_SOURCE])
+            take_marked(at(*to), at(column[B_SOURCE]), column[B_NBYTES], marked);
+        else if (column[B_SOURCE])
+            memcpy(at(*to), at(column[B_SOURCE]), (size_t)(count * column[B_NBYTES]));
+    const int64_t *ids = (const int64_t *)at(target[words[B_IDS]]);
+    const char *done = at(target[words[B_DONE]]);
+    for (int kind = B_CUT; kind > B_NONE; kind--) { /* cuts first: done is marked after them */
+        to = target;
+        for (const int64_t *column = first; column < end; column += B_COLUMN_WORDS, to++)
+            for (int64_t i = 0; column[B_MARKS] == kind && i < count; i++) {
+                const int last = i + 1 == count || ids[i] != ids[i + 1];
+                char *row = at(*to) + i * column[B_NBYTES];
+                if (kind == B_CUT)
+                    *row = (char)(last && !done[i]);
+                else if (kind == B_LAST ? last : i == 0 || ids[i] != ids[i - 1])
+                    memset(row, 1, (size_t)column[B_NBYTES]);
+            }
+    }
+}
+
+/* Number, commit and count the rows, lay the `batch` out where there is one, and return how many
+   episodes ended. Nothing fails here, and no handler of a signal runs. `ledger` has the counts after
+   it, but for episodes. */
+static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64_t version,
+                     const Batch *batch)
 {
     const Numbering *t = plan->numbering;
     const int64_t cells = slots->used * t->lanes;
     const char *rows = slots->whole ? NULL : at(plan->slab->transitions);
+    const Marked in_order = {rows, cells, batch ? t->lanes : 0}, *marked = rows ? &in_order : NULL;
     char record[RECORD_NBYTES];
     for (int64_t i = cells - t->lanes; slots->used > slots->first && i < cells; i++)
         ((int64_t *)at(t->version))[i] = version;
@@ -828,8 +917,10 @@ static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64
     const int64_t next_id = largest < plan->run->next_id ? plan->run->next_id : largest + 1;
     ledger->episodes_complete += ended;
     const size_t length = write_record(plan, ledger, next_id, record);
-    commit(&plan->tables[P_COLUMNS], slot_of(plan), 0, slots->count, rows, cells,
+    commit(&plan->tables[P_COLUMNS], slot_of(plan), 0, slots->count, marked,
            plan->tables[P_HEADER].words, plan->commit, record, length);
+    if (batch)
+        lay_out(batch, slots->count, marked);
     carry(plan, slots);
     *plan->ledger = *ledger;
     plan->run->next_id = next_id;
@@ -837,25 +928,33 @@ static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64
     return ended;
 }
 
-/* store_slots(plan, used, count, room, version, watched) */
+/* store_slots(plan, used, count, room, version, watched, batch) */
 static PyObject *store_slots(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
     Plan plan;
     Slots slots;
-    if (want(given, 6) < 0)
+    Batch batch;
+    if (want(given, 7) < 0)
         return NULL;
     int64_t used = PyLong_AsLongLong(args[1]), count = PyLong_AsLongLong(args[2]);
     int64_t room = PyLong_AsLongLong(args[3]), version = PyLong_AsLongLong(args[4]);
     int watched = PyObject_IsTrue(args[5]);
+    const int yields = args[6] != Py_None;
     if (PyErr_Occurred() || open_plan(args[0], &plan) < 0)
         return NULL;
+    if (yields && open_batch(args[6], &batch) < 0) {
+        close_plan(&plan);
+        return NULL;
+    }
     int64_t ended = -1;
     if (find(&plan, used, count, &slots) && are_plain(&plan, &slots, room, watched)) {
         Ledger ledger = *plan.ledger;
         if (add_to(&ledger, &plan, &slots))
-            ended = store(&plan, &slots, &ledger, version);
+            ended = store(&plan, &slots, &ledger, version, yields ? &batch : NULL);
     }
+    if (yields)
+        close_batch(&batch);
     close_plan(&plan);
     return PyLong_FromLongLong(ended);
 }

@@ -74,6 +74,7 @@ class Kernel(Protocol):
         room: int,
         version: int,
         watched: bool,
+        batch: tuple[bytes, Any, Any] | None,
         /,
     ) -> int:
         """Check, number, count and commit ``count`` rows of the first ``used`` slots of a slab.
@@ -86,6 +87,12 @@ class Kernel(Protocol):
         ``plan`` is that of `SlotRows`, ``room`` the number of rows that there is space for, and
         ``version`` the policy's in the last slot. With ``watched`` the caller must see rows before
         they are stored, if an episode begins or ends in them.
+
+        With a ``batch`` the rows are stored lane by lane, and copied to its columns, marked as in
+        `cuts`. Its first table has the numbers of the columns of ids and of done flags; then three
+        words a column: the address of row 0 in the slab, the bytes of a row, and its marks (0:
+        none, 1: last rows of trajectories, 2: first ones, 3: cuts, which has no address). The
+        second, int64 too, has the addresses of the batch's columns, which its third part keeps.
 
         Returns:
             How many episodes ended; -1, with nothing done, if the caller must store the slots

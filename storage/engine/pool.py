@@ -20,14 +20,20 @@ _HELD_BY_THE_POOL = max(map(sys.getrefcount, [np.empty(0)]))
 class Room:
     """Memory for one array a column, which stays where it is."""
 
-    __slots__ = ("addresses", "arrays", "of", "table")
+    __slots__ = ("arrays", "of", "table", "words")
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self.arrays = arrays
-        self.addresses = [array.ctypes.data for array in arrays]
+        self.words: Any = None
+        """The addresses of the arrays, int64 in a buffer, once they were asked for."""
         self.table: bytes | None = None
         """The kernel's table that copies from the columns ``of`` a storage to these arrays."""
         self.of: object = None
+
+    @property
+    def addresses(self) -> list[int]:
+        """The address of each array; asking for it takes a microsecond."""
+        return [array.ctypes.data for array in self.arrays]
 
 
 class BufferPool:

@@ -65,6 +65,8 @@ class SlotRows(NewRows):
     """The version of the policy that chose the actions of the last slot."""
     watched: bool = True
     """True if the collector must see the rows first, if an episode begins or ends in them."""
+    batch: tuple[bytes, Any, Any] | None = None
+    """A batch that is laid out from the rows, which are stored lane by lane then."""
     in_one_call = True
     _columns: Columns | None = None
     """The columns of the storage for which the plan was made."""
@@ -81,9 +83,9 @@ class SlotRows(NewRows):
         kernel = columns.one_call
         if kernel is None:
             return False
-        used, count, version = self.used, self.count, self.version
-        done = kernel.store_slots(self._plan, used, count, columns.room, version, self.watched)
-        return done >= 0
+        used, count, room, version = self.used, self.count, columns.room, self.version
+        watched, batch = self.watched, self.batch
+        return kernel.store_slots(self._plan, used, count, room, version, watched, batch) >= 0
 
     def _make_plan(self, columns: Columns, header: Header) -> None:
         blocks = header.known, self.run, self.ledger, self.held

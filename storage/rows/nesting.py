@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 
-from tallyroll.storage.compat import new_tensordict
+from tallyroll.storage.compat import plain_tensordict
 from tallyroll.storage.errors import InvalidSchema, RowsMismatch
 from tallyroll.storage.rows.keys import Key, spell
 
@@ -171,8 +171,8 @@ class Nest:
         values: list[Any] = list(tensors)
         rows = torch.Size(batch)
         for behind, names, places in self._levels:
-            source = {name: values[place] for name, place in zip(names, places, strict=True)}
+            entries = dict(zip(names, map(values.__getitem__, places), strict=True))
             size = torch.Size((*rows, *behind)) if behind else rows
-            values.append(new_tensordict(source=source, batch_size=size, nested=False))
+            values.append(plain_tensordict(entries, size))
         made: TensorDict = values[-1]
         return made

@@ -246,6 +246,13 @@ def test_a_tensordict_is_a_dictionary_and_is_made_of_one() -> None:
     )
     assert made["a"] is td["a"]
     assert made.batch_size == (2,)
+    entries = {"a": td["a"]}
+    plain, usual = storage_compat.plain_tensordict(entries, torch.Size([2])), TensorDict({}, [2])
+    assert vars(plain) == vars(usual) | {"_tensordict": entries}
+    assert {key: type(value) for key, value in vars(plain).items()} == {
+        key: type(value) for key, value in vars(usual).items()
+    }
+    assert storage_compat.entries_of(plain) is entries
 
 
 def test_torch_compares_the_looks_of_tensors() -> None:

@@ -1,17 +1,22 @@
 """Batches of few slots, laid out at once from the columns of a slab."""
 
+from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
-from tallyroll.storage.engine.kernel import compiled, copy_table
+from tallyroll.storage.engine.kernel import compiled, copy_table, table_of
 from tallyroll.storage.engine.pool import BufferPool, Room
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import CUT, DONE, TRAJ_IDS, Key
 from tallyroll.storage.rows.nesting import Nest
+
+LAST, FIRST, CUTS = 1, 2, 3
+"""The marks of a column, in the table of `Kernel.store_slots`."""
 
 
 class SmallBatches:
@@ -38,13 +43,31 @@ class SmallBatches:
     ) -> None:
         self._kernel = compiled()
         self._columns = [table.columns[key] for key in keys]
-        self._pool = BufferPool([(each.dtype, each.shape[1:]) for each in self._columns])
+        rows = [(each.dtype, each.shape[1:]) for each in self._columns]
+        self._pool = BufferPool([*rows, (np.dtype(np.bool_), ())])
         self._done = keys.index(DONE)
         self._marked = [keys.index(key) for key in (DONE, *dones)] if marks else []
         self._inits = [keys.index(key) for key in inits]
         self._ids = keys.index(TRAJ_IDS)
         dtypes = [torch.from_numpy(each[:0]).dtype for each in self._columns]
         self._nest = Nest([*zip(keys, dtypes, strict=True), (CUT, torch.bool)], behind)
+        self._table = self._table_of(self._columns)
+
+    def _table_of(self, columns: Sequence[np.ndarray]) -> bytes:
+        """Return the table of a batch for `Kernel.store_slots`."""
+        words = [self._ids, self._done]
+        for index, column in enumerate(columns):
+            marks = LAST if index in self._marked else FIRST if index in self._inits else 0
+            words += column.ctypes.data, column[:1].nbytes, marks
+        return table_of([*words, 0, 1, CUTS])
+
+    def empty(self, count: int) -> tuple[bytes, Any, TensorDict]:
+        """Return a batch of ``count`` rows for `Kernel.store_slots` to fill: any values, as yet."""
+        arrays, room = self._pool.room((count,))
+        tensors = list(map(torch.from_numpy, arrays))
+        if room.words is None:
+            room.words = array("q", map(torch.Tensor.data_ptr, tensors))
+        return self._table, room.words, self._nest.of_tensors(tensors, (count,))
 
     def batch(self, part: SlabPart) -> TensorDict:
         """Return the rows of ``part`` as a TensorDict ``[row]``, marked as in `cuts`."""
@@ -53,27 +76,27 @@ class SmallBatches:
         ids = arrays[self._ids]
         last = np.ones(len(ids), np.bool_)
         np.not_equal(ids[1:], ids[:-1], out=last[:-1])
-        cut = last & ~arrays[self._done].reshape(-1)
+        np.greater(last, arrays[self._done].reshape(-1), out=arrays[-1])
         for index in self._marked:
             done = arrays[index]
             done |= last.reshape(len(last), *[1] * (done.ndim - 1))
         for index in self._inits:
             init = arrays[index]
             init |= np.roll(last, 1).reshape(len(last), *[1] * (init.ndim - 1))
-        return self._nest([*arrays, cut], (len(ids),))
+        return self._nest(arrays, (len(ids),))
 
     def _fill(self, arrays: list[np.ndarray], room: Room, part: SlabPart) -> None:
         index = part.index
         kernel = self._kernel
         if kernel is None:
-            for array, column in zip(arrays, self._columns, strict=True):
+            for to, column in zip(arrays, self._columns, strict=False):  # the last one is of cuts
                 some = slice(index.start, index.stop) if isinstance(index, range) else index
-                array[...] = column[some]
+                to[...] = column[some]
             return
         if room.table is None or room.of is not self:
             sources = [column.ctypes.data for column in self._columns]
             row_nbytes = [column[:1].nbytes for column in self._columns]
-            room.table, room.of = copy_table(room.addresses, sources, row_nbytes), self
+            room.table, room.of = copy_table(room.addresses[:-1], sources, row_nbytes), self
         if isinstance(index, range):
             kernel.copy_rows(room.table, 0, index.start, len(index))
         else:

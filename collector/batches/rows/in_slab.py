@@ -63,16 +63,20 @@ class InSlab:
 
     def batch(self, part: SlabPart) -> TensorDictBase:
         """Lay ``part`` out, one row after the other."""
-        batches = self._small.get(part.table)
+        batch = self.batches_of(part.table).batch(part)
+        return batch if self._device is None else batch.to(self._device)
+
+    def batches_of(self, table: SlabRows) -> SmallBatches:
+        """Return what lays rows of ``table`` out."""
+        batches = self._small.get(table)
         if batches is None:
             laying_out, source = self._laying_out, self._source
-            batches = self._small[part.table] = SmallBatches(
-                part.table,
+            batches = self._small[table] = SmallBatches(
+                table,
                 laying_out.keys,
                 source.plan.dones,
                 source.behind,
                 marks=laying_out.marks,
                 inits=laying_out.inits,
             )
-        batch = batches.batch(part)
-        return batch if self._device is None else batch.to(self._device)
+        return batches

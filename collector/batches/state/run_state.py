@@ -48,6 +48,8 @@ class RunState:
         """True if the call under way is to yield the rows that it stores."""
         self.ready: list[Any] = []
         """Batches to be yielded next; more are made only when there are none."""
+        self.waiting = 0
+        """Number of batches that were ready when the call under way began."""
         self.given = ledger.stored
         """Transitions of the run that were stored before the call under way."""
         self._ended_by = ""
@@ -80,7 +82,7 @@ class RunState:
         said += f" ({text[:200]}). " if text else ". "
         rows = writer.stored_run.rows_of(self.given, stored)
         said += f"{writer.stored_run.committed}. "
-        missing = self.yields and not self.ready
+        missing = self.yields and len(self.ready) <= self.waiting
         if rows and missing:
             said += f"Rows {rows.start:,} to {rows.stop - 1:,} of these were not yielded. "
         elif stored > self.given and missing:

@@ -36,8 +36,9 @@ class StoringPlan:
     def of(cls, traits: StoringTraits) -> Self:
         """Decide for a run with ``traits``."""
         rows = placing(traits)
+        commits = committing(traits, rows)
         extension = extension_used(built=traits.extension)
-        return cls(rows, batching(traits, rows), committing(traits, rows), extension)
+        return cls(rows, batching(traits, rows, commits), commits, extension)
 
 
 def traits_of(
@@ -70,7 +71,15 @@ def traits_of(
         wide_bounds=checks.table(slab) is None,
         slots_of_batch=ceil(options.largest_batch / slab.lanes),
         yields_large=bool(source.large) and options.yield_large,
+        arranged=_arranged(options),
     )
+
+
+def _arranged(options: Options) -> str:
+    """Say what is done with a batch after it was laid out."""
+    if options.layout != "rows":
+        return f'layout="{options.layout}" puts rows in another order'
+    return "" if options.storing_device is None else "storing_device= moves batches"
 
 
 def _surplus(options: Options, rollout: TransitionSource) -> str:

@@ -29,7 +29,14 @@ from tallyroll.collector.batches.layouts.cuts import (
     without_cuts,
 )
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, verify
+from tallyroll.storage import (
+    MemmapStorage,
+    TrajectorySliceSampler,
+    open_storage,
+    verify,
+    ways,
+)
+from tallyroll.storage.engine.kernel import compiled
 
 from agents_kit import AGENTS, DEEP, GROUP, RED, AgentsEnv, check_agents
 from collect_kit import LENGTHS, assert_same, collect
@@ -183,6 +190,28 @@ def test_storages_and_buffers_hold_the_environments_own_flags(tmp_path: Path) ->
     check_agents(rows, LENGTHS, stored=True)
     check_agents(buffer[:], LENGTHS, stored=True)
     assert verify(tmp_path / "s").sound
+
+
+@pytest.mark.skipif(compiled() is None, reason="there is no compiler")
+@pytest.mark.parametrize("frames", [2, 5, 8])
+def test_flags_of_a_group_are_marked_by_the_call_that_stores_rows(
+    frames: int, tmp_path: Path
+) -> None:
+    found = []
+    for off in ((), ("at-once",)):
+        options: dict[str, Any] = {"frames_per_batch": frames, "total_frames": 60, "seed": 1}
+        with (
+            ways.switched_off(*off),
+            SyncCollector(ThreeSteps(), storage=tmp_path / f"{off}", **options) as collector,
+        ):
+            assert collector.plan.batches.way == ("slab" if off else "one call")
+            found.append([*collector])
+        with open_storage(tmp_path / f"{off}") as storage:
+            found[-1].append(storage.get(slice(None)).clone())
+    for batch, other in zip(*found, strict=True):
+        assert_same(batch, other)
+    assert all(batch["next", "a", "done"].any() for batch in found[0][:-1])
+    assert not found[0][-1]["next", "a", "done"].any()
 
 
 def shuffled(batch: TensorDictBase) -> TensorDictBase:

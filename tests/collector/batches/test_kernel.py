@@ -327,7 +327,7 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
         anything.put_step(bytes(32), (b"d",), (np.zeros(1),), *[np.zeros(1)] * 3)
     for plan in ((), [0] * 9, (0,) * 9):
         with pytest.raises(TypeError):
-            anything.store_slots(plan, 1, 1, 1, 0, False)
+            anything.store_slots(plan, 1, 1, 1, 0, False, None)
     for wrong in ([0, 4], [-1, 0], [2**62, 1]):
         with pytest.raises(IndexError):
             anything.gather_rows(bytes(24), 0, np.array(wrong), 4)
@@ -340,9 +340,14 @@ def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:
     blocks = table_of(block.address for block in counts)
     whole = b"%d" * (len(COUNTS) + 3)
 
-    def stored(record: bytes = whole, counts: int = len(COUNTS), given: bytes = blocks) -> int:
+    def stored(
+        record: bytes = whole,
+        counts: int = len(COUNTS),
+        given: bytes = blocks,
+        batch: Any = None,
+    ) -> int:
         tables = numbering, b"", bytes(48), bytes(24), bytes(32), bytes(8 * counts), given
-        return kernel.store_slots((*tables, record, 0), 1, 1, 0, 0, False)
+        return kernel.store_slots((*tables, record, 0), 1, 1, 0, 0, False, batch)
 
     assert stored() == stored(whole + b" " * 4000) == -1
     for wrong in (
@@ -359,3 +364,14 @@ def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:
             stored(**short)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         stored(None)  # type: ignore[arg-type]
+    table, one, two = table_of([0, 0, 0, 8, 0]), table_of([0]), table_of([0, 0])
+    for none in ((), (table,), [table, one], (table, "text", None)):
+        with pytest.raises(TypeError):
+            stored(batch=none)
+    with pytest.raises(ValueError, match="too short"):
+        stored(batch=(b"", one, None))
+    beyond, below = table_of([1, 0, 0, 8, 0]), table_of([0, -1, 0, 8, 0])
+    for pair in ((beyond, one), (below, one), (table, two), (table, b""), (table + one, one)):
+        with pytest.raises(ValueError, match="other columns"):
+            stored(batch=(*pair, None))
+    assert stored(batch=(table, one, None)) == -1

@@ -58,6 +58,7 @@ RUN = StoringTraits(
     wide_bounds=False,
     slots_of_batch=1,
     yields_large=False,
+    arranged="",
 )
 NO_COMMIT_IN_ONE = {"replay_buffer", "postproc", "elsewhere", "by_lane", "arrivals", "surplus"}
 NO_COMMIT_IN_ONE |= {"masked_agents", "counts_ticks", "follows_flags", "resets_batches"}
@@ -73,7 +74,7 @@ def other(traits: Any, name: str) -> Any:
     if isinstance(value, bool):
         return replace(traits, **{name: not value})
     if isinstance(value, str):
-        return replace(traits, **{name: "lanes are cut"})
+        return replace(traits, **{name: f"its {name} is another"})
     if isinstance(value, int):
         return replace(traits, **{name: 99})
     return replace(traits, **{name: [("odd",)]})
@@ -81,6 +82,10 @@ def other(traits: Any, name: str) -> Any:
 
 def in_one_call(run: StoringTraits) -> Decision:
     return run_plan.committing(run, run_plan.placing(run))
+
+
+def laid_out(run: StoringTraits) -> Decision:
+    return run_plan.batching(run, run_plan.placing(run), in_one_call(run))
 
 
 @pytest.mark.parametrize(
@@ -101,10 +106,10 @@ def in_one_call(run: StoringTraits) -> Decision:
         (run_plan.placing, RUN, "slab", {"postproc", "replay_buffer", "elsewhere"}),
         (in_one_call, RUN, "one call", NO_COMMIT_IN_ONE),
         (
-            lambda run: run_plan.batching(run, run_plan.placing(run)),
+            laid_out,
             RUN,
-            "slab",
-            {"postproc", "replay_buffer", "elsewhere", "yields_large", "slots_of_batch"},
+            "one call",
+            NO_COMMIT_IN_ONE | {"yields_large", "slots_of_batch", "arranged"},
         ),
     ],
 )
@@ -131,6 +136,7 @@ def test_each_trait_alone_is_in_the_way_and_is_said(
 def test_where_nothing_is_stored_there_is_no_faster_way() -> None:
     nowhere = replace(RUN, storage="")
     assert in_one_call(nowhere) == Decision("none")
+    assert laid_out(nowhere) == Decision("slab", "there is no storage")
     assert in_one_call(replace(nowhere, replay_buffer=True)) == Decision("buffer")
     assert run_plan.acting(None, fills_slab=False, extra=()) == Decision("drawn")
 
@@ -182,11 +188,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
     "reset slots, no surplus": (
         {"env": partial(vector, "NEXT_STEP"), "surplus": "discard"},
-        {"counts": "by ends", "commits": "rows"},
+        {"counts": "by ends", "batches": "slab", "commits": "rows"},
     ),
     "episodes": (
         {"total_frames": None, "total_episodes": 90},
-        {"counts": "by lane", "commits": "rows"},
+        {"counts": "by lane", "batches": "slab", "commits": "rows"},
     ),
     "reset within": ({"env": partial(vector, "SAME_STEP")}, {}),
     "a subclass": ({"policy": module(Hooked)}, {"acts": "module"}),
@@ -199,7 +205,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"rows": "gathered", "batches": "gathered", "commits": "rows"},
     ),
     "opening": ({"init_random_frames": 5}, {}),
-    "resets": ({"reset_at_each_iter": True}, {"commits": "rows"}),
+    "resets": ({"reset_at_each_iter": True}, {"batches": "slab", "commits": "rows"}),
     "many slots": ({"frames_per_batch": 60}, {"batches": "gathered"}),
 }
 FASTEST = {
@@ -209,14 +215,14 @@ FASTEST = {
     "writes": "at once",
     "counts": "whole",
     "rows": "slab",
-    "batches": "slab",
+    "batches": "one call",
     "ahead": "after",
     "commits": "one call",
     "extension": "yes",
 }
 if not KERNEL:
     CASES["a wrapper"][1]["writes"] = "columns"
-    FASTEST |= {"writes": "columns", "commits": "rows", "extension": "no"}
+    FASTEST |= {"writes": "columns", "batches": "slab", "commits": "rows", "extension": "no"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -242,7 +248,7 @@ def test_a_run_goes_as_its_plan_says(
         assert str(plan).count("\n") == len(fields(RunPlan)) - 1
         for each in fields(RunPlan):
             decision = getattr(plan, each.name)
-            if not KERNEL and each.name in ("writes", "commits", "extension"):
+            if not KERNEL and each.name in ("writes", "batches", "commits", "extension"):
                 continue
             assert bool(decision.because) == (decision.way != FASTEST[each.name]) or (
                 decision.way in ("drawn", "after")
@@ -304,7 +310,7 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         assert_same(one, another)
     changed = {n for n, each in without.as_json().items() if each != plan.as_json()[n]}
     said = {
-        "kernel": {"writes", "commits", "extension"} if KERNEL else set(),
+        "kernel": {"writes", "batches", "commits", "extension"} if KERNEL else set(),
         "network": {"acts"},
         "in-turn": {"steps", "writes"} if KERNEL else {"steps"},
         "lend": {"observations"},
@@ -312,8 +318,9 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "into": {"writes"} if KERNEL else set(),
         "whole": {"counts"},
         "slab": {"rows", "batches", "commits"},
-        "one-call": {"commits"} if KERNEL else set(),
+        "one-call": {"batches", "commits"} if KERNEL else set(),
         "small": {"batches"},
+        "at-once": {"batches"},
         "ahead": {"ahead"},
         "address": set(),
     }

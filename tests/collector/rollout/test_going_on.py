@@ -69,9 +69,13 @@ GUARDED = [
     Acting.__exit__,
     PlainSlots.fill,
     OneCall.collect,
+    OneCall._store_batch,
+    OneCall._hand_over,
     Assembly.batch,
     Assembly.collect,
     Undivided.ready_batch,
+    Undivided.make_ready,
+    Undivided._make_at_once,
     Collector.collect,
 ]
 """The guards, and the functions that enter them."""
