@@ -258,7 +258,7 @@ class StoringTraits:
     yields_large: bool
     """Columns of rows of 4 KiB and more are yielded."""
     arranged: str
-    """What is done with a batch after it was laid out; empty: nothing."""
+    """The further work on a batch after it was laid out; empty: none."""
 
 
 def placing(run: StoringTraits) -> Decision:

@@ -130,8 +130,9 @@ def iterated(make: Callable[..., Collector], size: int, storage: DiskStorage, fe
         return kept, rows, storage.record, collector.ledger.counts(), [*collector.episodes]
 
 
-@pytest.mark.parametrize("ring", [None, 23])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "ring"), [*((size, None) for size in SIZES), (LANES, 23), (2 * LANES + 1, 23)]
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_batches_and_rows_are_those_of_the_longer_way(
     name: str, size: int, ring: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -222,11 +222,16 @@ def killed_within_one_call(folder: str) -> int:
             trials += 1
 
             def act(
-                path: Path = path, told: Told = told, fatal: Fatal = fatal, mode: str = mode
+                path: Path = path,
+                told: Told = told,
+                fatal: Fatal = fatal,
+                how: tuple[str, str] = (way, mode),
             ) -> None:
                 faulthandler.disable()
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                with patch.object(columns, "compiled", lambda: fatal):
+                off = ["one-call"] if how[0] == "commit_rows" else []
+                mode = how[1]
+                with patch.object(columns, "compiled", lambda: fatal), ways.switched_off(*off):
                     collect_for_ever(path, RING, 4, mode, told)
 
             _, status = os.waitpid(forked(act), 0)
