@@ -206,6 +206,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
     "opening": ({"init_random_frames": 5}, {}),
     "resets": ({"reset_at_each_iter": True}, {"batches": "slab", "commits": "rows"}),
+    "lanes": ({"layout": "lanes"}, {"batches": "slab"}),
+    "moved": ({"storing_device": "cpu"}, {"batches": "slab"}),
     "many slots": ({"frames_per_batch": 60}, {"batches": "gathered"}),
 }
 FASTEST = {

@@ -243,6 +243,41 @@ def test_what_a_handler_raises_loses_nothing_and_the_run_goes_on(
                 raise
 
 
+@pytest.mark.parametrize("sent", [signal.SIGALRM, signal.SIGTERM])
+def test_handlers_come_in_a_step_or_behind_it(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that limits time comes at once, others behind the step, not behind the batch."""
+    run = RUNS["random"](frames_per_batch=4 * LANES, total_frames=-1, storage=tmp_path / "rows")
+    with run, made_at_once(monkeypatch) as counts:
+        batches, came, calls = iter(run), [], count()
+        for _ in range(4):
+            next(batches)
+        assert counts[0] == 3
+        before = signal.signal(sent, lambda *_: came.append((steps, inside)))
+        step, steps, inside = run.env.system.step, 0, False  # type: ignore[attr-defined]
+
+        def signalled(*given: Any, **more: Any) -> Any:
+            nonlocal steps, inside
+            steps, inside = steps + 1, True
+            if next(calls) == 1:
+                signal.raise_signal(sent)
+            out = step(*given, **more)
+            inside = False
+            return out
+
+        run.env.system.step = signalled  # type: ignore[attr-defined]
+        try:
+            assert len(next(batches)) == 4 * LANES
+        finally:
+            signal.signal(sent, before)
+        assert came == [(2, sent is signal.SIGALRM)]
+        assert run.ledger.stored == 5 * 4 * LANES
+        next(batches)
+        next(batches)
+        assert counts[0] > 4
+
+
 ON_THE_WAY: list[Callable[..., Any]] = [
     Undivided.make_ready,
     Undivided._make_at_once,
