@@ -16,6 +16,7 @@ Any question may be answered by :class:`Raised` instead, and none is answered af
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from numpy.typing import NDArray
@@ -101,6 +102,10 @@ class Done:
     state: bytes | None = None
 
 
+DONE = Done()
+"""One object for all, which is pickled once."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """The memory is taken over, and the way of stepping chosen."""
@@ -129,6 +134,12 @@ class Steps:
     """``[lane]``: these act at random, of one slot."""
     drawn: Mapping[Key, Action] | None = None
     """``[lane, ...]``: their actions, where they were drawn elsewhere."""
+
+
+@lru_cache(maxsize=256)
+def whole_steps(start: int, stop: int, by: Actor) -> Steps:
+    """Return the question for all lanes of slots; one object for each, which is pickled once."""
+    return Steps(start, stop, by)
 
 
 @dataclass(frozen=True)

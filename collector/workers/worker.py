@@ -233,7 +233,7 @@ class Worker:
             driver.random_steps(start, stop)
         else:
             driver.policy_steps(start, stop, message.random_lanes)
-        return m.Done(self._state())
+        return m.Done(self._state()) if self._has_state else m.DONE
 
     def lease(self, message: m.Lease) -> m.Filled:
         """Fill a segment with as many transitions as the lease is for."""

@@ -1,9 +1,13 @@
 """Messages and memory over a pipe, between a parent and a worker on one machine."""
 
+import os
 import pickle
+import select
+from collections.abc import Sequence
+from math import ceil
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers import messages as m
@@ -11,9 +15,15 @@ from tallyroll.collector.workers.local.memory import Arena, Measure, require
 from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.share import Share
 
+_LENGTH_NBYTES = 8
+_AGAIN = bytes(_LENGTH_NBYTES)
+"""The length of a message that is the same object as the one before it: nothing follows."""
+
 
 class PipeChannel:
     """A pipe with messages; memory follows the question :class:`~messages.Bind`.
+
+    Messages are not changed after they were sent: one that is sent twice is pickled once.
 
     Args:
         connection: one end of the pipe.
@@ -22,23 +32,111 @@ class PipeChannel:
 
     def __init__(self, connection: Connection, memory: "SharedPlace | None" = None) -> None:
         self.connection, self._memory = connection, memory
+        self._file = connection.fileno()
+        self._sent: object = None
+        self._received: Any = None
+        self._torn = False
+        """True while a message is read, and after an exception interrupted that."""
 
     def send(self, message: object) -> None:
         """Send a message. Torch would move tensors to named shared memory: it is not asked to."""
-        self.connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        if message is self._sent:
+            os.write(self._file, _AGAIN)
+            return
+        self._sent = None
+        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        left = memoryview(len(content).to_bytes(_LENGTH_NBYTES, "little") + content)
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._sent = message
         if isinstance(message, m.Bind) and self._memory is not None:
             arena = self._memory.arena
             self.connection.send(arena.nbytes)
             send_handle(self.connection, arena.fd, 0)  # the receiver's number is for Windows alone
 
     def receive(self) -> Any:
-        """The next message; waits for it."""
-        return pickle.loads(self.connection.recv_bytes())
+        """The next message; waits for it.
+
+        Raises:
+            EOFError: the other end is closed, or the last call was interrupted within a message.
+        """
+        if self._torn:
+            raise EOFError
+        file, self._torn = self._file, True
+        length = os.read(file, _LENGTH_NBYTES)
+        if length != _AGAIN:
+            length += _read(file, _LENGTH_NBYTES - len(length))
+            content = _read(file, int.from_bytes(length, "little"))
+            if content:  # else the same length came in two parts
+                self._received = pickle.loads(content)
+        self._torn = False
+        return self._received
+
+    def close(self) -> None:
+        """Close this end; nothing is sent or received through it after that."""
+        self._file = -1
+        self.connection.close()
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
         """The memory that follows the question, laid out as the parent's is."""
         nbytes = self.connection.recv()
         return Blocks(Arena.attach(recv_handle(self.connection), nbytes), share, plan, module)
+
+
+def _read(file: int, nbytes: int) -> bytes:
+    """Read so many bytes."""
+    parts = []
+    while nbytes:
+        parts.append(part := os.read(file, min(nbytes, 2**20)))
+        if not part:
+            raise EOFError
+        nbytes -= len(part)
+    return b"".join(parts)
+
+
+class HasSources(Protocol):
+    """A link, and the ends of pipes that are ready when it has something to be heard."""
+
+    says: bool
+    """True once the first of them was ready: a message is there, or the end of all messages."""
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """The ends, or their numbers."""
+
+
+L = TypeVar("L", bound=HasSources)
+
+
+class Waiting(Generic[L]):
+    """Waits for links; what the system has to know of some of them is put together once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[L, ...], tuple[select.poll, dict[int, tuple[L, bool]]]] = {}
+
+    def forget(self) -> None:
+        """Forget all links: some are no more."""
+        self._known.clear()
+
+    def ready(self, links: Sequence[L], seconds: float) -> set[L]:
+        """Return links that have something to be heard, after at most so many ``seconds``."""
+        key = tuple(links)
+        known = self._known.get(key)
+        if known is None:
+            poll, of = select.poll(), {}
+            for link in links:
+                for first, source in zip((True, False), link.sources, strict=False):
+                    file = source if isinstance(source, int) else source.fileno()
+                    poll.register(file, select.POLLIN)
+                    of[file] = link, first
+            known = self._known[key] = poll, of
+        poll, of = known
+        found = set()
+        for file, _ in poll.poll(ceil(1000 * seconds)):
+            link, says = of[file]
+            link.says = link.says or says
+            found.add(link)
+        return found
 
 
 class SharedPlace:

@@ -16,7 +16,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers.local.lifetime import IGNORED, kill_group, kill_when_closed
 from tallyroll.collector.workers.local.limits import UNGUARDED, limits_named
 from tallyroll.collector.workers.local.memory import Arena
-from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace
+from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace, Waiting
 from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.local.process_main import main
 from tallyroll.collector.workers.share import Share
@@ -47,6 +47,8 @@ class ProcessLink:
             no more.
     """
 
+    says = False
+
     def __init__(self, process: Any, channel: PipeChannel, held: Connection) -> None:
         self.process, self.channel, self._held = process, channel, held
         self.pid: int = process.pid
@@ -70,8 +72,9 @@ class ProcessLink:
 
     def hear(self) -> object:
         """Its answer, for what it said before it died counts, or how it died."""
+        says, self.says = self.says, False
         try:
-            if self.channel.connection.poll():
+            if says or self.channel.connection.poll():
                 return self.channel.receive()
         except (EOFError, ConnectionError):
             pass
@@ -97,7 +100,7 @@ class ProcessLink:
             self._ended = True
             kill_group(self.pid)
             self.process.join(_END_SECONDS)
-            self.channel.connection.close()
+            self.channel.close()
             _let_go(self._held)
 
 
@@ -134,6 +137,7 @@ class Processes:
         with limits_named(len(jobs)):
             self._jobs = [_in_memory(job) for job in jobs]
         self._threads, self._place = threads, SharedPlace()
+        self._waiting = Waiting[ProcessLink]()
         self._context: Any = get_context(start_method)
         if start_method == "forkserver":
             # What takes seconds to import the server imports once, beside what others asked for.
@@ -148,6 +152,7 @@ class Processes:
         Raises:
             ArgumentError: a limit of the system does not allow it.
         """
+        self._waiting.forget()
         with limits_named(len(self._jobs)):
             return self._started(index)
 
@@ -177,8 +182,7 @@ class Processes:
 
     def ready(self, links: Sequence[ProcessLink], seconds: float) -> Collection[ProcessLink]:
         """Links that have something to be heard."""
-        sources = {source: link for link in links for source in link.sources}
-        return {sources[source] for source in wait(list(sources), seconds)}
+        return self._waiting.ready(links, seconds)
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
         """Shared memory for all."""

@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
 
 from tallyroll.collector.compat import explore_apart
 from tallyroll.collector.policies.trial import leave_generators
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers.local.limits import limits_named
-from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace
+from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace, Waiting
 from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
@@ -37,6 +37,7 @@ class ThreadLink:
     """
 
     pid = None
+    says = False
 
     def __init__(self, index: int, job: bytes, place: SharedPlace, again: bool) -> None:
         ours, theirs = Pipe()
@@ -59,6 +60,11 @@ class ThreadLink:
     def alive(self) -> bool:
         """Whether the thread has not ended."""
         return self._thread.is_alive()
+
+    @property
+    def sources(self) -> list[Connection]:
+        """Its end of the pipe, which is ready when there is something to hear."""
+        return [self.channel.connection]
 
     def send(self, question: object) -> None:
         """Send a question; a thread that has ended is heard of later."""
@@ -84,7 +90,7 @@ class ThreadLink:
         """Let it end after the step under way: it is asked nothing more."""
         if self._until is None:
             self._until = time.monotonic() + _END_SECONDS
-            self.channel.connection.close()
+            self.channel.close()
 
     def end(self) -> None:
         """Wait for its end, but not for ever."""
@@ -114,7 +120,7 @@ def _serve(channel: PipeChannel, job: bytes, raised: list[BaseException], again:
     except BaseException as error:  # noqa: BLE001  the parent says it
         raised.append(error)
     finally:
-        channel.connection.close()
+        channel.close()
 
 
 class Threads:
@@ -128,6 +134,7 @@ class Threads:
 
     def __init__(self, jobs: Sequence[bytes]) -> None:
         self._jobs, self._place = jobs, SharedPlace()
+        self._waiting = Waiting[ThreadLink]()
         self._started: set[int] = set()
 
     def start(self, index: int) -> ThreadLink:
@@ -136,6 +143,7 @@ class Threads:
         Raises:
             ArgumentError: a limit of the system does not allow it.
         """
+        self._waiting.forget()
         again = index in self._started
         self._started.add(index)
         with limits_named(len(self._jobs)):
@@ -143,8 +151,7 @@ class Threads:
 
     def ready(self, links: Sequence[ThreadLink], seconds: float) -> Collection[ThreadLink]:
         """Links that have something to be heard."""
-        sources = {link.channel.connection: link for link in links}
-        return {sources[source] for source in wait(list(sources), seconds)}  # type: ignore[index]
+        return self._waiting.ready(links, seconds)
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
         """Memory for all."""

@@ -1,0 +1,167 @@
+"""Messages between a parent and its workers, and waiting for them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.local import pipes
+from tallyroll.collector.workers.local.pipes import PipeChannel, Waiting
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[PipeChannel, PipeChannel]]:
+    both = [PipeChannel(end) for end in Pipe()]
+    yield both[0], both[1]
+    for each in both:
+        each.close()
+
+
+def test_messages_arrive_in_order_once_each(channels: tuple[PipeChannel, PipeChannel]) -> None:
+    ours, theirs = channels
+    sent = [m.DONE, m.DONE, m.whole_steps(0, 1, "given"), m.DONE, m.Done(b"state"), m.DONE, None]
+    sent += [None, m.whole_steps(0, 1, "given"), m.whole_steps(0, 2, "given")] * 2
+    for message in sent:
+        ours.send(message)
+    assert [theirs.receive() for _ in sent] == sent
+    theirs.send(m.DONE)
+    assert ours.receive() == m.DONE
+
+
+def test_a_message_that_is_sent_again_is_not_pickled_again(
+    channels: tuple[PipeChannel, PipeChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = channels
+    pickled, plain = [], pickle.dumps
+
+    def dumps(message: object, protocol: int) -> bytes:
+        pickled.append(message)
+        return plain(message, protocol)
+
+    monkeypatch.setattr(pipes.pickle, "dumps", dumps)
+    first, equal = m.Done(b"1"), m.Done(b"1")
+    for message in (first, first, equal, equal, first):
+        ours.send(message)
+        assert theirs.receive() == first
+    assert [each is first for each in pickled] == [True, False, True]
+
+
+def test_a_large_message_comes_in_many_parts(channels: tuple[PipeChannel, PipeChannel]) -> None:
+    ours, theirs = channels
+    state = os.urandom(5 * 2**20)
+    sender = threading.Thread(target=ours.send, args=(m.Done(state),))
+    sender.start()
+    assert theirs.receive() == m.Done(state)
+    sender.join()
+
+
+def test_a_length_that_comes_in_parts(channels: tuple[PipeChannel, PipeChannel]) -> None:
+    ours, theirs = channels
+    ours.send(m.DONE)
+    assert theirs.receive() == m.DONE
+    file = ours.connection.fileno()
+    for part in (bytes(3), bytes(5)):  # the message before once more
+        threading.Timer(0.05 if len(part) == 5 else 0.0, os.write, [file, part]).start()
+    assert theirs.receive() == m.DONE
+
+
+@pytest.mark.parametrize("nbytes", [0, 3, 8, 10])
+def test_a_message_that_breaks_off_is_the_end(
+    nbytes: int, channels: tuple[PipeChannel, PipeChannel]
+) -> None:
+    ours, theirs = channels
+    os.write(ours.connection.fileno(), ((20).to_bytes(8, "little") + bytes(20))[:nbytes])
+    ours.close()
+    with pytest.raises(EOFError):
+        theirs.receive()
+
+
+def test_after_an_interruption_within_a_message_nothing_is_read(
+    channels: tuple[PipeChannel, PipeChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of the message is not taken for the length of another one."""
+    ours, theirs = channels
+    read = pipes._read
+
+    def interrupted(file: int, nbytes: int) -> bytes:
+        if nbytes:
+            raise KeyboardInterrupt
+        return read(file, nbytes)
+
+    ours.send(m.whole_steps(0, 1, "given"))
+    with monkeypatch.context() as patched:
+        patched.setattr(pipes, "_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            theirs.receive()
+    with pytest.raises(EOFError):
+        theirs.receive()
+
+
+def test_an_interruption_while_sending_lets_the_whole_message_be_sent(
+    channels: tuple[PipeChannel, PipeChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = channels
+
+    def dumps(*_: Any) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipes.pickle, "dumps", dumps)
+        with pytest.raises(KeyboardInterrupt):
+            ours.send(m.DONE)
+    ours.send(m.DONE)
+    assert theirs.receive() == m.DONE
+
+
+def test_a_closed_channel_is_an_error(channels: tuple[PipeChannel, PipeChannel]) -> None:
+    ours, _ = channels
+    ours.send(m.DONE)
+    ours.close()
+    other = os.open(os.devnull, os.O_RDWR)  # may get the number that is free now
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                ours.send(m.DONE)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            ours.receive()
+    finally:
+        os.close(other)
+
+
+@dataclass(eq=False)
+class Two:
+    """A link of two pipes: that of messages, and one that is readable when it has ended."""
+
+    says: bool = False
+    pipes: list[tuple[int, int]] = field(default_factory=lambda: [os.pipe(), os.pipe()])
+
+    @property
+    def sources(self) -> list[int]:
+        return [read for read, _ in self.pipes]
+
+
+def test_waiting_names_links_that_have_something_to_say() -> None:
+    links, waiting = [Two(), Two(), Two()], Waiting[Two]()
+    try:
+        assert waiting.ready(links, 0.0) == set()
+        os.write(links[1].pipes[0][1], b"1")
+        os.write(links[2].pipes[1][1], b"1")
+        assert waiting.ready(links, 5.0) == {links[1], links[2]}
+        assert [link.says for link in links] == [False, True, False]
+        assert waiting.ready(links[:1], 0.01) == set()
+        os.close(links[0].pipes[0][1])
+        assert waiting.ready(links[:1], 5.0) == {links[0]}
+        assert links[0].says
+    finally:
+        for link in links:
+            for file in (each for pair in link.pipes for each in pair):
+                if (link, file) != (links[0], links[0].pipes[0][1]):
+                    os.close(file)
