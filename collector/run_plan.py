@@ -206,14 +206,18 @@ def counting(*, workers: bool, transitions: bool, ends_tell: bool, episodes: boo
         episodes: the budget is one of episodes.
     """
     for stands, why in (
-        (workers, "workers fill the slots"),
         (episodes, "total_episodes= wants those of its episodes alone"),
         (not ends_tell, "the environment says of each slot whether it is a transition"),
     ):
         if stands:
             return Decision("by lane", why)
-    resets = "the slot after an end is a reset, and no transition"
-    return choose("whole", "by ends", (not transitions, resets), way="whole")
+    return choose(
+        "whole",
+        "by ends",
+        (workers, "workers fill the slots, and another one in its place begins again"),
+        (not transitions, "the slot after an end is a reset, and no transition"),
+        way="whole",
+    )
 
 
 # --- where rows are, and how they are stored ------------------------------------------------------
@@ -258,7 +262,7 @@ class StoringTraits:
     yields_large: bool
     """Columns of rows of 4 KiB and more are yielded."""
     arranged: str
-    """The further work on a batch after it was laid out; empty: none."""
+    """A reason that a batch is not laid out as its rows are stored; empty: there is none."""
 
 
 def placing(run: StoringTraits) -> Decision:

@@ -10,7 +10,7 @@ from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.delivery import Delivery
 from tallyroll.collector.batches.layouts.laying_out import LayingOut, Processing
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.one_call import OneCall
+from tallyroll.collector.batches.one_call import OneCall, OneCallOfWorkers
 from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
@@ -64,8 +64,9 @@ def assemble(
         in_slab = InSlab(source, run, laying_out, batches=plan.batches.way != "gathered")
         if plan.commits.way == "one call":
             assert isinstance(rollout, Rollout)  # others count lane by lane
+            kind = OneCallOfWorkers if rollout.driver.in_workers else OneCall
             batch = options.frames_per_batch if plan.batches.way == "one call" else 0
-            one_call = OneCall(run, rollout, in_slab, counts, checks, finals, acting, batch)
+            one_call = kind(run, rollout, in_slab, counts, checks, finals, acting, batch)
     return Assembly(
         run,
         plan,

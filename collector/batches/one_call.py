@@ -16,6 +16,7 @@ from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import amounts
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.fill_and_carry import Rollout
+from tallyroll.collector.rollout.os_signals import deferred, waits
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.slab.slab import Slab
@@ -194,6 +195,51 @@ class OneCall:
             self._in_slab.batches_of(table) if self.batch else None,
         )
         return plain
+
+
+class _Guard(deferred):
+    """One that may be left before it was entered."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self._inner = self._outer = False
+
+
+class OneCallOfWorkers(OneCall):
+    """Does what `OneCall` does, and handlers of signals wait until the step of workers is stored.
+
+    A step of this process would be broken off by them.
+    """
+
+    _guard = _Guard()
+
+    def collect(self, want: int, *, yields: bool = False) -> bool:
+        """Collect ``want`` rows of few slots; return False if the loop has to do it."""
+        assert not yields, "batches are made by the loop, as the plan says"
+        if self.ready is None or self._run.busy:
+            return False
+        self._guard = _Guard()
+        with self._guard:
+            done = super().collect(want)
+            if waits():  # workers pause, and the loop lets them go on
+                self.ready = None
+            return done
+
+    def leave(self) -> None:
+        """End a call that an exception left at any instruction, in this thread."""
+        super().leave()
+        if not self._guard.is_left:
+            self._guard.__exit__(None, None, None)
+
+    def prepare(self) -> None:
+        """Let workers go on after a pause, and get ready for the next call."""
+        rollout = self._rollout
+        if rollout.paused:
+            rollout.go_on()
+            if self._run.stopped:
+                rollout.stop()
+        super().prepare()
 
 
 def _by_slots(checks: RangeChecks, slab: Slab) -> Callable[[int], bool] | None:

@@ -35,11 +35,13 @@ class Driver(ABC):
     all_are_transitions = False
     """True if every filled slot is a transition of its lane, and no lane is ever cut."""
     board: memoryview | None = None
-    """Words of progress that this process alone writes; None: others do."""
+    """Words of progress that this process alone writes; None: there are none."""
     used_at = 0
     """The address of ``used``; 0 if it is no word of this process."""
     ends_tell = False
-    """True if ends of episodes alone tell which slots are transitions, in this process."""
+    """True if ends of episodes alone tell which slots are transitions."""
+    pending: NDArray[np.bool_] | None = None
+    """``[lane]``, lanes whose next slot is a reset; None if none ever is, or ends do not tell."""
 
     @property
     @abstractmethod
@@ -107,6 +109,11 @@ class Driver(ABC):
     def random_under_way(self) -> int:
         """Steps with random actions that have not come back."""
         return 0
+
+    @property
+    def mended(self) -> bool:
+        """True if lanes had to begin again when slots were filled last."""
+        return False
 
     def take_cuts(self) -> NDArray[np.bool_] | None:
         """Return the lanes that had to begin again since the last call, or None."""

@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.policies.policy import Policy
-from tallyroll.collector.rollout.driver import LocalDriver
-from tallyroll.collector.slab.progress import HALT
+from tallyroll.collector.rollout.driver import Driver
+from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.storage.engine.kernel import require_names, table_of
 from tallyroll.storage.engine.slot_rows import HeldCounts
 from tallyroll.storage.rows.keys import RANDOM_VERSION
@@ -46,9 +46,13 @@ class FewSlots:
         held: the held rows; they are in slot 0.
     """
 
-    def __init__(self, driver: LocalDriver, policy: Policy | None, held: HeldRows) -> None:
+    sound = True
+    """True if the rows of all slots that were filled last are sure to be transitions."""
+
+    def __init__(self, driver: Driver, policy: Policy | None, held: HeldRows) -> None:
         self._driver, self._policy, self.held = driver, policy, held
-        self._slab, self._lanes, self.board = driver.slab, driver.lanes, driver.board
+        assert driver.board is not None  # as its caller looked
+        self._slab, self._lanes, self.board = driver.slab, driver.slab.lanes, driver.board
         self.version = RANDOM_VERSION
         """The policy's version when the last slot was filled."""
         self._at: int | None = None
@@ -132,3 +136,31 @@ class FewSlots:
         if self._driver.pending is None:
             return 0
         return int(np.count_nonzero(self._driver.ended(slots - 1, slots)))
+
+
+class FewSlotsOfWorkers(FewSlots):
+    """Asks workers for as many slots at once as are surely needed; see `FewSlots`."""
+
+    def fill(self, want: int) -> None:
+        """Step all lanes until ``want`` rows are there, the slab is full, or it is not `sound`."""
+        driver, policy, slab, lanes = self._driver, self._policy, self._slab, self._lanes
+        have, resets, self._at = self.held.counts.rows, self.held.counts.resets, None
+        at, self.sound = 1 if have else 0, True
+        self.version = RANDOM_VERSION if policy is None else policy.version
+        while have < want and at < slab.slots and self.sound:
+            stop = min(at - (have - want) // lanes, slab.slots)
+            if stop > at + 1:
+                slab.version[at : stop - 1] = self.version
+            self._at = stop - 1
+            if policy is None:
+                driver.random_steps(at, stop)
+            else:
+                driver.policy_steps(at, stop)
+            self.sound = self.board[FILLED] == stop and not driver.mended
+            have += (stop - at) * lanes - resets
+            if stop > at + 1 and driver.pending is not None:
+                have -= int(np.count_nonzero(driver.ended(at, stop - 1)))
+            if have < want:
+                self.write_version()
+                resets = self._resets_after(stop)
+            at = stop

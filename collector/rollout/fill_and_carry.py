@@ -16,8 +16,8 @@ from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
 from tallyroll.collector.counting.transitions import in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
-from tallyroll.collector.rollout.driver import Driver, LocalDriver
-from tallyroll.collector.rollout.few_slots import FewSlots, HeldRows
+from tallyroll.collector.rollout.driver import Driver
+from tallyroll.collector.rollout.few_slots import FewSlots, FewSlotsOfWorkers, HeldRows
 from tallyroll.collector.rollout.filling import Filling
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.run_plan import FEW_SLOTS, counting
@@ -70,8 +70,9 @@ class Rollout:
         self._put_back = False
         """True if the transitions in the slab are the next block."""
         self.few: FewSlots | None = None
-        if isinstance(driver, LocalDriver):
-            self.few = FewSlots(driver, policy, self._held)
+        if driver.board is not None:
+            kind = FewSlotsOfWorkers if driver.in_workers else FewSlots
+            self.few = kind(driver, policy, self._held)
 
     @property
     def random_frames(self) -> int:

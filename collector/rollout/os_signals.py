@@ -193,6 +193,11 @@ def waits() -> bool:
     return bool(_waiting) and get_ident() == _holder
 
 
+def are_deferred() -> bool:
+    """Return whether handlers wait now."""
+    return _holder is not None
+
+
 def keep_for(run: object) -> bool:
     """Keep handlers where :class:`deferred`, inside of which this is called, has put them.
 

@@ -12,13 +12,146 @@ from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.lanes import Account, ended_in
 from tallyroll.collector.rollout.os_signals import pausable
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
+from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP, new_board
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
+
+
+class Turns:
+    """Asks all workers for the same slots, and knows which ones the lanes of each completed.
+
+    While they fill slots, their boards say that. After it the board of this process does, which a
+    call of the extension changes too.
+
+    Args:
+        pool: the workers.
+        startup: puts others in the place of workers that failed.
+        lanes: of the run.
+    """
+
+    def __init__(self, pool: WorkerPool, startup: WorkerStartup, lanes: int) -> None:
+        self._worker_pool, self._startup, self._lanes = pool, startup, lanes
+        self._pausable = pausable(pool.pause)
+        self.board = new_board()
+        self._by_workers = False
+        """True if the boards of workers say which slots are complete, and not the one here."""
+        self.start = 0
+        """The first slot of those that workers were asked for last."""
+        self.died: dict[int, int] = {}
+        """Slots that a worker which died in this call had filled, by its index."""
+        self.cuts: NDArray[np.bool_] | None = None
+        """Lanes that had to be reset; None: no lane had."""
+
+    @property
+    def used(self) -> int:
+        """Slots that every lane completed."""
+        return min(self.filled) if self._by_workers else self.board[FILLED]
+
+    @used.setter
+    def used(self, slots: int) -> None:
+        for member in self._worker_pool.members:
+            member.board[FILLED] = slots
+        self.board[FILLED], self._by_workers = slots, False
+
+    @property
+    def filled(self) -> list[int]:
+        """Slots that the lanes of each worker completed."""
+        if not self._by_workers:
+            return [self.board[FILLED]] * len(self._worker_pool.members)
+        return [member.board[FILLED] for member in self._worker_pool.members]
+
+    @property
+    def stopping(self) -> bool:
+        """True if they are to end after the step under way."""
+        return any(member.board[HALT] == STOP for member in self._worker_pool.members)
+
+    @property
+    def paused(self) -> bool:
+        """True if a signal's handler waits."""
+        return any(member.board[HALT] == PAUSE for member in self._worker_pool.members)
+
+    def fill(self, start: int, stop: int, by: m.Actor) -> None:
+        """Let all fill slots ``[start, stop)``, or as many of these as there are when all halt."""
+        self.used = self.start = start
+        self.died.clear()
+        self._by_workers = True
+        try:
+            if not self._worker_pool.all_do(m.whole_steps(start, stop, by), self._pausable):
+                self._hear(start + 1)
+        except BaseException:
+            self._settle()
+            raise
+        filled = self.filled
+        if min(filled) == stop == max(filled):
+            self.board[FILLED], self._by_workers = stop, False
+            return
+        while self.paused and not (self.died or self.stopping):
+            filled = self.filled
+            if min(filled) == max(filled):
+                return
+            self._even_out(filled, by)
+
+    def ask(self, questions: Sequence[object], empty: int = 1) -> None:
+        """Ask all that have a question, and hear all.
+
+        A worker that fails is replaced, or else all stop and its error is raised.
+
+        ``empty``: slots that are left empty where no worker filled any. What a lane begins with may
+        lie where the slot before has its next observation.
+        """
+        pool, start = self._worker_pool, self.used
+        self.start = start
+        self.died.clear()
+        self._by_workers = True
+        try:
+            for member, question in zip(pool.members, questions, strict=True):
+                if question is not None:
+                    pool.ask(member, question)
+            self._hear(start + empty)
+        except BaseException:
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """Let workers rest, after something was raised."""
+        self._startup.replacements.give_up()  # slots will be others when it goes on
+        self._worker_pool.settle()
+
+    def _hear(self, at_least: int) -> None:
+        """Hear all that were asked."""
+        pool, failed = self._worker_pool, []
+        while any(member.asked for member in pool.members):
+            for member, answer in pool.events(during=self._pausable):
+                if isinstance(answer, Exception):
+                    failed.append((member, self._startup.allowed(answer)))
+        if failed:
+            self._mend(failed, at_least)
+
+    def _mend(self, failed: Sequence[tuple[Member, WorkerError]], at_least: int) -> None:
+        """Put others in the place of workers that failed; what these did in this call is lost."""
+        self.cuts = np.zeros(self._lanes, np.bool_)
+        for member, _ in failed:  # whether others take their places or not
+            self.died[member.index] = member.board[FILLED]
+            self.cuts[member.lanes.start : member.lanes.stop] = True
+        alive = [each for each in self._worker_pool.members if each.index not in self.died]
+        begin_at = min((member.board[FILLED] for member in alive), default=at_least)
+        for member, error in failed:
+            if self.stopping:  # no worker is going to step any more
+                member.board[FILLED] = begin_at
+            else:
+                self._startup.replace(member, error, begin_at)
+        self._startup.replacements.finish()  # none advances without the others
+
+    def _even_out(self, filled: Sequence[int], by: m.Actor) -> None:
+        """Let workers that are behind others fill as many slots as these, before all pause."""
+        pool, top = self._worker_pool, max(filled)
+        pool.go_on()
+        self.ask([None if slots == top else m.Steps(slots, top, by) for slots in filled])
+        pool.pause()
 
 
 class LockstepDriver(Driver):
@@ -34,6 +167,9 @@ class LockstepDriver(Driver):
         startup: puts others in the place of workers that failed.
     """
 
+    board: memoryview
+    """Words of this process: the boards of workers say what they fill while they do."""
+
     def __init__(
         self,
         pool: WorkerPool,
@@ -48,29 +184,36 @@ class LockstepDriver(Driver):
         self.slab, self._worker_pool, self._plan = slab, pool, plan
         self.run_lanes = slab.lanes
         self._draws, self._width, self._rng = draws, width, rng
-        self._startup = startup
+        self._drawers = list((draws or {}).values())
+        self._actions = [slab.array(key) for key in draws or {}]
+        self.ends_tell = not (plan.marked or plan.arrivals)
         self._pending = np.zeros(slab.lanes, np.bool_)
+        self.pending = self._pending if plan.reset_slots else None
+        self._turns = Turns(pool, startup, slab.lanes)
+        self.board = self._turns.board
+        self.used_at = np.frombuffer(self.board, np.int64)[FILLED:].ctypes.data
         self._fresh = False
-        self._died: dict[int, int] = {}
-        """Slots that a worker which died in this call had filled, by its index."""
-        self._cuts: NDArray[np.bool_] | None = None
 
     # --- progress ---------------------------------------------------------------------------------
 
     @property
     def used(self) -> int:
         """Slots that every lane completed."""
-        return min(member.board[FILLED] for member in self._worker_pool.members)
+        return self._turns.used
 
     @used.setter
     def used(self, slots: int) -> None:
-        for member in self._worker_pool.members:
-            member.board[FILLED] = slots
+        self._turns.used = slots
+
+    @property
+    def mended(self) -> bool:
+        """A worker failed when slots were filled last, and another one is in its place."""
+        return bool(self._turns.died)
 
     @property
     def stopping(self) -> bool:
         """:meth:`stop` was called."""
-        return _halted(self._worker_pool, STOP)
+        return self._turns.stopping
 
     def stop(self) -> None:
         """End after the step under way."""
@@ -78,8 +221,8 @@ class LockstepDriver(Driver):
 
     @property
     def paused(self) -> bool:
-        """A signal's handler waits."""
-        return _halted(self._worker_pool, PAUSE)
+        """True if a signal's handler waits."""
+        return self._turns.paused
 
     def go_on(self) -> None:
         """None does."""
@@ -96,43 +239,28 @@ class LockstepDriver(Driver):
         fresh, self._fresh = self._fresh, False
         self._pending[:] = False
         # All are reset: at the same slot, for none is behind it.
-        self._ask([m.Begin(fresh)] * len(self._worker_pool.members), empty=0)
+        self.used = self.used
+        self._turns.ask([m.Begin(fresh)] * len(self._worker_pool.members), empty=0)
 
     def random_steps(self, start: int, stop: int) -> None:
         """Fill slots ``[start, stop)`` with random actions."""
         place = self._rng.state
-        for key, drawn in self._drawn(stop - start).items():
-            self.slab.array(key)[start:stop] = drawn
-        self._steps(start, stop, "random" if self._draws is None else "given")
+        for actions, drawn in zip(self._actions, self._take(stop - start), strict=True):
+            actions[start:stop] = drawn
+        self._turns.fill(start, stop, "random" if self._draws is None else "given")
         if self._draws and (filled := self.used) < stop:  # what comes is drawn again
-            self._rng.return_to(place, list(self._draws.values()), filled - start, self._width)
+            self._rng.return_to(place, self._drawers, filled - start, self._width)
 
-    def _drawn(self, slots: int) -> dict[Key, Array]:
-        draws = self._draws or {}
-        drawn = self._rng.take(list(draws.values()), slots, self._width) if draws else []
-        return dict(zip(draws, drawn, strict=True))
+    def _take(self, slots: int) -> Sequence[Array]:
+        """The actions of the next slots ``[slot, lane, ...]``, if they are drawn here."""
+        return self._rng.take(self._drawers, slots, self._width) if self._drawers else ()
 
     def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
         if random_lanes is None:
-            self._steps(start, stop, "policy")
+            self._turns.fill(start, stop, "policy")
         else:
             self.part(start, self.slab.lanes, random_lanes)
-
-    def _steps(self, start: int, stop: int, by: m.Actor) -> None:
-        self._ask([m.Steps(start, stop, by)] * len(self._worker_pool.members))
-        while self.paused and not (self._died or self.stopping):
-            filled = [member.board[FILLED] for member in self._worker_pool.members]
-            if min(filled) == max(filled):
-                return
-            self._even_out(filled, by)
-
-    def _even_out(self, filled: Sequence[int], by: m.Actor) -> None:
-        """Let workers that are behind others fill as many slots as these, before all pause."""
-        pool, top = self._worker_pool, max(filled)
-        pool.go_on()
-        self._ask([None if slots == top else m.Steps(slots, top, by) for slots in filled])
-        pool.pause()
 
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only."""
@@ -141,7 +269,7 @@ class LockstepDriver(Driver):
             by = "random"
         drawn: dict[Key, m.Action] | None = None
         if self._draws is not None and (random_lanes is not None or by == "random"):
-            drawn = {key: each[0] for key, each in self._drawn(1).items()}
+            drawn = {key: each[0] for key, each in zip(self._draws, self._take(1), strict=True)}
         if by == "random" and drawn is not None:
             by = "given"
             for key, action in drawn.items():
@@ -160,80 +288,44 @@ class LockstepDriver(Driver):
                     drawn=None if drawn is None else {k: each[own] for k, each in drawn.items()},
                 )
             )
-        self._ask(questions)
-
-    def _ask(self, questions: Sequence[object], empty: int = 1) -> None:
-        """Ask all that have a question, and hear all.
-
-        A worker that fails is replaced, or else all stop and its error is raised.
-
-        ``empty``: slots that are left empty where no worker filled any. What a lane begins with may
-        lie where the slot before has its next observation.
-        """
-        pool, start = self._worker_pool, self.used
-        self._died.clear()
-        failed: list[tuple[Member, WorkerError]] = []
-        try:
-            for member, question in zip(pool.members, questions, strict=True):
-                if question is not None:
-                    pool.ask(member, question)
-            while any(member.asked for member in pool.members):
-                for member, answer in pool.events(during=pausable(pool.pause)):
-                    if isinstance(answer, Exception):
-                        failed.append((member, self._startup.allowed(answer)))
-            if failed:
-                self._mend(failed, start + empty)
-        except BaseException:
-            self._startup.replacements.give_up()  # slots will be others when it goes on
-            pool.settle()
-            raise
-
-    def _mend(self, failed: Sequence[tuple[Member, WorkerError]], at_least: int) -> None:
-        """Put others in the place of workers that failed; what these did in this call is lost."""
-        self._cuts = np.zeros(self.slab.lanes, np.bool_)
-        for member, _ in failed:  # whether others take their places or not
-            self._died[member.index] = member.board[FILLED]
-            self._cuts[member.lanes.start : member.lanes.stop] = True
-        alive = [each for each in self._worker_pool.members if each.index not in self._died]
-        begin_at = min((member.board[FILLED] for member in alive), default=at_least)
-        for member, error in failed:
-            if self.stopping:  # no worker is going to step any more
-                member.board[FILLED] = begin_at
-            else:
-                self._startup.replace(member, error, begin_at)
-        self._startup.replacements.finish()  # none advances without the others
+        self._turns.ask(questions)
 
     # --- what came of it --------------------------------------------------------------------------
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
         """The outcome of the slots ``[start, stop)``."""
         members = self._worker_pool.members
-        filled = [self._died.get(member.index, member.board[FILLED]) for member in members]
+        turns = self._turns
+        filled = [
+            turns.died.get(member.index, slots)
+            for member, slots in zip(members, turns.filled, strict=True)
+        ]
         top = max(stop, *filled)
         if top == start:
             return Account(0, 0, np.zeros((0, self.slab.lanes), np.bool_))
         ran = np.zeros((top - start, self.slab.lanes), np.bool_)
-        gone = np.zeros(self.slab.lanes, np.bool_)
+        gone = np.zeros_like(ran)
         failed = np.zeros(self.slab.lanes, np.bool_)
         for member, slots in zip(members, filled, strict=True):
             lanes = slice(member.lanes.start, member.lanes.stop)
             ran[: max(0, slots - start), lanes] = True
-            gone[lanes] = member.index in self._died
+            gone[max(0, turns.start - start) :, lanes] = member.index in turns.died
             failed[lanes] = member.failed is not None
         ran[:, stepped:] = False
         executed = self._plan.executed(self.slab, start, top, self._pending) & ran
         count = stop - start
-        beyond = executed[count:]
+        beyond, never = executed[count:], gone[count:] | failed
+        gone = gone[:count]
         if self._plan.reset_slots and count:
             ended = ended_in(self.slab, stop - 1, stop)[0]
-            self._pending = np.where(ran[count - 1], ended, self._pending) & ~gone
+            self._pending[:] = np.where(ran[count - 1], ended, self._pending) & ~gone[-1]
         return Account(
             slots=int(ran.sum()),
             executed=int(executed.sum()),
             transitions=executed[:count] & ~gone,
             ran=ran[:count] & ~gone,
-            lost=int(executed[:count, gone].sum() + beyond[:, gone | failed].sum()),
-            beyond=int(beyond[:, ~(gone | failed)].sum()),
+            lost=int((executed[:count] & gone).sum() + (beyond & never).sum()),
+            beyond=int((beyond & ~never).sum()),
         )
 
     def upcoming(self) -> NDArray[np.bool_]:
@@ -242,9 +334,5 @@ class LockstepDriver(Driver):
 
     def take_cuts(self) -> NDArray[np.bool_] | None:
         """Lanes that had to be reset since this was last asked, or None."""
-        cuts, self._cuts = self._cuts, None
+        cuts, self._turns.cuts = self._turns.cuts, None
         return cuts
-
-
-def _halted(pool: WorkerPool, how: int) -> bool:
-    return any(member.board[HALT] == how for member in pool.members)

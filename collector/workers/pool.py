@@ -9,7 +9,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from tallyroll.collector.errors import WorkerError
-from tallyroll.collector.rollout.os_signals import admitted
+from tallyroll.collector.rollout.os_signals import admitted, are_deferred
 from tallyroll.collector.slab.progress import BOARD_WORDS, FILLED, HALT, PAUSE, STOP, new_board
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
@@ -98,6 +98,38 @@ class WorkerPool:
             if events or time.monotonic() >= until:
                 return events
         return []
+
+    def all_do(self, message: object, during: AbstractContextManager[None]) -> bool:
+        """Ask all the same, and hear all; what else may come up is left to :meth:`events`.
+
+        That is so, and False is returned, once one failed, or all were silent for a while.
+        ``during``: what it waits in, if handlers of signals are deferred.
+        """
+        now, busy, idle = time.monotonic(), self.members, True
+        for member in busy:
+            if member.asked or member.failed is not None:
+                self.ask(member, message)
+                idle = False
+            else:
+                member.since, member.asked = now, 1
+                member.link.send(message)
+        while busy and idle:
+            links = [member.link for member in busy]
+            if are_deferred():
+                with during:
+                    ready = self.transport.ready(links, _LOOK_SECONDS)
+            else:
+                ready = self.transport.ready(links, _LOOK_SECONDS)
+            if not ready:
+                return False
+            for member in busy:
+                if member.link in ready:
+                    self._heard(member)
+                    if member.failed is not None:
+                        member.asked = 1  # so that it is said again
+                        return False
+            busy = [member for member in busy if member.link not in ready]
+        return idle
 
     def _heard(self, member: Member) -> Event:
         answer = member.link.hear()

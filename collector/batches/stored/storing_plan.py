@@ -10,6 +10,7 @@ from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.options import Options
+from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import (
     Decision,
@@ -71,12 +72,14 @@ def traits_of(
         wide_bounds=checks.table(slab) is None,
         slots_of_batch=ceil(options.largest_batch / slab.lanes),
         yields_large=bool(source.large) and options.yield_large,
-        arranged=_arranged(options),
+        arranged=_arranged(options, rollout),
     )
 
 
-def _arranged(options: Options) -> str:
-    """Say what is done with a batch after it was laid out."""
+def _arranged(options: Options, rollout: TransitionSource) -> str:
+    """Say what keeps a batch from being laid out as its rows are stored."""
+    if isinstance(rollout, Rollout) and rollout.driver.in_workers:
+        return "workers fill the slots"
     if options.layout != "rows":
         return f'layout="{options.layout}" puts rows in another order'
     return "" if options.storing_device is None else "storing_device= moves batches"
