@@ -1,4 +1,4 @@
-"""Environments for worker processes: one that works for a millisecond, one that hands out images.
+"""Environments for worker processes: one that works for a millisecond, two that return at once.
 
 Gymnasium imports this module wherever one of its ids is made: ``worker_envs:Busy-v0``,
 ``worker_envs:HalfCheetah-v5``. So it imports little.
@@ -87,6 +87,29 @@ class Images(VectorEnv):
         self.steps += 1
         image = self.images[self.steps % IMAGES]
         return image, self.reward, self.flags, self.flags, {}
+
+
+class Still(VectorEnv):
+    """Returns at once, always the same: a step costs nothing."""
+
+    def __init__(self, lanes: int) -> None:
+        """Observations of CartPole's size."""
+        self.num_envs = lanes
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.single_observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+        self.single_action_space = gym.spaces.Discrete(2)
+        self.observation_space = batch_space(self.single_observation_space, lanes)
+        self.action_space = batch_space(self.single_action_space, lanes)
+        self.observation = np.zeros((lanes, 4), np.float32)
+        self.reward, self.flags = np.ones(lanes), np.zeros(lanes, np.bool_)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        """Return the observation."""
+        return self.observation, {}
+
+    def step(self, actions: np.ndarray) -> tuple[Any, ...]:
+        """Return it again; no episode ever ends."""
+        return self.observation, self.reward, self.flags, self.flags, {}
 
 
 def images(lanes: int) -> np.ndarray:

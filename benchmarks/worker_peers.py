@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from peers import Peer, torchrl_env
 from processes import START
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
     from tensordict.nn import TensorDictModule
@@ -49,12 +52,13 @@ class RawProcesses(Contender):
         """Start the processes."""
         self.name = f"raw, {workers} processes (ceiling)"
         self.reset_share, self.case = reset_share, work.case
+        self._start(workers, partial(loop_without_end, share(work, workers)))
+
+    def _start(self, workers: int, serve: Callable[[Connection], None]) -> None:
         self.pipes, self.processes = [], []
         for _ in range(workers):
             ours, theirs = multiprocessing.Pipe()
-            process = multiprocessing.Process(
-                target=loop_without_end, args=(share(work, workers), theirs), daemon=True
-            )
+            process = multiprocessing.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -77,6 +81,35 @@ class RawProcesses(Contender):
             pipe.close()
         for process in self.processes:
             process.join(5)
+
+
+def wake(pipe: Connection) -> None:
+    """Answer each byte by a byte."""
+    prepare()
+    file = pipe.fileno()
+    with suppress(ConnectionError, KeyboardInterrupt):
+        while os.read(file, 1):
+            os.write(file, b"1")
+
+
+class WakingProcesses(RawProcesses):
+    """Processes that only wake each other: this one all others, and each of them this one."""
+
+    def __init__(self, case: Case, workers: int) -> None:
+        """Start the processes."""
+        self.name = f"{workers} processes that only wake this one"
+        self.reset_share, self.case = 0.0, case
+        self._start(workers, wake)
+        self.files = [pipe.fileno() for pipe in self.pipes]
+
+    def advance(self) -> None:
+        """Wake each, and be woken by each, once a vector step."""
+        files, read, write = self.files, os.read, os.write
+        for _ in range(self.case.block):
+            for file in files:
+                write(file, b"1")
+            for file in files:
+                read(file, 1)
 
 
 class TorchRLProcesses(Peer):

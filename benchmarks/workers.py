@@ -39,16 +39,20 @@ from loops import (
     records_of,
 )
 from peers import installed
-from processes import Apart, none_left
+from processes import START, Apart, none_left
+from small_batch_steps import RING, Calling, CallingWorkers, ring_of
 from storage_work import image_rows, row_nbytes
 from worker_ours import AHEAD, MODES, name_of, workers_collecting
 from worker_peers import (
     RawProcesses,
     StableBaselines3Vector,
     TorchRLProcesses,
+    WakingProcesses,
     gymnasium_vector,
     loop_over,
 )
+
+from tallyroll.collector import MultiprocessCollector, SyncCollector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,7 +60,7 @@ if TYPE_CHECKING:
     from tensordict.nn import TensorDictModule
 
 ONE = "tallyroll"
-IMAGES = "images"
+IMAGES, WAKEUPS = "images", "wakeups"
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,10 @@ KINDS = (
 )
 IMAGE_LANES, IMAGE_FRAMES = 8, 256
 """Lanes, and frames in a batch, of a worker that collects images."""
-KNOWN = (*(kind.name for kind in KINDS), IMAGES)
-QUICK = f"cartpole,{IMAGES}"
+STILL_LANES, STILL_STEPS = 4, 256
+"""Lanes of a worker whose step costs nothing, and steps, each a call, in an ``advance``."""
+KNOWN = (*(kind.name for kind in KINDS), IMAGES, WAKEUPS)
+QUICK = f"cartpole,{IMAGES},{WAKEUPS}"
 
 
 def parse_args() -> argparse.Namespace:
@@ -239,6 +245,37 @@ def play_images(case: Case, args: argparse.Namespace, scratch: Path) -> list[dic
     return report(work, results, one)
 
 
+def play_wakeups(case: Case, args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
+    """Run one step a call beside processes that only wake each other, and print the table."""
+    work, workers = Work(case, "random", scratch), args.workers
+
+    def ours(count: int) -> Calling:
+        storage = ring_of(work, str(count), RING)
+        options: dict[str, Any] = {"frames_per_batch": case.frames, "total_frames": -1, "seed": 0}
+        make = partial(worker_envs.Still, case.lanes // count)
+        if count == 1:
+            one = SyncCollector(make, storage=storage, **options)
+            return Calling("tallyroll collect", case, one, storage)
+        many = MultiprocessCollector(
+            make, num_workers=count, mp_start_method=START, storage=storage, **options
+        )
+        return CallingWorkers(name_of(count, "sync"), case, many, storage)
+
+    found: list[Contender] = [
+        Apart(partial(WakingProcesses, case, workers)),
+        Apart(partial(ours, workers)),
+        ours(1),
+    ]
+    results = play_and_close(found, args.rounds, args.seconds)
+    waking, many, one = results
+    title = f"one step a call of an environment that returns at once: {case.lanes} lanes"
+    times = many.vector_step_us / waking.vector_step_us
+    beside = (many.vector_step_us - one.vector_step_us) / waking.vector_step_us
+    remark = f"{many.name}: {times:.2f} wake-ups, {beside:.2f} beside one process's call"
+    print_results(title, results, [remark], against="wake-ups")
+    return report(work, results, one)
+
+
 def report(work: Work, results: list[Result], one: Result) -> list[dict[str, Any]]:
     """Return the results as plain records; ``one`` is one process's."""
     return [
@@ -274,6 +311,10 @@ def jobs(args: argparse.Namespace) -> Iterator[Callable[[Path], list[dict[str, A
         case = kind.case(args.workers, env_kwargs_of(kind, args.quick))
         for policy in kind.policies:
             yield partial(play_case, kind, case, policy, args)
+    if WAKEUPS in args.wanted:
+        lanes = args.workers * STILL_LANES
+        steps = 4 if args.quick else STILL_STEPS
+        yield partial(play_wakeups, Case(WAKEUPS, lanes, native=False, frames=steps * lanes), args)
     if IMAGES in args.wanted:
         case = worker_images.image_case(args.workers, args.image_lanes, args.image_frames)
         yield partial(play_images, case, args)
