@@ -1,4 +1,4 @@
-"""The command line: ``tallyroll collect``, ``envs``, ``inspect`` and ``verify``.
+"""The command line: ``tallyroll COMMAND``, with a module for each command.
 
 Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP.
 ``verify``: 0 sound, 1 something is wrong with the storage, 2 usage or it could not be checked.

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from rich.table import Table
 
-from tallyroll.collector.cli.output import CommandError, emit
+from tallyroll.collector.cli.output import CommandError, did_you_mean, emit
 from tallyroll.collector.cli.report import Page
 from tallyroll.collector.envs import registry
 from tallyroll.collector.errors import ArgumentError, MissingExtra
@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry out ``tallyroll envs``; returns the exit status."""
     names = registry.names()
     if unknown := [name for name in args.systems if name not in names]:
-        raise CommandError(f"no system is called {unknown[0]}; there are {', '.join(names)}")
+        near = did_you_mean(unknown[0], names)
+        raise CommandError(f"no system is called {unknown[0]}; there are {', '.join(names)}{near}")
     distributions = metadata.packages_distributions()
     found = [look(name, distributions) for name in args.systems or names]
     if args.json:

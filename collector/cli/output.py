@@ -10,7 +10,7 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tallyroll.collector.errors import CollectorError
@@ -58,9 +58,16 @@ def shortened(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that there is not: the nearest one, if any is near."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """The end of a message about a name that there is not: what it abbreviates, or the nearest."""
+    names = sorted(known)
+    begun = [each for each in names if name.strip("-") and each.startswith(name)]
+    near = begun or difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {one_of(near)}?" if near else ""
+
+
+def one_of(names: Sequence[str]) -> str:
+    """The names as words: bash, zsh or tcsh."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def pasteable(command: str) -> str:

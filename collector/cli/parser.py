@@ -4,111 +4,22 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
+from itertools import takewhile
 from typing import Any, NoReturn
 
-from tallyroll.collector.cli.output import did_you_mean, emit, shortened, visible
+from tallyroll.collector.cli import texts
+from tallyroll.collector.cli.output import did_you_mean, emit, one_of, shortened, visible
 
-_ABOUT = """\
-Collect exactly N true transitions from reinforcement-learning environments into a replay
-storage, show the content of a storage, and check that its content is as it was written.
-`tallyroll envs` lists the environment systems that can be collected from.
-"""
-_EXAMPLES = """\
-examples:
-  a million transitions of CartPole, from 8 lanes, into runs/cartpole:
-    tallyroll collect CartPole-v1 --frames 1_000_000 --num-envs 8 --seed 0 --out runs/cartpole
-  show its content, and check it:
-    tallyroll inspect runs/cartpole
-    tallyroll verify runs/cartpole
-  continue after Ctrl-C or a kill; the run ends at exactly a million:
-    tallyroll collect --resume --out runs/cartpole
-
-`tallyroll COMMAND --help` describes the options of a command.
-"""
-_COLLECT = """\
-Collect exactly N transitions (--frames), or exactly E whole episodes (--episodes), into a new
-storage. Actions are random unless --policy names a policy. A transition is one action that an
-environment executed. Rows are committed batch by batch, and committed rows survive kill -9.
-"""
-_COLLECT_EXAMPLES = """\
-examples:
-  random actions, 8 environments side by side:
-    tallyroll collect CartPole-v1 --frames 1_000_000 --num-envs 8 --seed 0 --out runs/cartpole
-
-  costly steps, in 4 processes (the data are those of one process):
-    tallyroll collect HalfCheetah-v5 --frames 1e6 --num-envs 32 --workers 4 --out runs/cheetah
-
-  your policy: `policy` in my_agent.py of the current directory, exactly 100 whole episodes:
-    tallyroll collect Pendulum-v1 --episodes 100 --policy my_agent:policy --out runs/pendulum
-
-  an environment registered by your own module, with arguments for its constructor:
-    tallyroll collect my_envs:Maze-v0 --env-kwargs '{"size": 9}' --frames 5000 --out runs/maze
-
-  another environment system, SYSTEM:ID (`tallyroll envs` lists them, and what each one needs):
-    tallyroll collect envpool:CartPole-v1 --frames 1e6 --num-envs 64 --out runs/pool
-
-  append a second run, and continue a run that was stopped or killed:
-    tallyroll collect CartPole-v1 --frames 50_000 --out runs/cartpole --append
-    tallyroll collect --out runs/cartpole --resume
-
-  one HDF5 file, or one Zarr group, for other programs to read:
-    tallyroll collect CartPole-v1 --frames 50_000 --out cartpole.h5 --finalize
-    tallyroll collect CartPole-v1 --frames 50_000 --out cartpole.zarr --finalize
-
-On Ctrl-C and SIGTERM the command commits all complete transitions, prints how to resume, and
-exits with status 130 and 143. A run that does not fit on the disk is refused before it begins.
-"""
-_ENVS = """\
-List the environment systems, from which `tallyroll collect SYSTEM:ID` collects: which of them are
-installed, what installs the others, what cannot be installed together, how episodes end and where
-seeds are taken. Nothing of them is imported. Packages can add systems of their own.
-"""
-_ENVS_EXAMPLES = """\
-examples:
-  tallyroll envs
-  tallyroll envs brax && tallyroll collect brax:ant --frames 1e6 --num-envs 64 --out runs/ant
-  tallyroll envs --json | jq -r '.[] | select(.installed) | .name'
-
-exit status:
-  0  listed; those that were named are installed
-  1  one that was named is not installed, or there is none of that name
-"""
-_INSPECT = """\
-Show a storage: its columns, its runs, how many rows and trajectories it holds, returns and
-lengths of the episodes that ended, and its first rows. Another process may write meanwhile.
-"""
-_INSPECT_EXAMPLES = """\
-examples:
-  tallyroll inspect runs/cartpole
-  tallyroll inspect runs/cartpole --rows 20
-  tallyroll inspect runs/cartpole --json | jq .returns.mean
-"""
-_VERIFY = """\
-Read every row of a storage, and report rows that are inconsistent: counts that do not match, ids
-and steps with gaps or repeats, rows after an end, next observations that differ from the following
-row's observation, lost final observations, NaN, rows that were never written, a ledger that does
-not balance, bytes that changed since the storage was finalized. Each finding names its row.
-Another process may write meanwhile.
-"""
-_VERIFY_EXAMPLES = """\
-examples:
-  tallyroll verify runs/cartpole
-  tallyroll verify runs/cartpole.h5 --skip nan,zeros
-  tallyroll verify runs/cartpole --json | jq .findings
-
-exit status:
-  0  sound
-  1  something is wrong with the storage
-  2  it could not be checked: no storage there, not readable, or a wrong argument
-"""
 _CHECKS = (
     "files, metadata, runs, record, lanes, ids, steps, ends, versions, observations, finals, nan, "
     "zeros, episodes, checksums"
 )
-
-
+SHELLS = ("bash", "zsh", "tcsh")
+"""Shells whose completion `tallyroll completion` prints."""
+_FILE = "file"
+"""The word by which shtab knows arguments that are paths."""
 _MOST_DIGITS = 20
 
 
@@ -124,24 +35,39 @@ class _Parser(argparse.ArgumentParser):
         emit(self.format_help())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown options first, by the command whose options they are not.
+        """Refuse what is unknown by the command that does not know it, with its usage.
 
-        argparse looks at what is missing first, and names them with the usage of all commands.
+        argparse looks at what is missing first, and names what is unknown with the usage of all
+        commands.
         """
         words = list(sys.argv[1:] if args is None else args)
         # Spelled as for collectors; "--resume auto" would take an environment of that name.
         words = ["--resume" if each == "--resume=auto" else each for each in words]
-        if self._subparsers is None:
-            self._refuse_unknown(words[: words.index("--")] if "--" in words else words)
-        return super().parse_known_args(words, namespace)
+        ours = takewhile(lambda word: word[:1] == "-", words) if self._subparsers else words
+        self._refuse_unknown(takewhile(lambda word: word != "--", ours))
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(f"unrecognized argument {unknown[0]}")
+        return found, unknown
 
-    def _refuse_unknown(self, words: Sequence[str]) -> None:
+    def _refuse_unknown(self, words: Iterable[str]) -> None:
         known = self._option_string_actions
         for word in words:
             name = word.partition("=")[0]
-            if not name.startswith("--") or " " in name or name in known:
-                continue
-            self.error(f"there is no option {name}{did_you_mean(name, known)}")
+            is_option = name.startswith("--") or (name[:1] == "-" and name[1:2].isalpha())
+            if is_option and " " not in name and name not in known:
+                near = did_you_mean(f"--{name.lstrip('-')}", known)
+                self.error(f"unrecognized option {name}{near}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value, or the name of a command, that there is not."""
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(each) for each in action.choices]
+        if isinstance(action.choices, dict):
+            self.error(f"unrecognized command {value}{did_you_mean(value, names)}")
+        near = did_you_mean(value, names)
+        raise argparse.ArgumentError(action, f"expected {one_of(names)}, got {value!r}{near}")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with words that may be names of files."""
@@ -224,7 +150,10 @@ def _mapping(text: str) -> dict[str, Any]:
 def _checks(text: str) -> list[str]:
     names = _names(text)
     if unknown := [name for name in names if name not in _CHECKS.split(", ")]:
-        raise argparse.ArgumentTypeError(f"no check is called {unknown[0]!r}; there are {_CHECKS}")
+        near = did_you_mean(unknown[0], _CHECKS.split(", "))
+        raise argparse.ArgumentTypeError(
+            f"no check is called {unknown[0]!r}; there are {_CHECKS}{near}"
+        )
     return names
 
 
@@ -313,8 +242,8 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "format of the storage (default: by the end of PATH: .h5 and .hdf5 are hdf5, .zarr is "
         "zarr, others are memmap). hdf5 needs --frames"),
     "--durability": (("process", "power"), "",
-        "committed rows survive the death of any process (process), or a power cut too "
-        "(power: each commit waits for the disk) (default: process)"),
+        "process: committed rows survive the death of any process; power: a power cut too, and "
+        "each commit waits for the disk (default: process)"),
     "--max-size": (_positive, "M",
         "keep the last M rows, and overwrite older ones: a ring (memmap only)"),
     "--finalize": (None, "",
@@ -343,44 +272,40 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands: arguments get ``command``, its name."""
-    parser = _Parser(prog="tallyroll", description=_ABOUT, epilog=_EXAMPLES)
+    parser = _Parser(prog="tallyroll", description=texts.ABOUT, epilog=texts.EXAMPLES)
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", title="commands", dest="command"
     )
-    _add_collect(
-        commands.add_parser(
-            "collect",
-            help="collect transitions into a storage",
-            description=_COLLECT,
-            epilog=_COLLECT_EXAMPLES,
+
+    def command(name: str, about: str) -> _Parser:
+        """Add a command, with its texts."""
+        usage, description, examples = (
+            getattr(texts, name.upper() + end) for end in ("_USAGE", "", "_EXAMPLES")
         )
-    )
-    envs = commands.add_parser(
-        "envs",
-        help="list environment systems, and what installs them",
-        description=_ENVS,
-        epilog=_ENVS_EXAMPLES,
-    )
+        added: _Parser = commands.add_parser(
+            name, help=about, usage=usage, description=description, epilog=examples
+        )
+        return added
+
+    _add_collect(command("collect", "collect transitions into a storage"))
+    completion = command("completion", "print a script that completes commands in a shell")
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=one_of(SHELLS))
+    _add_output(completion)
+    envs = command("envs", "list environment systems, and what installs them")
     envs.add_argument("systems", nargs="*", metavar="SYSTEM", help="only these (default: all)")
-    _add(envs, "--json", "--traceback")
-    inspect = commands.add_parser(
-        "inspect",
-        help="show what is in a storage",
-        description=_INSPECT,
-        epilog=_INSPECT_EXAMPLES,
-    )
-    inspect.add_argument("path", type=_path, metavar="PATH", help="the storage")
+    _add_output(envs, "--json")
+    info = command("info", "show versions, systems and devices, for reports of bugs")
+    _add_output(info, "--json")
+    inspect = command("inspect", "show what is in a storage")
+    _add_path(inspect)
     _add(inspect, "--rows", default=5)
-    _add(inspect, "--accept-copy", "--json", "--traceback")
-    verify = commands.add_parser(
-        "verify",
-        help="check that every row of a storage is as it was written",
-        description=_VERIFY,
-        epilog=_VERIFY_EXAMPLES,
-    )
-    verify.add_argument("path", type=_path, metavar="PATH", help="the storage, of any format")
-    _add(verify, "--skip", "--accept-copy", "--json", "--quiet", "--traceback")
+    _add(inspect, "--accept-copy")
+    _add_output(inspect, "--json")
+    verify = command("verify", "check that every row of a storage is as it was written")
+    _add_path(verify)
+    _add(verify, "--skip", "--accept-copy")
+    _add_output(verify, "--json", "--quiet")
     return parser
 
 
@@ -395,20 +320,32 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--out", required=True)
     budget = parser.add_argument_group("budget (one of them)")
     _add(budget.add_mutually_exclusive_group(), "--frames", "--episodes")
-    there = parser.add_argument_group("if PATH holds a storage already")
+    there = parser.add_argument_group("if PATH holds a storage already", texts.COLLECT_THERE)
     _add(there.add_mutually_exclusive_group(), "--append", "--resume")
     _add(there, "--accept-copy")
-    source = parser.add_argument_group("environment and policy")
+    source = parser.add_argument_group("environment and policy", texts.COLLECT_SOURCE)
     _add(source, "--num-envs", "--seed", "--policy", "--env-kwargs", "--max-frames-per-traj")
     _add(source, "--frame-skip", "--info-keys")
     _add(source, "--rename", action="append")
-    workers = parser.add_argument_group("workers")
+    workers = parser.add_argument_group("workers", texts.COLLECT_WORKERS)
     _add(workers, "--workers", "--mode", "--transport", "--respawns", "--step-timeout")
-    storage = parser.add_argument_group("storage")
-    _add(storage, "--format", "--durability", "--max-size", "--finalize")
-    details = parser.add_argument_group("details")
-    _add(details, "--frames-per-batch", "--validate", "--finals", "--plan", "--quiet")
-    _add(parser, "--traceback")
+    storage = parser.add_argument_group("storage", texts.COLLECT_STORAGE)
+    _add(storage, "--format", "--durability", "--max-size", "--frames-per-batch", "--finalize")
+    _add(parser.add_argument_group("checks of what is collected"), "--validate", "--finals")
+    _add_output(parser, "--plan", "--quiet")
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    """Add the storage that a command reads."""
+    added: Any = parser.add_argument(
+        "path", type=_path, metavar="PATH", help="the storage, of any format"
+    )
+    added.complete = _FILE
+
+
+def _add_output(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add the options of what is shown: these, and --traceback."""
+    _add(parser.add_argument_group("output"), *names, "--traceback")
 
 
 def _add(group: Any, *names: str, **more: Any) -> None:
@@ -420,4 +357,6 @@ def _add(group: Any, *names: str, **more: Any) -> None:
         elif isinstance(kind, tuple):
             group.add_argument(name, choices=kind, help=text)
         else:
-            group.add_argument(name, type=kind, metavar=metavar, help=text, **more)
+            added = group.add_argument(name, type=kind, metavar=metavar, help=text, **more)
+            if kind is _path:
+                added.complete = _FILE

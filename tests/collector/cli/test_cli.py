@@ -277,16 +277,17 @@ USAGE = {
     "--frames 5 --env-kwargs x": "argument --env-kwargs: expected JSON, got 'x'",
     "--frames 5 --env-kwargs [1]": "argument --env-kwargs: expected a JSON object like",
     "--frames 5 --info-keys a,,b": "argument --info-keys: expected names with commas between",
-    "--frames 5 --validate maybe": "argument --validate: invalid choice: 'maybe'",
+    "--frames 5 --validate maybe": "--validate: expected noise, raise, warn or off, got 'maybe'",
     "--frames 5 --frame-skip 0": "argument --frame-skip: expected a whole number above 0, got '0'",
     "--frames 5 --rename a=b --rename a=c": "--rename: a is given two new names; give one",
     "--frames 5 --workers -1": "argument --workers: expected a whole number of at least 0",
-    "--frames 5 --mode both": "argument --mode: invalid choice: 'both'",
+    "--frames 5 --mode both": "argument --mode: expected sync or async, got 'both'",
     "--frames 5 --step-timeout 0": "argument --step-timeout: expected a number of seconds above 0",
     "--frames 5 --step-timeout nan": "argument --step-timeout: expected a number of seconds",
     "--frames 5 --num-envs 2 --workers 3": "--workers: expected at most as many as there are "
     "lanes, 2, got 3; give fewer, or a larger --num-envs",
-    "--frames 5 --workers 1 --transport fiber": "argument --transport: invalid choice: 'fiber'",
+    "--frames 5 --workers 1 --transport fiber": "--transport: expected process or thread, got "
+    "'fiber'",
     "--frames 5 --transport thread": "--transport is for workers, and there are none; give --work",
     "--frames 5 --workers 1 --transport thread --respawns 1 --step-timeout 2": (
         "--transport thread: a thread that hangs cannot be ended and replaced; leave out "
@@ -500,10 +501,10 @@ def test_a_traceback_is_shown_on_request(
 
 
 MISTYPED = {
-    "collect CartPole-v1 --fames 3 --ot x": "collect: error: there is no option --fames; did you "
+    "collect CartPole-v1 --fames 3 --ot x": "collect: error: unrecognized option --fames; did you "
     "mean --frames?",
-    "collect CartPole-v1 --frames 3 --zzz=4 --out x": "collect: error: there is no option --zzz",
-    "verify --jsn x": "verify: error: there is no option --jsn; did you mean --json?",
+    "collect CartPole-v1 --frames 3 --zzz=4 --out x": "collect: error: unrecognized option --zzz",
+    "verify --jsn x": "verify: error: unrecognized option --jsn; did you mean --json?",
     "collect CartPole-v1 --out x --frames 1e999999999": "expected a whole number below 2**63",
     "collect CartPole-v1 --out x --frames 1e-999999999": "expected a whole number below 2**63",
     "collect CartPole-v1 --out x --frames " + 9000 * "9": "expected a whole number below 2**63",

@@ -147,6 +147,8 @@ def test_a_name_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert said.out == ""
     assert "tallyroll: error: no system is called nope; there are absent, " in said.err
+    assert tallyroll("envs", "thrd") == 1
+    assert capsys.readouterr().err.endswith("; did you mean third?\n")
 
 
 def test_nothing_is_imported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,166 @@
+"""Questions that only an import answers, each of which may fail, print, hang or crash.
+
+So they are put to a process apart. It answers them in turn; if it ends or is silent, the question
+that it was at has that for an answer, and another process goes on with the next.
+"""
+
+import importlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+Answer = dict[str, Any]
+
+SECONDS = 60.0
+"""The longest wait for one answer."""
+_MOST_LETTERS = 300
+
+
+def answers(questions: Sequence[str]) -> dict[str, Answer]:
+    """Return the answer to each question, ``KIND`` or ``KIND NAME``.
+
+    A question that could not be answered has an ``error`` in its answer.
+    """
+    found: dict[str, Answer] = {}
+    while left := [each for each in questions if each not in found]:
+        found.update(_ask(left))
+    return found
+
+
+def _ask(questions: Sequence[str]) -> Iterator[tuple[str, Answer]]:
+    """Yield answers of one process, up to the first question that it fails at."""
+    path = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-P", "-m", __name__, *questions]
+    child = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert child.stdout is not None
+    said = b""
+    try:
+        for question in questions:
+            while b"\n" not in said:
+                if not select.select([child.stdout], [], [], SECONDS)[0]:
+                    yield question, {"error": f"no answer within {SECONDS:g} seconds"}
+                    return
+                more = os.read(child.stdout.fileno(), 2**16)
+                if not more:
+                    yield question, {"error": _end(child.wait())}
+                    return
+                said += more
+            line, _, said = said.partition(b"\n")
+            yield question, json.loads(line)
+    finally:
+        child.kill()  # what packages do at their exit is not waited for
+        child.wait()
+        child.stdout.close()
+
+
+def _end(status: int) -> str:
+    how = f"signal {-status}" if status < 0 else f"exit status {status}"
+    return f"the process that tried it ended ({how})"
+
+
+# --- in the process apart -------------------------------------------------------------------------
+
+
+def _package(name: str) -> Answer:
+    """The version that a package gives itself; none if it is not installed."""
+    if find_spec(name) is None:
+        return {"version": ""}
+    module = importlib.import_module(name)
+    return {"version": str(getattr(module, "__version__", "") or metadata.version(name))}
+
+
+def _extension(_: str) -> Answer:
+    """Whether the extension was built, and loads."""
+    name = "tallyroll.storage.engine._kernel"
+    answer: Answer = {"built": find_spec(name) is not None, "loads": False, "error": ""}
+    if answer["built"]:
+        try:
+            importlib.import_module(name)
+            importlib.import_module("tallyroll.storage.engine.kernel")  # if it fits our sources
+            answer["loads"] = True
+        except Exception as error:  # noqa: BLE001  it is the answer
+            answer["error"] = _said(error)
+    return answer
+
+
+def _ways(_: str) -> Answer:
+    """The faster ways that are switched off."""
+    from tallyroll.storage import ways
+
+    return {"off": sorted(ways.off())}
+
+
+def _system(name: str) -> Answer:
+    """An environment system: its package's version, or what installs it."""
+    from tallyroll.collector.cli.envs import look
+
+    found = look(name, metadata.packages_distributions())
+    answer = {
+        "installed": found.installed,
+        "version": found.version,
+        "install": "" if found.installed or found.fault else found.command,
+        "error": found.fault,
+    }
+    if found.installed and found.package:
+        try:
+            importlib.import_module(found.package)
+        except Exception as error:  # noqa: BLE001  it is the answer
+            answer["error"] = _said(error)
+    return answer
+
+
+def _devices(_: str) -> Answer:
+    """The accelerators that torch sees."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "cuda": [torch.cuda.get_device_name(each) for each in range(count)],
+        "mps": torch.backends.mps.is_available(),
+    }
+
+
+_KINDS: dict[str, Callable[[str], Answer]] = {
+    "package": _package,
+    "extension": _extension,
+    "ways": _ways,
+    "system": _system,
+    "devices": _devices,
+}
+
+
+def _said(error: BaseException) -> str:
+    """An error in one line, of a length that fits a table."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} …"
+
+
+def main(questions: Sequence[str]) -> None:
+    """Answer the questions on stdout, a line of JSON each; what packages print is dropped."""
+    out = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    for question in questions:
+        kind, _, name = question.partition(" ")
+        try:
+            answer = _KINDS[kind](name)
+        except BaseException as error:  # noqa: BLE001  it is the answer, SystemExit too
+            answer = {"error": _said(error)}
+        os.write(out, json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

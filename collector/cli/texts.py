@@ -1,0 +1,149 @@
+"""Descriptions, usages and examples of the commands: what ``--help`` says around the options.
+
+No line is longer than 78 columns, or 76 in a group of options, which is indented.
+"""
+
+ABOUT = """\
+Collect exactly N true transitions from reinforcement-learning environments
+into a replay storage, show the content of a storage, and check that it is as
+it was written.
+"""
+EXAMPLES = """\
+examples:
+  a million transitions of CartPole, from 8 lanes, into runs/pole:
+    tallyroll collect CartPole-v1 --frames 1e6 --num-envs 8 --out runs/pole
+  show its content, and check it:
+    tallyroll inspect runs/pole
+    tallyroll verify runs/pole
+  continue after Ctrl-C or a kill; the run ends at exactly a million:
+    tallyroll collect --resume --out runs/pole
+
+`tallyroll COMMAND --help` describes the options of a command; `tallyroll envs`
+lists the environment systems that can be collected from.
+"""
+
+COLLECT_USAGE = """\
+%(prog)s ENV --out PATH (--frames N | --episodes E) [options]
+       %(prog)s --resume --out PATH [options]"""
+COLLECT = """\
+Collect exactly N transitions (--frames), or exactly E whole episodes
+(--episodes), into a new storage. Actions are random unless --policy names a
+policy. A transition is one action that an environment executed. Rows are
+committed batch by batch, and committed rows survive kill -9.
+"""
+COLLECT_THERE = """\
+examples: append a second run; continue a run that was stopped or killed
+  tallyroll collect CartPole-v1 --frames 50_000 --out runs/pole --append
+  tallyroll collect --out runs/pole --resume
+"""
+COLLECT_SOURCE = """\
+examples: `policy` in my_agent.py of the current directory; an environment
+registered by a module of yours, with arguments for its constructor; another
+environment system, SYSTEM:ID (`tallyroll envs` lists them)
+  tallyroll collect Pendulum-v1 --episodes 9 --policy my_agent:policy --out a
+  tallyroll collect my:Maze-v0 --env-kwargs '{"size": 9}' --frames 5e3 --out b
+  tallyroll collect envpool:CartPole-v1 --frames 1e6 --num-envs 64 --out c
+"""
+COLLECT_WORKERS = """\
+example: costly steps, in 4 processes (the data are those of one process)
+  tallyroll collect Ant-v5 --frames 1e6 --num-envs 32 --workers 4 --out ant
+"""
+COLLECT_STORAGE = """\
+examples: one HDF5 file, or one Zarr group, for other programs to read
+  tallyroll collect CartPole-v1 --frames 50_000 --out pole.h5 --finalize
+  tallyroll collect CartPole-v1 --frames 50_000 --out pole.zarr --finalize
+"""
+COLLECT_EXAMPLES = """\
+examples:
+  random actions, 8 environments side by side:
+    tallyroll collect CartPole-v1 --frames 1e6 --num-envs 8 --out runs/pole
+  exactly 100 whole episodes, the same ones each time:
+    tallyroll collect CartPole-v1 --episodes 100 --seed 0 --out runs/seeded
+  which way each part of a run goes, and why not a faster one:
+    tallyroll collect CartPole-v1 --frames 1e4 --plan --out runs/plan
+
+On Ctrl-C and SIGTERM the command commits all complete transitions, prints how
+to resume, and exits with status 130 and 143. A run that does not fit on the
+disk is refused before it begins.
+"""
+
+COMPLETION_USAGE = "%(prog)s {bash,zsh,tcsh} [options]"
+COMPLETION = """\
+Print a script that lets a shell complete commands, options and their values
+by Tab. It is made once, from the options of this version; nothing of Tallyroll
+runs while a shell completes. Needs the extra: pip install
+'tallyroll[completion]'.
+"""
+COMPLETION_EXAMPLES = """\
+examples (new shells complete):
+  tallyroll completion bash \\
+    > ~/.local/share/bash-completion/completions/tallyroll
+  tallyroll completion zsh > ~/.zfunc/_tallyroll      # a folder of $fpath
+  tallyroll completion tcsh > ~/.tallyroll.tcsh       # source it in ~/.tcshrc
+"""
+
+ENVS_USAGE = "%(prog)s [SYSTEM ...] [options]"
+ENVS = """\
+List the environment systems, from which `tallyroll collect SYSTEM:ID`
+collects: which of them are installed, what installs the others, what cannot be
+installed together, how episodes end and where seeds are taken. Nothing of them
+is imported. Packages can add systems of their own.
+"""
+ENVS_EXAMPLES = """\
+examples:
+  tallyroll envs
+  tallyroll envs brax && tallyroll collect brax:ant --frames 1e6 --out ant
+  tallyroll envs --json | jq -r '.[] | select(.installed) | .name'
+
+exit status:
+  0  listed; those that were named are installed
+  1  one that was named is not installed, or there is none of that name
+"""
+
+INFO_USAGE = "%(prog)s [options]"
+INFO = """\
+Show the versions of Tallyroll and of what it stands on, whether the extension
+in C was built and loads, the environment systems that can be imported, the
+devices, and the limits of this machine: for reports of bugs. Each package is
+imported in a process apart, so that one that is broken is shown with its
+error. Folders of yours are not shown.
+"""
+INFO_EXAMPLES = """\
+examples:
+  tallyroll info
+  tallyroll info --json | jq .extension
+"""
+
+INSPECT_USAGE = "%(prog)s PATH [options]"
+INSPECT = """\
+Show a storage: its columns, its runs, how many rows and trajectories it holds,
+returns and lengths of the episodes that ended, and its first rows. Another
+process may write meanwhile.
+"""
+INSPECT_EXAMPLES = """\
+examples:
+  tallyroll inspect runs/pole
+  tallyroll inspect runs/pole --rows 20
+  tallyroll inspect runs/pole --json | jq .returns.mean
+"""
+
+VERIFY_USAGE = "%(prog)s PATH [options]"
+VERIFY = """\
+Read every row of a storage, and report rows that are inconsistent: counts that
+do not match, ids and steps with gaps or repeats, rows after an end, next
+observations that differ from the following row's observation, lost final
+observations, NaN, rows that were never written, a ledger that does not
+balance, bytes that changed since the storage was finalized. Each finding names
+its row. Another process may write meanwhile.
+"""
+VERIFY_EXAMPLES = """\
+examples:
+  tallyroll verify runs/pole
+  tallyroll verify runs/pole.h5 --skip nan,zeros
+  tallyroll verify runs/pole --json | jq .findings
+
+exit status:
+  0  sound
+  1  something is wrong with the storage
+  2  it could not be checked: no storage, not readable, or a wrong argument
+"""

@@ -1,0 +1,205 @@
+"""Mistyped commands, options and values; what ``--help`` shows; completion in shells."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tallyroll.collector.cli import main
+from tallyroll.collector.cli.output import did_you_mean
+from tallyroll.collector.cli.parser import SHELLS, make_parser
+
+COMMANDS = ("collect", "completion", "envs", "info", "inspect", "verify")
+
+
+def refused(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines with which a command is refused, which does nothing else."""
+    with pytest.raises(SystemExit) as end:
+        main(shlex.split(words))
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    return said.err.splitlines()
+
+
+MISTYPED = {
+    "colect": "unrecognized command colect; did you mean collect?",
+    "nothing-like-it": "unrecognized command nothing-like-it",
+    "--verson": "unrecognized option --verson; did you mean --version?",
+    "--frames 5 collect": "unrecognized option --frames",
+    "collect X --num_envs 3": "unrecognized option --num_envs; did you mean --num-envs?",
+    "collect X --worker=3": "unrecognized option --worker; did you mean --workers?",
+    "collect X --frame 3": "unrecognized option --frame; did you mean --frame-skip, --frames or "
+    "--frames-per-batch?",
+    "collect X -frames 3": "unrecognized option -frames; did you mean --frames or "
+    "--frames-per-batch?",
+    "collect X -z": "unrecognized option -z",
+    "collect X 500 --out data": "unrecognized argument 500",
+    "collect X --out": "argument --out: expected one argument",
+    "collect X --out --frames 3": "argument --out: expected one argument",
+    "collect X --out a --frames 3 --mode asinc": "argument --mode: expected sync or async, got "
+    "'asinc'; did you mean async?",
+    "collect X --out a --frames 3 --format h": "argument --format: expected memmap, hdf5 or zarr, "
+    "got 'h'; did you mean hdf5?",
+    "completion": "the following arguments are required: SHELL",
+    "completion fish": "argument SHELL: expected bash, zsh or tcsh, got 'fish'",
+    "completion bsh": "argument SHELL: expected bash, zsh or tcsh, got 'bsh'; did you mean bash?",
+    "completion bash zsh": "unrecognized argument zsh",
+    "envs --jason": "unrecognized option --jason; did you mean --json?",
+    "info --out x": "unrecognized option --out",
+    "info torch": "unrecognized argument torch",
+    "inspect a b": "unrecognized argument b",
+    "inspect a --row 5": "unrecognized option --row; did you mean --rows?",
+    "verify a --skip nans": "finals, nan, zeros, episodes, checksums; did you mean nan?",
+    "verify --skip -- a": "argument --skip: expected one argument",
+}
+
+
+@pytest.mark.parametrize("words", MISTYPED, ids=str)
+def test_a_mistake_is_one_line_below_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    *usage, line = refused(words, capsys)
+    command = next((each for each in words.split() if each in COMMANDS), "")
+    called = f"tallyroll {command}" if words.startswith(command) else "tallyroll"
+    assert usage[0].startswith(f"usage: {called} ".replace("  ", " "))
+    assert len(usage) <= 2
+    assert all(len(each) <= 80 for each in usage)
+    assert line.startswith(f"{called.strip()}: error: ")
+    assert line.endswith(MISTYPED[words])
+
+
+def test_all_values_that_begin_so_are_meant() -> None:
+    assert did_you_mean("b", ["bash", "bsd", "zsh"]) == "; did you mean bash or bsd?"
+    assert did_you_mean("zhs", ["bash", "bsd", "zsh"]) == "; did you mean zsh?"
+    assert did_you_mean("", ["bash"]) == did_you_mean("--", ["--json"]) == ""
+
+
+def test_negative_numbers_are_values(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused("collect X --out a --frames 3 --seed -1", capsys)[-1]
+    assert "argument --seed: expected a whole number of at least 0, got '-1'" in line
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([*command.split(), "--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help_of(command, capsys).splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    assert "examples:" in lines or any(line.startswith("examples (") for line in lines)
+    assert len(list(itertools.takewhile(bool, lines))) <= 2  # the usage
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_option_is_described_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = re.findall(r"^  (?:-h, )?(--[a-z-]+)", help_of(command, capsys), re.MULTILINE)
+    assert sorted(options) == sorted({*options})
+    assert {"--help", "--traceback"} <= {*options}
+
+
+def test_every_example_is_a_command_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = []
+    for command in ("", *COMMANDS):
+        text = help_of(command, capsys).replace("\\\n", " ")
+        for line in re.findall(r"^ +(tallyroll [a-z].*)$", text, re.MULTILINE):
+            words = shlex.split(line, comments=True)
+            ends = [at for at, word in enumerate(words) if word in ("|", ">", "&&")]
+            examples.append(words[1 : min([*ends, len(words)])])
+    assert len(examples) > 20
+    assert {words[0] for words in examples} == {*COMMANDS}
+    for words in examples:
+        assert make_parser().parse_args(words).command == words[0]
+
+
+# --- completion -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, str]:
+    """The script for each shell, as the command prints it."""
+    command = [sys.executable, "-m", "tallyroll.collector.cli", "completion"]
+    return {
+        shell: subprocess.run(
+            [*command, shell], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        for shell in SHELLS
+    }
+
+
+def completed(script: str, folder: Path, *words: str) -> set[str]:
+    """The words that bash offers in place of the last one."""
+    (folder / "script").write_text(script)
+    line = " ".join(map(shlex.quote, words))
+    code = (
+        f"source ./script; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
+        'complete -p tallyroll >&2; _shtab_tallyroll; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    bash = ["bash", "--norc", "-c", code]
+    done = subprocess.run(bash, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    assert "complete -o" in done.stderr
+    return {*done.stdout.split()}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_can_read_its_script(scripts: dict[str, str], tmp_path: Path, shell: str) -> None:
+    (tmp_path / "script").write_text(scripts[shell])
+    assert "tallyroll" in scripts[shell]
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    subprocess.run([shell, "-n", tmp_path / "script"], check=True, timeout=60)
+
+
+def test_bash_completes(scripts: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+
+    def offered(*words: str) -> set[str]:
+        return completed(scripts["bash"], tmp_path, "tallyroll", *words)
+
+    assert offered("co") == {"collect", "completion"}
+    assert offered("collect", "--fr") == {"--frames", "--frames-per-batch", "--frame-skip"}
+    assert offered("collect", "X", "--format", "") >= {"memmap", "hdf5", "zarr"}
+    assert offered("collect", "--durability", "po") == {"power"}
+    assert offered("collect", "--out", "pl") == {"place"}
+    assert offered("inspect", "pl") == {"place"}
+    assert offered("verify", "--s") == {"--skip"}
+    assert offered("completion", "z") == {"zsh"}
+
+
+def test_completion_imports_no_large_library() -> None:
+    code = (
+        "import sys\n"
+        "from tallyroll.collector.cli import main\n"
+        "status = main(['completion', 'bash'])\n"
+        "print(status, *{'torch', 'numpy', 'gymnasium', 'rich'} & {*sys.modules})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0"
+
+
+def test_without_shtab_the_extra_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 1
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert line.startswith("tallyroll: error: completion needs a package that cannot be imported (")
+    assert line.endswith("pip install 'tallyroll[completion]'")
+    assert said.out == ""
