@@ -52,7 +52,6 @@ class InfoColumns:
     def __init__(self, infos: Sequence[Info], lanes: int) -> None:
         self.infos = tuple(infos)
         self._lanes = lanes
-        self._step: list[Array] = []
         self.first_lane = 0
         """The number of the first lane in the run: for messages."""
         self.steps = np.zeros(lanes, np.int64)
@@ -72,7 +71,6 @@ class InfoColumns:
         Raises:
             ArgumentError: they lack it, or it is no number.
         """
-        self._step = []
         self.infos = tuple(
             each if each.dtype is not None else found_in(each, info, self._lanes)
             for each in self.infos
@@ -107,18 +105,12 @@ class InfoColumns:
                 found.append(np.zeros(self._lanes, np.bool_))
         return found
 
-    def rows_of_step(self) -> list[Array]:
-        """Return the arrays for the infos of a step, which are the same each time."""
-        if not self._step:
-            self._step = self.new_rows()
-        return list(self._step)
-
     def fill(self, rows: Sequence[Array]) -> None:
         """Fill the rows of entries that may be absent as where they are."""
         at = 0
         for info in self.infos:
             if info.fill is not None:
-                self._leave_out(rows[at], rows[at + 1], info.fill, None)
+                _leave_out(rows[at], rows[at + 1], info.fill, None)
             at += 1 if info.fill is None else 2
 
     # --- vector infos ---------------------------------------------------------------------------
@@ -174,7 +166,7 @@ class InfoColumns:
             at += 1 if given is None else 2
             found = look(info.key)
             if found is None and given is not None:
-                self._leave_out(row, given, info.fill, lanes)
+                _leave_out(row, given, info.fill, lanes)
                 continue
             have = self._write(info, row, found, lanes, reset)
             if have is None:  # all of them
@@ -188,16 +180,6 @@ class InfoColumns:
                 continue
             row[absent] = info.fill
             np.copyto(given, have, where=True if lanes is None else lanes)
-
-    @staticmethod
-    def _leave_out(row: Array, given: Array, fill: Any, lanes: Mask | None) -> None:
-        """Fill the rows of ``lanes`` (None: all) as those without the entry."""
-        if lanes is None:
-            row.fill(fill)
-            given.fill(False)
-        else:
-            row[lanes] = fill
-            given[lanes] = False
 
     def _write(
         self,
@@ -305,6 +287,16 @@ class InfoColumns:
         if reset or step == RESET_SLOT:
             return at + "in the reset before step 0 of its trajectory"
         return at + f"step {step} of its trajectory"
+
+
+def _leave_out(row: Array, given: Array, fill: Any, lanes: Mask | None) -> None:
+    """Fill the rows of ``lanes`` (None: all) as those without the entry."""
+    if lanes is None:
+        row.fill(fill)
+        given.fill(False)
+    else:
+        row[lanes] = fill
+        given[lanes] = False
 
 
 def named(leaves: Sequence[Leaf], infos: InfoColumns) -> list[Named]:

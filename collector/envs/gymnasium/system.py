@@ -6,7 +6,7 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 from torchrl.data import Unbounded
 
@@ -16,7 +16,7 @@ from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns, named, observations
 from tallyroll.collector.envs.gymnasium.lane_rows import LaneRows, Rows, refuse_overwriting
 from tallyroll.collector.envs.gymnasium.lane_values import CANNOT_TAKE, LaneValues
-from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
+from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.gymnasium.vector_rules import (
     FORGETS,
@@ -25,11 +25,11 @@ from tallyroll.collector.envs.gymnasium.vector_rules import (
     refuse_texts,
     rewards_of,
 )
-from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers
+from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers, stepping_of
 from tallyroll.collector.envs.system import Declares, Into, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.options import ResetSlots
-from tallyroll.collector.run_plan import Decision, lending, stepping_vector, stepping_wrapped
+from tallyroll.collector.run_plan import lending
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
 
@@ -77,7 +77,7 @@ class GymnasiumSystem(System):
         self._values = LaneValues(env, self._rewards)
         if self.infos:
             install(env, {info.key[-1] for info in self.infos.infos})
-        self._infoless = not self.infos
+        self._infoless, self._infos_of_step = not self.infos, Rows()
         self._after_end = RESET_SLOT if rules.at_end == "reset_slot" else 0
         # The vector may put observations together where they are wanted: one copy less.
         first = self._rows.leaves[0]
@@ -153,7 +153,8 @@ class GymnasiumSystem(System):
     def _reset_some(self, lanes: Mask, given: Mapping[str, Any]) -> list[Any]:
         if self._in_turn is not None and not given and self._in_turn.are_alone:
             self.infos.steps[lanes] = 0
-            return self._in_turn.reset(lanes, self._lent)
+            lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
+            return self._in_turn.reset(lanes, lent)
         asked = {**given, "reset_mask": lanes}
         # Some vector wrappers forget what they know of every lane, also of those that go on.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
@@ -169,11 +170,12 @@ class GymnasiumSystem(System):
     def _reset_all(self, seeds: Sequence[int] | None, options: Any) -> list[Any]:
         if self.forgets_resets and _ended.get(self.env.unwrapped, _NO_LANE).any():
             raise EnvironmentRefused(FORGETS)
-        seed = None if seeds is None else self._seed(seeds)
+        seed: Any = None if seeds is None else seeds if self._rules.takes_seeds else seeds[0]
         call = partial(self.env.reset, seed=seed, options=options)
         obs, info = self._called(call, first=True)
         refuse_shared(self.env)
-        self.stepped_by = self._stepping()
+        many = bool(self._rewards)
+        self.stepped_by = stepping_of(self.env, infos=bool(self.infos), many_rewards=many)
         self._values.watch()
         if not self.infos.declared:
             self.infos.declare(info)
@@ -187,17 +189,9 @@ class GymnasiumSystem(System):
                 self._into = self._step_into
         elif self.stepped_by.way == "within":
             self._within = WithinWrappers(self.env)
+        self._infos_of_step = self.infos.new_rows()
         self.infos.steps[:] = 0
         return self._with_infos(obs, partial(self.infos.write_reset, info=info), reset=True)
-
-    def _stepping(self) -> Decision:
-        """Choose how lanes are stepped, which the last reset may have changed."""
-        env, many = self.env, bool(self._rewards)
-        found = stepping_vector(traits_of(env, infos=bool(self.infos), many_rewards=many))
-        if not isinstance(env, VectorWrapper):
-            return found
-        inner = stepping_vector(traits_of(env.unwrapped, infos=True, many_rewards=many))
-        return stepping_wrapped(found, inner)
 
     def _called(self, call: Callable[[], Any], *, first: bool) -> Any:
         """Call the vector and return its result, if its lanes return what they declare."""
@@ -209,17 +203,13 @@ class GymnasiumSystem(System):
         self._values.look(first=first)
         return returned
 
-    def _seed(self, seeds: Sequence[int]) -> Any:
-        """Return the seeds of lanes in the form that ``env.reset`` takes."""
-        return seeds if self._rules.takes_seeds else seeds[0]
-
     def _with_infos(
         self, obs: Any, write: Callable[[Rows], None], *, reset: bool = False
     ) -> list[Any]:
         values = self._rows.values(obs)
         if self._infoless:
             return values
-        rows = self.infos.new_rows() if reset else self.infos.rows_of_step()
+        rows = self.infos.new_rows() if reset else self._infos_of_step
         write(rows)
         return values + rows
 
@@ -231,7 +221,7 @@ class GymnasiumSystem(System):
             if lanes is not None and not lanes.all():
                 return self._step_some(action[0], np.flatnonzero(lanes))
             if self._in_turn is not None and self._in_turn.are_alone:
-                lent = None if self._own is None else self._lent
+                lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
                 out = self._in_turn.step(action[0], lent)
                 if not self._infoless:
                     self.infos.count(out.terminated | out.truncated, self._after_end)
@@ -288,11 +278,6 @@ class GymnasiumSystem(System):
         values = self._with_infos(obs, partial(self.infos.write_shown, info=info, ended=ended))
         self.infos.count(ended, self._after_end)
         return Step(values, (reward,), terminated, truncated, final)
-
-    @property
-    def _lent(self) -> NDArray[Any] | None:
-        """The memory for the next observations, where a driver has lent some."""
-        return None if self._own is None else getattr(self.env, OBSERVATIONS)
 
     def _finals(self, ended: Mask, obs: Any, info: Mapping[str, Any]) -> Rows:
         """The final observations of lanes that ended, in SAME_STEP mode."""

@@ -6,14 +6,15 @@ Most infos of lanes are empty, and are not merged; flags and rewards are read as
 from copy import deepcopy
 from typing import Any
 
-from gymnasium.vector import SyncVectorEnv, VectorEnv
+from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import concatenate
 from numpy.typing import NDArray
 
 from tallyroll.collector.compat import OBSERVATIONS, info_merge, own_observations
 from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
 from tallyroll.collector.envs.gymnasium.lane_rows import Rows
-from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
+from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
+from tallyroll.collector.run_plan import Decision, stepping_vector, stepping_wrapped
 from tallyroll.storage.engine.kernel import compiled, table_of
 
 _EMPTY = 3
@@ -102,3 +103,12 @@ class WithinWrappers(LanesInTurn):
             obs = obs.copy() if self.checked else deepcopy(obs)
         flags = out.terminated.copy(), out.truncated.copy()
         return obs, out.reward[0].copy(), *flags, self._merged.infos
+
+
+def stepping_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> Decision:
+    """Choose how the lanes of ``env`` are stepped; see `run_plan.stepping_vector`."""
+    found = stepping_vector(traits_of(env, infos=infos, many_rewards=many_rewards))
+    if not isinstance(env, VectorWrapper):
+        return found
+    inner = stepping_vector(traits_of(env.unwrapped, infos=True, many_rewards=many_rewards))
+    return stepping_wrapped(found, inner)
