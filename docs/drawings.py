@@ -1,0 +1,179 @@
+"""Draw the three pictures of the README and the page of concepts: `python docs/drawings.py`.
+
+Each has a ground of its own and two sets of colours, so that it can be read in dark and light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from html import escape
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "drawings"
+WIDTH, CELL, GAP = 720, 44, 6
+STEP = CELL + GAP
+
+STYLE = """
+.ground { fill: #ffffff; stroke: #d0d4da; }
+text { font: 14px sans-serif; fill: #24292f; }
+.small { font-size: 12px; }
+.strong { font-weight: bold; }
+.middle { text-anchor: middle; }
+.row { fill: #cfe3f7; stroke: #3a75b0; }
+.over { fill: #f6d9a8; stroke: #a76a10; }
+.none { fill: none; stroke: #8b929b; stroke-dasharray: 4 3; }
+.line { stroke: #8b929b; fill: none; stroke-width: 1.5; }
+.mark { stroke: #c0392b; fill: none; stroke-width: 2.5; }
+@media (prefers-color-scheme: dark) {
+  .ground { fill: #161b22; stroke: #3d444d; }
+  text { fill: #e6edf3; }
+  .row { fill: #1d4468; stroke: #6ba6dd; }
+  .over { fill: #6b4a12; stroke: #e0ad55; }
+  .none { stroke: #8b949e; }
+  .line { stroke: #8b949e; }
+  .mark { stroke: #ff7b6b; }
+}
+"""
+
+
+def text(x: float, y: float, words: str, *kinds: str) -> str:
+    """One line of text, whose left end, or middle, is at x."""
+    return f'<text x="{x:g}" y="{y:g}" class="{" ".join(kinds)}">{escape(words)}</text>'
+
+
+def cell(x: float, y: float, kind: str, words: str = "", width: float = CELL) -> str:
+    """A box with words in its middle."""
+    box = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{CELL}" rx="5" class="{kind}"/>'
+    return box + text(x + width / 2, y + CELL / 2 + 5, words, "middle") if words else box
+
+
+def path(kind: str, way: str) -> str:
+    """A line."""
+    return f'<path d="{way}" class="{kind}"/>'
+
+
+def arrow(x: float, y: float, to: float) -> str:
+    """An arrow to the right."""
+    return path("line", f"M{x:g} {y:g}H{to:g}m-7 -5l7 5l-7 5")
+
+
+def picture(height: int, title: str, parts: Iterable[str]) -> str:
+    """A whole file."""
+    ground = (
+        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="{{}}"/>'
+    )
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style>",
+        ground.format("ground"),
+        *parts,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def reset_slot() -> str:
+    """Two lanes over six step calls, each of which spends one of them on a reset."""
+    ends, resets = {(0, 2), (1, 3)}, {(0, 3), (1, 4)}
+    parts = [text(20, 30, "Two lanes, six step calls: 12 slots, 10 transitions", "strong")]
+    for lane in range(2):
+        y = 64 + lane * STEP
+        parts.append(text(20, y + CELL / 2 + 5, f"lane {lane}"))
+        for slot in range(6):
+            x = 90 + slot * STEP
+            kind = "none" if (lane, slot) in resets else "row"
+            words = "reset" if kind == "none" else "end" if (lane, slot) in ends else ""
+            parts.append(cell(x, y, kind, words))
+    parts += [
+        text(90 + slot * STEP + CELL / 2, 56, str(slot + 1), "middle", "small") for slot in range(6)
+    ]
+    parts += [
+        cell(420, 64, "row"),
+        text(476, 82, "an action was executed:"),
+        text(476, 100, "a row, counted"),
+        cell(420, 64 + STEP, "none"),
+        text(476, 132, "the action was ignored:"),
+        text(476, 150, "a reset, no row, not counted"),
+        text(20, 190, "ledger: 12 slots = 10 executed + 2 reset slots", "small"),
+    ]
+    return picture(206, "A reset slot is no transition", parts)
+
+
+def surplus() -> str:
+    """Four lanes and batches of ten: the third step makes twelve."""
+    parts = [
+        text(20, 30, "Four lanes, batches of 10: the third step makes two rows too many", "strong")
+    ]
+    for batch, x0 in enumerate((90, 400)):
+        carried = 2 if batch else 0
+        parts.append(text(x0, 56, f"batch {batch + 1}", "small"))
+        for lane in range(4):
+            y = 66 + lane * STEP
+            if not batch:
+                parts.append(text(20, y + CELL / 2 + 5, f"lane {lane}"))
+            for slot in range(3):
+                number = slot * 4 + lane + 1 - (2 if batch else 0)
+                if number < 1:
+                    continue
+                kind = "row" if number <= 10 else "over"
+                if batch and number <= carried:
+                    kind = "over"
+                parts.append(cell(x0 + slot * STEP, y, kind, str(number)))
+    y = 66 + 3 * STEP
+    parts += [
+        arrow(90 + 3 * STEP + 4, y, 400 - 10),
+        text(247, y - 10, "carried: they open", "small"),
+        text(247, y + 20, "the next batch", "small"),
+        text(565, 90, "2 carried + 8 new,", "small"),
+        text(565, 108, "again exactly 10", "small"),
+        text(
+            20,
+            290,
+            "At the end of the budget what is left over is discarded, and the ledger says so.",
+            "small",
+        ),
+    ]
+    return picture(306, "The surplus of a batch is carried into the next one", parts)
+
+
+def kill() -> str:
+    """A storage before a commit, when its process is killed, and when it is opened again."""
+    width, count = 34, 9
+    stages = (
+        ("committed: 6 rows", 6, 0),
+        ("three more are half written", 6, 3),
+        ("opened again: 6 rows, all whole", 6, 0),
+    )
+    parts = [text(20, 30, "kill -9 in the middle of a commit: the count moves last", "strong")]
+    for stage, (words, whole, torn) in enumerate(stages):
+        y = 52 + stage * 62
+        for row in range(count):
+            kind = "row" if row < whole else "over" if row < whole + torn else "none"
+            parts.append(
+                cell(20 + row * (width + 4), y, kind, str(row + 1) if row < whole else "", width)
+            )
+        parts.append(text(390, y + CELL / 2 + 5, words))
+    x, y = 20 + 8 * (width + 4), 52 + 62
+    edge = 20 + 6 * (width + 4) - 2
+    parts += [
+        path("mark", f"M{x + 20:g} {y - 12:g}l-12 32h12l-10 34"),
+        text(620, y + CELL / 2 + 5, "killed", "strong"),
+        path("line", f"M{edge:g} 46V{52 + 2 * 62 + CELL + 6}"),
+        text(20, 246, "the line: the number of committed rows, in the header", "small"),
+        text(390, 246, "--resume goes on with row 7, to exactly N", "small"),
+    ]
+    return picture(262, "After a kill every committed row is there, and nothing else", parts)
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "reset_slot.svg": reset_slot,
+    "surplus.svg": surplus,
+    "kill.svg": kill,
+}
+
+
+if __name__ == "__main__":
+    for name, draw in DRAWINGS.items():
+        (FOLDER / name).write_text(draw(), encoding="utf-8")
