@@ -100,7 +100,7 @@ def test_a_grid_of_environments_of_both_kinds() -> None:
 
 @pytest.mark.slow
 def test_the_error_rates_on_a_large_grid() -> None:
-    """As the README says them."""
+    """As the page of guarantees says them."""
     accused, missed, count = grid(400)
     assert count == 800
     assert not accused

@@ -1,0 +1,45 @@
+"""Settings of the site: Sphinx, Markdown by MyST, furo's theme, and nothing from the network."""
+
+from typing import Any
+
+import tallyroll
+
+project = "Tallyroll"
+author = "the authors of Tallyroll"
+release = tallyroll.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = "Tallyroll"
+html_show_search_summary = False  # a summary is fetched, which a page opened from disk may not
+html_copy_source = False
+
+autodoc_typehints = "none"  # docstrings say what an argument may be
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False  # else the words before a colon in "Returns" are looked up as a type
+nitpick_ignore = [("py:exc", "As iterating does."), ("py:class", "Offsets")]
+
+_of_attributes: dict[str, list[str]] = {}
+
+
+def setup(app: Any) -> None:
+    """Keep napoleon from reading the words before a colon of an attribute's text as its type."""
+    app.connect("autodoc-process-docstring", _remember, priority=400)
+    app.connect("autodoc-process-docstring", _restore, priority=600)
+
+
+def _is_plain(what: str, lines: list[str]) -> bool:
+    return what in ("attribute", "property") and not any(line.endswith(":") for line in lines)
+
+
+def _remember(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    if _is_plain(what, lines):
+        _of_attributes[name] = list(lines)
+
+
+def _restore(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = _of_attributes.get(name, lines)

@@ -1,0 +1,168 @@
+"""The site's pages: their code runs and prints what they show, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import runpy
+import shlex
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+from warm_cli import WarmServer
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+SHM = Path("/dev/shm")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+PAGES["README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MARK = "=== the next block ==="
+LANGUAGES = {"python", "console", "text", "bash", "{toctree}", "{eval-rst}"}
+INSTALLING = re.compile(r"python3? -m |\.venv/bin/pip |pip |\./check\.sh|python benchmarks/")
+"""Commands of bash blocks, which are not run: they install, build, test and measure."""
+
+
+class Block(NamedTuple):
+    """Code of a page, and the output that it shows below."""
+
+    language: str
+    code: str
+    shown: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Return the blocks of a page that are run."""
+    found = FENCE.findall(PAGES[page])
+    assert {language for language, _ in found} <= LANGUAGES, "a language that nothing tests"
+    following = [*found, ("", "")][1:]
+    return [
+        Block(language, code, next_code if next_language == "text" else "")
+        for (language, code), (next_language, next_code) in zip(found, following, strict=True)
+        if language in ("python", "console")
+    ]
+
+
+RUN = [page for page in PAGES if blocks_of(page)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[WarmServer]:
+    with (
+        tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as scratch,
+        WarmServer(TMPDIR=scratch, PYTHONWARNINGS="ignore", COLUMNS="120") as server,
+    ):
+        yield server
+
+
+def same(shown: str, printed: str) -> bool:
+    """Compare outputs; `...` in what a page shows stands for anything."""
+    return doctest.OutputChecker().check_output(
+        shown, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
+
+
+def run_python(blocks: list[Block], server: WarmServer, folder: Path) -> None:
+    """Run all in one process, as one script."""
+    script = f'if __name__ == "__main__":\n    print("{MARK}", flush=True)\n'.join(
+        block.code for block in blocks
+    )
+    (folder / "page.py").write_text(script, encoding="utf-8")
+    printed = server.run(folder, "python", folder / "page.py").out.split(MARK + "\n")
+    for block, out in zip(blocks, printed, strict=True):
+        assert same(block.shown, out), f"{block.code}\nshows\n{block.shown}\nbut prints\n{out}"
+
+
+def run_console(blocks: list[Block], server: WarmServer, folder: Path) -> None:
+    """Run each line that begins with a dollar, and compare the lines that follow it."""
+    for block in blocks:
+        assert block.code.startswith("$ ")
+        for part in block.code.removeprefix("$ ").split("\n$ "):
+            command, _, shown = part.partition("\n")
+            name, *argv = shlex.split(command, comments=True)
+            assert name == "tallyroll"
+            out = server.run(folder, *argv).out
+            assert same(shown, out) or not shown, f"{command} prints\n{out}"
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_code_of_a_page_prints_what_it_shows(
+    page: str, server: WarmServer, tmp_path: Path
+) -> None:
+    kinds = [(key, [*some]) for key, some in groupby(blocks_of(page), lambda each: each.language)]
+    assert len(kinds) <= 2, "code first, then commands, or the other way round: one process runs it"
+    for language, blocks in kinds:
+        (run_python if language == "python" else run_console)(blocks, server, tmp_path)
+
+
+def test_commands_that_are_not_run_install_build_or_measure() -> None:
+    for page, text in PAGES.items():
+        for language, code in FENCE.findall(text):
+            if language == "bash":
+                assert all(INSTALLING.match(line) for line in code.splitlines()), (page, code)
+
+
+def test_the_drawings_are_those_that_their_script_makes() -> None:
+    made = {
+        name: draw() for name, draw in runpy.run_path(str(DOCS / "drawings.py"))["DRAWINGS"].items()
+    }
+    kept = {path.name: path.read_text("utf-8") for path in (DOCS / "drawings").iterdir()}
+    assert made == kept, "python docs/drawings.py"
+    for drawing in kept.values():
+        ElementTree.fromstring(drawing)
+        assert "prefers-color-scheme: dark" in drawing
+
+
+def anchors_of(page: str) -> set[str]:
+    """Return the names of a page's headings, where GitHub and Sphinx agree."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", PAGES[page]), re.MULTILINE)
+    github = [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
+    sphinx = [re.sub(r"[^a-z0-9]+", "-", each.lower()).strip("-") for each in headings]
+    return {*github} & {*sphinx}
+
+
+def test_links_lead_to_pages_and_headings() -> None:
+    dead, count = [], 0
+    for page, text in PAGES.items():
+        folder = ROOT if page == "README.md" else DOCS
+        for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+            path, _, anchor = link.partition("#")
+            count += 1
+            there = (folder / path if path else folder / page).is_file()
+            known = not anchor or anchor in anchors_of(Path(path).name or page)
+            if not (there and known) or ":" in link:
+                dead.append(f"{page}: {link}")
+    assert dead == []
+    assert count > 50
+
+
+def test_every_page_is_in_the_table_of_contents_and_in_the_readme() -> None:
+    trees = "".join(code for _, code in FENCE.findall(PAGES["index.md"]))
+    listed = re.findall(r"^(\w+)$", trees, re.MULTILINE)
+    assert {f"{name}.md" for name in listed} == {*PAGES} - {"index.md", "README.md"}
+    assert [name for name in listed if f"](docs/{name}.md)" not in PAGES["README.md"]] == []
+
+
+@pytest.mark.parametrize("package", ["tallyroll.collector", "tallyroll.storage"])
+def test_every_public_name_has_its_place(package: str) -> None:
+    """In the API, and every error in what to do about it."""
+    errors = import_module(f"{package}.errors").__all__
+    api = {*re.findall(r"^\.\. auto\w+:: (\w+)$", PAGES["api.md"], re.MULTILINE)}
+    assert {*import_module(package).__all__} - api == set()
+    assert {*errors} - {*re.findall(r"`(\w+)`", PAGES["troubleshooting.md"])} == set()
+
+
+@pytest.mark.slow
+def test_the_system_of_a_page_passes_the_contract(tmp_path: Path, server: WarmServer) -> None:
+    code = "".join(block.code for block in blocks_of("own_system.md"))
+    (tmp_path / "test_walk.py").write_text(code, encoding="utf-8")
+    done = server.start(tmp_path, "python", "-m", "pytest", "-q", "test_walk.py")
+    assert done.wait(100) == 0, done.out
+    assert "16 passed" in done.out
