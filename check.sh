@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The gate: format, lint, types and tests, all on the built wheel. On a fresh machine it makes a
+# The gate: format, lint, types, pages and tests, all on the built wheel. On a fresh machine it makes a
 # virtual environment first; a second run reuses it.
 #
 #   ./check.sh                the core, in .venv, but for tests that take long (marked slow)
@@ -85,6 +85,7 @@ if [[ $environment == core ]]; then
     step "ruff check" $bin/ruff check .
     step "mypy" $bin/mypy
     step "imports" $bin/lint-imports --no-cache
+    step "pages" $bin/python -m sphinx -n -W -q -E --keep-going -b html docs "$venv/pages"
 fi
 # Many tests wait for other processes: two at a time. More would only take each other's time.
 export TALLYROLL_TEST_ENVIRONMENT=$environment
