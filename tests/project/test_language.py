@@ -53,6 +53,17 @@ def test_messages_are_plain_english(wing: str) -> None:
     ]
 
 
+def test_pages_are_plain_english() -> None:
+    code = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert len(pages) > 15
+    assert not [
+        fault
+        for page in pages
+        for fault in words_in(code.sub("", page.read_text("utf-8")), f"{page.name}: a sentence")
+    ]
+
+
 def messages_in(file: Path) -> Iterator[str]:
     """Yield every string of more than one word, and each part of such a one, but docstrings."""
     nodes = [*ast.walk(ast.parse(file.read_bytes()))]

@@ -75,7 +75,9 @@ def run_python(blocks: list[Block], server: WarmServer, folder: Path) -> None:
         block.code for block in blocks
     )
     (folder / "page.py").write_text(script, encoding="utf-8")
-    printed = server.run(folder, "python", folder / "page.py").out.split(MARK + "\n")
+    done = server.start(folder, "python", folder / "page.py")
+    assert done.wait(100) == 0, done.err
+    printed = done.out.split(MARK + "\n")
     for block, out in zip(blocks, printed, strict=True):
         assert same(block.shown, out), f"{block.code}\nshows\n{block.shown}\nbut prints\n{out}"
 
