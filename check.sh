@@ -3,6 +3,8 @@
 # virtual environment first; a second run reuses it.
 #
 #   ./check.sh                the core, in .venv, but for tests that take long (marked slow)
+#   ./check.sh --quick        format, lint, types, and tests that need no environment, process or
+#                             kill: a minute, once the virtual environment is there
 #   ./check.sh --all          with these, the core again without the extension in C, and environment
 #                             systems, in .venv-NAME for each NAME in
 #                             tests/systems/environments.toml that has run = "all"
@@ -15,12 +17,21 @@
 set -Eeuo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
-environment=core others=() failed=() chosen=(-m "not slow")
+environment=core others=() failed=() chosen=(-m "not slow") quick=() seconds=
 tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # of every environment
 
-step() { # step NAME COMMAND...: run it, remember whether it failed
+step() { # step NAME COMMAND...: run it, remember whether it failed, and how long it took
+    local began=$SECONDS
     printf '\n== %s\n' "$1"
     "${@:2}" || failed+=("$1")
+    took "$1" "$began"
+}
+
+took() { # took NAME BEGAN: say how many seconds ago a step began, here and at the end
+    local line
+    line=$(printf '%6d s  %s' $((SECONDS - $2)) "$1")
+    seconds+=$line$'\n'
+    printf '%s\n' "$line"
 }
 
 listed() { # listed EXPRESSION: its values, a line each; `every` is the list, `this` our entry
@@ -59,6 +70,17 @@ build_wheel() { # by way of the sdist, so that what the sdist lacks is missed he
 }
 
 case ${1-} in
+--quick)
+    quick=(
+        tests/collector/cli/test_usage.py tests/collector/counting
+        tests/project/test_dependencies.py tests/project/test_language.py
+        tests/project/test_sizes.py tests/project/test_system_tests.py
+        tests/storage/engine/test_counts.py tests/storage/engine/test_ring.py
+        tests/storage/engine/test_schema_index_header.py tests/storage/readers
+        tests/storage/trajectories/test_row_links.py
+    )
+    shift
+    ;;
 --all)
     words=$(listed "(name for name, each in every.items() if each['run'] == 'all')")
     mapfile -t others <<<"$words"
@@ -72,13 +94,15 @@ case ${1-} in
     ;;
 esac
 venv=.venv-$environment tests=(tests/systems)
-if [[ $environment == core ]]; then venv=.venv tests=(); fi
+if [[ $environment == core ]]; then venv=.venv tests=("${quick[@]}"); fi
 bin=$venv/bin
 
 trap 'printf "\nFAILED: set-up (see above)\n"' ERR
 printf '== set-up\n'
+began=$SECONDS
 set_up
 trap - ERR
+took set-up "$began"
 
 if [[ $environment == core ]]; then
     step "ruff format" $bin/ruff format --check .
@@ -112,6 +136,7 @@ for other in "${others[@]}"; do
     step "environment $other" ./check.sh --apart "$other" "$@"
 done
 
+printf '\n== seconds\n%s' "$seconds"
 if ((${#failed[@]})); then
     printf '\nFAILED: %s\n%s' "$(IFS=,; echo "${failed[*]}")" "$reasons"
     printf '%s processors, %s open files each\n' "$(nproc)" "$(ulimit -n)"

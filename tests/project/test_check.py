@@ -1,0 +1,111 @@
+"""The gate: its steps, their seconds, and how it ends; with tools that only say what they ran."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = """#!/bin/bash
+echo "${0##*/} $*" >>"$LOG"
+if [[ $* == *"-m build"* ]]; then mkdir -p .venv/dist && touch .venv/dist/tallyroll-1.whl; fi
+if [[ ${0##*/} == "$SLOW" ]]; then sleep 2; fi
+[[ ${0##*/} != "$BREAKS" ]]
+"""
+
+
+class Gate:
+    """check.sh in a folder of its own, where each tool is a script."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        tools = folder / ".venv/bin"
+        tools.mkdir(parents=True)
+        (folder / "tests/systems").mkdir(parents=True)
+        for name in ("check.sh", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, folder / name)
+        shutil.copy(ROOT / "tests/systems/environments.toml", folder / "tests/systems")
+        for name in ("python", "ruff", "mypy", "lint-imports", "pytest"):
+            (tools / name).write_text(TOOL)
+            (tools / name).chmod(0o755)
+
+    def run(self, *words: str, breaks: str = "", slow: str = "") -> tuple[int, str, list[str]]:
+        """Its exit status, its output, and the commands of tools that it ran."""
+        log = self.folder / "log"
+        log.write_text("")
+        more = {"LOG": str(log), "BREAKS": breaks, "SLOW": slow, "PYTHON": sys.executable}
+        done = subprocess.run(
+            ["bash", "check.sh", *words],
+            cwd=self.folder,
+            env=os.environ | more,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        return done.returncode, done.stdout, log.read_text().splitlines()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+STEPS = ["set-up", "ruff format", "ruff check", "mypy", "imports", "pytest"]
+
+
+def listed(said: str) -> dict[str, int]:
+    """The seconds of each step, by the list at the end."""
+    found = re.findall(r"^ *(\d+) s  (.+)$", said.partition("== seconds\n")[2], re.MULTILINE)
+    return {name: int(count) for count, name in found}
+
+
+def test_it_ends_with_the_seconds_of_each_step(gate: Gate) -> None:
+    status, said, ran = gate.run("-k", "ring", slow="mypy")
+    assert status == 0
+    *_, last = said.splitlines()
+    assert last == "All checks passed."
+    assert list(listed(said)) == STEPS
+    assert listed(said)["mypy"] >= 2 > listed(said)["imports"]
+    # Each is said at the end of its step too.
+    before = said.partition("== seconds\n")[0]
+    for name in STEPS:
+        assert re.search(rf"== {name}\n(?:.*\n)*? +\d+ s  {name}\n", before), name
+    assert [each for each in ran if not each.startswith("python")] == [
+        "ruff format --check .",
+        "ruff check .",
+        "mypy ",
+        "lint-imports --no-cache",
+        "pytest --numprocesses 2 --dist worksteal --maxfail 50 -m not slow -k ring",
+    ]
+
+
+def test_quick_runs_some_tests_that_there_are(gate: Gate) -> None:
+    status, said, ran = gate.run("--quick", "-x")
+    assert status == 0
+    assert list(listed(said)) == STEPS
+    *options, last = ran[-1].split()
+    assert (ran[-1].split()[0], last) == ("pytest", "-x")
+    files = [word for word in options if word.startswith("tests/")]
+    assert len(files) > 8
+    assert [word for word in files if not (ROOT / word).exists()] == []
+
+
+def test_a_step_that_fails_is_named_and_the_others_run(gate: Gate) -> None:
+    status, said, _ = gate.run(breaks="mypy")
+    assert status == 1
+    assert list(listed(said)) == STEPS
+    assert "\nFAILED: mypy\n" in said
+    assert "All checks passed" not in said
+
+
+def test_a_set_up_that_fails_ends_it(gate: Gate) -> None:
+    status, said, ran = gate.run(breaks="python")
+    assert status != 0
+    assert "FAILED: set-up (see above)" in said
+    assert not any(each.startswith("pytest") for each in ran)

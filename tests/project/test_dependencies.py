@@ -1,0 +1,52 @@
+"""What everybody has to install: nothing new comes without an extra."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NEEDED = {"cloudpickle", "gymnasium", "numpy", "rich", "tensordict", "torch", "torchrl"}
+TESTING = {"hypothesis", "pytest"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w.-]", each)[0] for each in requirements}
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield packages that a module imports with itself, and not where they are used."""
+    for node in ast.parse(file.read_bytes()).body:
+        if isinstance(node, ast.Import):
+            yield from (each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield str(node.module).partition(".")[0]
+
+
+def test_what_everybody_needs_is_pinned() -> None:
+    assert names(PROJECT["dependencies"]) == NEEDED
+
+
+@pytest.mark.parametrize("wing", ["collector", "storage"])
+def test_modules_import_with_themselves_only_what_everybody_has(wing: str) -> None:
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / wing).rglob("*.py"):
+        place = "testing" if file.is_relative_to(ROOT / "storage/testing") else "rest"
+        found.setdefault(place, set()).update(imported(file))
+    ours = {"tallyroll", *sys.stdlib_module_names}
+    assert found["rest"] - ours <= NEEDED
+    assert found.get("testing", set()) - ours <= NEEDED | TESTING
+    assert names(PROJECT["optional-dependencies"]["testing"]) == TESTING
+
+
+def test_each_of_them_has_a_version_that_tests_ran_with() -> None:
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert NEEDED | {"h5py", "shtab"} <= {*pinned}
+    assert len(pinned) == len({*pinned})
