@@ -212,25 +212,31 @@ class OneCallOfWorkers(OneCall):
     A step of this process would be broken off by them.
     """
 
-    _guard = _Guard()
+    _guard: _Guard | None = None
+    """The one of the call under way, or that an exception left."""
 
     def collect(self, want: int, *, yields: bool = False) -> bool:
         """Collect ``want`` rows of few slots; return False if the loop has to do it."""
         assert not yields, "batches are made by the loop, as the plan says"
         if self.ready is None or self._run.busy:
             return False
-        self._guard = _Guard()
-        with self._guard:
-            done = super().collect(want)
-            if waits():  # workers pause, and the loop lets them go on
-                self.ready = None
-            return done
+        self._guard = guard = _Guard()
+        try:
+            with guard:
+                done = super().collect(want)
+                if waits():  # workers pause, and the loop lets them go on
+                    self.ready = None
+                return done
+        finally:
+            if guard.is_left:
+                self._guard = None
 
     def leave(self) -> None:
         """End a call that an exception left at any instruction, in this thread."""
         super().leave()
-        if not self._guard.is_left:
-            self._guard.__exit__(None, None, None)
+        guard, self._guard = self._guard, None
+        if guard is not None and not guard.is_left:
+            guard.__exit__(None, None, None)
 
     def prepare(self) -> None:
         """Let workers go on after a pause, and get ready for the next call."""

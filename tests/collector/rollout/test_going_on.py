@@ -29,7 +29,7 @@ from tallyroll.collector import torchrl as names
 from tallyroll.collector.batches import delivery
 from tallyroll.collector.batches.assembly import Assembly
 from tallyroll.collector.batches.batch_iterator import BatchIterator
-from tallyroll.collector.batches.one_call import OneCall
+from tallyroll.collector.batches.one_call import OneCall, OneCallOfWorkers
 from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.undivided import Undivided
@@ -118,6 +118,7 @@ RUNS: dict[str, Callable[..., Collector]] = {
     "processed": partial(sync_collector, DISABLED, RecordingPolicy(), postproc=lambda rows: rows),
     "sync": partial(worker_collector, NEXT, 2, RecordingPolicy(), mode="sync"),
     "sync random": partial(worker_collector, DISABLED, 2, mode="sync"),
+    "sync plain": partial(worker_collector, DISABLED, 2, mode="sync", finals="kept"),
     "async": partial(worker_collector, NEXT, 2, RecordingPolicy(), mode="async"),
 }
 CAUSES = {
@@ -512,6 +513,20 @@ def test_no_guard_is_left_on_at_any_instruction(way: str, folder: Path, tmp_path
         if rows is not None:
             assert_same(rows, those_of(whole, rows))
     assert len(each.chosen) > 100
+
+
+@pytest.mark.slow
+def test_no_guard_is_left_on_while_workers_fill_few_slots(folder: Path, tmp_path: Path) -> None:
+    _, whole = uninterrupted("sync plain", "collect", True, folder)
+    assert whole is not None
+    each = AtEach([OneCallOfWorkers.collect])
+    each.came = True
+    while each.came:
+        each.begin()
+        _, rows = run("sync plain", "collect", tmp_path / str(len(each.chosen)), each, "anything")
+        if rows is not None:
+            assert_same(rows, those_of(whole, rows))
+    assert len(each.chosen) > 30
 
 
 @pytest.mark.slow
