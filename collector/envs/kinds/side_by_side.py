@@ -28,4 +28,4 @@ def close_all(envs: Sequence[Any]) -> None:
 
 def numbers(lanes: Mask | None, count: int) -> Sequence[int]:
     """The numbers of the lanes of a mask; None: all ``count``."""
-    return range(count) if lanes is None else np.flatnonzero(lanes).tolist()
+    return range(count) if lanes is None else lanes.nonzero()[0].tolist()

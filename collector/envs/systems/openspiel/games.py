@@ -1,14 +1,15 @@
 """Games of OpenSpiel that can be played with seeds, their columns, and moves of chance."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from struct import Struct
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, TensorSpec, Unbounded
 
+from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import Declares
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.storage.rows.keys import Key
@@ -16,6 +17,11 @@ from tallyroll.storage.rows.keys import Key
 GROUP = "players"
 OVER = -4  # pyspiel.PlayerId.TERMINAL
 CHANCE = -1  # pyspiel.PlayerId.CHANCE
+_COMPARED = 20
+"""Moves over which an observer is compared with what states list."""
+
+Write: TypeAlias = Callable[[int, Any, int], None]
+"""Writes what a player sees, in a state, to a place."""
 
 
 def require_playable(game: Any) -> None:
@@ -72,19 +78,70 @@ def declares_of(game: Any, lanes: int) -> Declares:
     )
 
 
-def writer(column: NDArray[np.float32], seats: int) -> Callable[[int, Sequence[float]], None]:
-    """Return a function that writes a player's tensor to its place in ``column``.
+def writer(game: Any, name: str, column: NDArray[np.float32], seats: int) -> Write:
+    """Return a function that writes the tensor ``name`` of a player to its place in ``column``.
 
-    Places are counted over ``[lane, seat]``. The game has float32, which Python lists as floats:
-    to pack them takes less than half of NumPy's time.
+    Places are counted over ``[lane, seat]``. An observer of the game keeps a tensor in memory of
+    its own, from which it is copied: a list of its floats takes ten times as long.
     """
-    packing = Struct(f"{column[0].size // seats}f")
-    pack, size, memory = packing.pack_into, packing.size, column.data.cast("B")
+    size, memory = column[0].nbytes // seats, column.data.cast("B")
+    method = f"{name}_tensor"
+    observer = observer_of(game, name)
+    if observer is None:
+        pack = Struct(f"{size // 4}f").pack_into
 
-    def write(place: int, values: Sequence[float]) -> None:
-        pack(memory, place * size, *values)
+        def write(place: int, state: Any, player: int) -> None:
+            pack(memory, place * size, *getattr(state, method)(player))
+
+    else:
+        places = [memory[at : at + size] for at in range(0, len(memory), size)]
+        observe, seen = observer.set_from, observer.tensor.data.cast("B")
+
+        def write(place: int, state: Any, player: int) -> None:
+            observe(state, player)
+            places[place][:] = seen
 
     return write
+
+
+def observer_of(game: Any, name: str) -> Any:
+    """Return OpenSpiel's observer of the tensor ``name``; None: it has none that agrees.
+
+    Observers of games that are written in Python are classes of their own, and some of them see
+    what the state does not list.
+    """
+    if hasattr(game, "make_py_observer"):
+        return None
+    pyspiel: Any = needs("pyspiel", "openspiel")
+    recall = pyspiel.IIGObservationType(perfect_recall=True)
+    kind = recall if name == "information_state" else None
+    made = needs("open_spiel.python.observation", "openspiel").make_observation
+    try:
+        observer = made(game, kind)
+        return observer if _agrees(game, f"{name}_tensor", observer) else None
+    except pyspiel.SpielError:
+        return None
+
+
+def _agrees(game: Any, method: str, observer: Any) -> bool:
+    """Return whether an observer sees what states list, over the first moves of a play."""
+    if observer is None or observer.tensor is None:
+        return False
+    state, players = game.new_initial_state(), range(game.num_players())
+    for _ in range(_COMPARED):
+        if not state.is_chance_node():
+            for player in players:
+                observer.set_from(state, player)
+                listed = np.array(getattr(state, method)(player), np.float32)
+                if observer.tensor.tobytes() != listed.tobytes():
+                    return False
+        if state.is_terminal():
+            break
+        if state.is_simultaneous_node():
+            state.apply_actions([[*state.legal_actions(player), 0][0] for player in players])
+        else:
+            state.apply_action(state.legal_actions()[-1])
+    return True
 
 
 def play_chance(state: Any, rng: np.random.Generator) -> None:

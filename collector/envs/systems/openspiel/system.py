@@ -46,7 +46,7 @@ class OpenSpielSystem(System):
     def __init__(self, game: Any, lanes: int = 1) -> None:
         require_playable(game)
         self._game, self._players = game, game.num_players()
-        seen = [f"{name}_tensor" for name in tensors_of(game)]
+        seen = tensors_of(game)
         self.declares = d = declares_of(game, lanes)
         self._together = bool(d.groups)
         self._seats = self._players if self._together else 1
@@ -58,12 +58,19 @@ class OpenSpielSystem(System):
         self._alive = np.ones((lanes, self._players), np.bool_)
         self._arrays = [*self._tensors, self._legal, self._turn]
         self._arrays += [self._alive] * self._together
-        writers = [writer(column, self._seats) for column in self._tensors]
-        self._takers = list(zip(seen, writers, strict=True))
-        """Names of the methods that list tensors, and what writes them to their columns."""
+        self._writers = [
+            writer(game, name, column, self._seats)
+            for name, column in zip(seen, self._tensors, strict=True)
+        ]
+        self._size = legal.shape[-1]
         self._marks = self._legal.reshape(-1).view(np.uint8).data
         """The marks of legal moves, of all lanes and players in a row."""
-        self._no_move = bytes(self._legal.shape[-1])
+        self._no_move = bytes(self._size)
+        self._moves: list[Sequence[int]] = [()] * (lanes * self._seats)
+        """The moves that are marked, of all lanes and players."""
+        self._reward = np.zeros((lanes, self._players))
+        self._over, self._cut = np.zeros((2, lanes), np.bool_)
+        self._ends, self._cuts = np.zeros((2, lanes, self._players), np.bool_)
         self._states: list[Any] = [None] * lanes
         self._rngs = [np.random.default_rng() for _ in range(lanes)]
         self._turns = [0] * lanes
@@ -102,46 +109,50 @@ class OpenSpielSystem(System):
 
     def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
         """Move in all lanes, or in those of a mask."""
-        count, players = len(self._states), self._players
-        rows, moves = numbers(lanes, count), action[0].tolist()
+        rows, moves = numbers(lanes, len(self._states)), action[0].tolist()
+        self._require_legal(rows, moves)
+        reward, over, look = self._reward, self._over, self._look
+        states, turns, returns = self._states, self._turns, self._returns
+        reward.fill(0)
+        over.fill(False)
         for lane in rows:
-            self._require_legal(lane, moves[lane])
-        paid: list[Any] = [[0.0] * players] * count
-        over = np.zeros(count, np.bool_)
-        for lane in rows:
-            state, turn, before = self._states[lane], self._turns[lane], self._returns[lane]
+            state, turn, before = states[lane], turns[lane], returns[lane]
             if not self._together:
                 state.apply_action(moves[lane])
             elif turn < 0:
                 state.apply_actions(moves[lane])
             else:  # in a game of simultaneous moves it may be one player's turn, too
                 state.apply_action(moves[lane][turn])
-            if self._look(lane, turn) == OVER:
+            if look(lane, turn) == OVER:
                 over[lane] = True
-            paid[lane] = list(map(sub, self._returns[lane], before))
-        reward, no = np.array(paid), np.zeros(count, np.bool_)
+            if returns[lane] != before:
+                reward[lane] = list(map(sub, returns[lane], before))
         if not self._together:
-            return Step(self._arrays, (reward if players > 1 else reward[:, 0],), over, no)
-        ends = np.repeat(over[:, None], players, 1)
-        agents = {GROUP: AgentFlags(ends, np.zeros_like(ends))}
-        return Step(self._arrays, (reward,), over, no, agents=agents)
+            gained = reward if self._players > 1 else reward[:, 0]
+            return Step(self._arrays, (gained,), over, self._cut)
+        self._ends[...] = over[:, None]
+        agents = {GROUP: AgentFlags(self._ends, self._cuts)}
+        return Step(self._arrays, (reward,), over, self._cut, agents=agents)
 
-    def _require_legal(self, lane: int, chosen: Any) -> None:
-        """Raise unless all moves of a lane are legal."""
-        size, start = len(self._no_move), lane * self._seats * len(self._no_move)
-        for at, move in enumerate(chosen if self._together else (chosen,)):
-            if not (0 <= move < size and self._marks[start + at * size + move]):
-                raise TransitionError(
-                    f"lane {self.first_lane + lane}: {chosen} is no legal move of {self._game}; "
-                    "choose by action_mask, as the default random policy does"
-                )
+    def _require_legal(self, rows: Sequence[int], moves: Sequence[Any]) -> None:
+        """Raise unless all moves of ``rows`` are legal."""
+        size, marks, together, start = self._size, self._marks, self._together, 0
+        for lane in rows:
+            start = lane * self._seats * size
+            for move in moves[lane] if together else (moves[lane],):
+                if not (0 <= move < size and marks[start + move]):
+                    raise TransitionError(
+                        f"lane {self.first_lane + lane}: {moves[lane]} is no legal move of "
+                        f"{self._game}; choose by action_mask, as the default random policy does"
+                    )
+                start += size
 
     def _look(self, lane: int, moved: int) -> int:
         """Let chance play in a lane where ``moved`` was the last, and write what is seen.
 
         Returns the player to move.
         """
-        state, marks, size = self._states[lane], self._marks, len(self._no_move)
+        state = self._states[lane]
         turn: int = state.current_player()
         if turn == CHANCE:
             play_chance(state, self._rngs[lane])
@@ -152,14 +163,22 @@ class OpenSpielSystem(System):
         if self._together:
             who = range(self._players)
             self._alive[lane] = turn != OVER
-        at = lane * len(who)
+        place = lane * self._seats
         for player in who:
-            for name, write in self._takers:
-                write(at, getattr(state, name)(player))
-            start, moves = at * size, state.legal_actions(player) if turn != OVER else ()
-            marks[start : start + size] = self._no_move
+            for write in self._writers:
+                write(place, state, player)
+            moves: Sequence[int] = state.legal_actions(player) if turn != OVER else ()
             # Among players that move at once, one without a legal move makes the first one.
-            for move in moves or ((0,) if self._together else ()):
-                marks[start + move] = 1
-            at += 1
+            self._mark(place, moves or ((0,) if self._together else ()))
+            place += 1
         return turn
+
+    def _mark(self, place: int, moves: Sequence[int]) -> None:
+        """Mark the legal moves of a player."""
+        if moves != self._moves[place]:
+            marks, size = self._marks, self._size
+            start = place * size
+            marks[start : start + size] = self._no_move
+            for move in moves:
+                marks[start + move] = 1
+            self._moves[place] = moves
