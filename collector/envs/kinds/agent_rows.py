@@ -62,9 +62,10 @@ class AgentRows:
         for name, value in seen.items():
             for take, row, exact in rows[name]:
                 part = take(value)
-                if not exact.is_right(part):
-                    part = self._fitted(exact, part, name, first_lane + lane)
-                row[...] = part
+                if exact.is_right(part):
+                    row[...] = part
+                elif not exact.puts_bits(part, row):
+                    row[...] = self._fitted(exact, part, name, first_lane + lane)
 
     @staticmethod
     def _fitted(exact: ExactRow, part: Any, agent: str, lane: int) -> Array:

@@ -664,3 +664,20 @@ def test_what_a_reset_raises_is_not_taken_for_a_missing_observation() -> None:
 
     with pytest.raises(TypeError, match="a fault of its own"):
         SyncCollector(SyncVectorEnv([Refuses] * 2), frames_per_batch=4, total_frames=8)
+
+
+@given(
+    numbers=st.lists(st.integers(0, 1) | st.integers(-128, 127), min_size=3, max_size=3),
+    kind=st.sampled_from([np.int8, np.uint8, np.int16, np.bool_, np.float32]),
+    every=st.sampled_from([1, 2, -1]),
+)
+def test_bytes_are_bools_if_they_are_0_and_1(numbers: list[int], kind: Any, every: int) -> None:
+    value = np.repeat(np.array(numbers).astype(kind), abs(every))[::every]
+    assert value.shape == (3,)
+    row, exact = np.zeros(3, np.bool_), ExactRow(("mask",), (3,), np.dtype(bool), any_bools=True)
+    bits = all(each in (0, 1) for each in value.tolist())
+    assert exact.puts_bits(value, row) == (bits and kind in (np.int8, np.uint8))
+    if exact.puts_bits(value, row):
+        assert row.tolist() == [each == 1 for each in value.tolist()]
+    assert not exact.puts_bits(value[:2], row)
+    assert not ExactRow(("mask",), (3,), np.dtype(np.bool_)).puts_bits(value, row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,22 @@ class TwiceAnyway(BaseWrapper):
         return {a: 2 * paid for a, paid in value.rewards.items()} if name == "rewards" else value
 
 
+class Inverted(BaseWrapper):
+    """Shows marks where there are none."""
+
+    def observe(self, agent: str) -> Any:
+        seen = super().observe(agent)
+        return {**seen, "observation": 1 - seen["observation"]}
+
+
+class InvertedLater(BaseWrapper):
+    """The same from its first step on, by an attribute."""
+
+    def step(self, action: Any) -> None:
+        super().step(action)
+        self.observe = partial(Inverted.observe, Inverted(self.env))
+
+
 @pytest.mark.parametrize(
     ("wrap", "paid"),
     [
@@ -328,6 +345,9 @@ class TwiceAnyway(BaseWrapper):
         (lambda env: env.unwrapped, 1.0),
         *((kind, 2.0) for kind in (Twice, TwiceAsProperty, TwiceOnAsking, TwiceAnyway)),
         (lambda env: OrderEnforcingWrapper(Twice(env)), 2.0),
+        (Inverted, 1.0),
+        (InvertedLater, 1.0),
+        (lambda env: OrderEnforcingWrapper(Inverted(env)), 1.0),
     ],
 )
 def test_turns_are_rows(wrap: Any, paid: float) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _NAMES = frozenset({"agents", "agent_selection", "rewards", "terminations", "truncations"})
+_OWN = _NAMES | {"observe"}
 
 
 class Turns:
@@ -14,7 +15,7 @@ class Turns:
         self.env, self.possible_agents = env, getattr(env, "possible_agents", ())
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.close = env.close
-        self._base, self._layers = _unwrapped(env)
+        self._base, self._observer, self._layers = _unwrapped(env)
         self.agents: list[str] = []
         """The agent whose turn it is."""
         self.living: set[str] = set()
@@ -26,7 +27,8 @@ class Turns:
     def reset(self, seed: int | None, options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """First observations of all agents, and no infos."""
         self.env.reset(seed=seed, options=options)
-        seen = {agent: self.env.observe(agent) for agent in self.env.agents}
+        known, observer = self._inside()
+        seen = {agent: observer.observe(agent) for agent in known.agents}
         self._next_turn()
         return seen, {}
 
@@ -34,9 +36,10 @@ class Turns:
         """Play the turn of the one agent in ``agents``; return the results of all that lived."""
         env, (agent,) = self.env, self.agents
         env.step(actions[agent])
-        known = self._known
+        known, observer = self._inside()
         rewards, terminated, truncated = known.rewards, known.terminations, known.truncations
-        seen = {agent: env.observe(agent) for agent in known.agents}
+        observe = observer.observe
+        seen = {agent: observe(agent) for agent in known.agents}
         self.living = set(seen)
         if any(terminated.values()) or any(truncated.values()):
             # Dead agents are taken away by steps that forget what this one brought.
@@ -47,40 +50,46 @@ class Turns:
         return seen, rewards, terminated, truncated, {}
 
     def _next_turn(self) -> None:
-        env = self.env
-        while env.agents and (
-            env.terminations[env.agent_selection] or env.truncations[env.agent_selection]
+        known, _ = self._inside()
+        while (agents := known.agents) and (
+            known.terminations[known.agent_selection] or known.truncations[known.agent_selection]
         ):
-            env.step(None)
-        self.agents = [env.agent_selection] if env.agents else []
-        ended, cut = env.terminations, env.truncations
-        self.living = {name for name in env.agents if not (ended.get(name) or cut.get(name))}
+            self.env.step(None)
+            known, _ = self._inside()
+        self.agents = [known.agent_selection] if agents else []
+        ended, cut = known.terminations, known.truncations
+        self.living = {name for name in agents if not (ended.get(name) or cut.get(name))}
 
-    @property
-    def _known(self) -> Any:
-        """The object that knows agents, rewards and ends: the base environment, or a wrapper.
+    def _inside(self) -> tuple[Any, Any]:
+        """Return what knows agents, rewards and ends, and what is asked for observations.
 
-        To read five of these through three wrappers takes as long as a turn of a small game.
+        These are the base environment and the outermost that does more than to hand observations
+        through, or ``env``, if a wrapper has an attribute of its own. To read five of these
+        through three wrappers takes as long as a turn of a small game.
         """
-        if all(map(_NAMES.isdisjoint, self._layers)):
-            return self._base
-        return self.env
+        if all(map(_OWN.isdisjoint, self._layers)):
+            return self._base, self._observer
+        return self.env, self.env
 
 
-def _unwrapped(env: Any) -> tuple[Any, list[dict[str, Any]]]:
+def _unwrapped(env: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
     """Return the environment below transparent wrappers, and the attributes of each wrapper.
 
-    It is ``env`` itself if a wrapper may answer differently from the environment.
+    Between them is the outermost of all that observes on its own. Each environment is ``env``
+    itself if a wrapper may answer differently.
     """
     layers: list[dict[str, Any]] = []
     wrappers = sys.modules.get("pettingzoo.utils.wrappers")
-    base = env
+    base, observer = env, None
     while wrappers is not None and isinstance(base, wrappers.BaseWrapper):
         kind: Any = type(base)
-        through = wrappers.BaseWrapper.__getattr__, wrappers.OrderEnforcingWrapper.__getattr__
+        of, ordered = wrappers.BaseWrapper, wrappers.OrderEnforcingWrapper
+        through = of.__getattr__, ordered.__getattr__
         own = kind.__getattr__ not in through or any(hasattr(kind, name) for name in _NAMES)
         if own or kind.__getattribute__ is not object.__getattribute__:
-            return env, []
+            return env, env, []
+        if observer is None and kind.observe not in (of.observe, ordered.observe):
+            observer = base
         layers.append(vars(base))
         base = base.env
-    return base, layers
+    return base, observer or base, layers
