@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import open_spiel.python.games  # noqa: F401  it registers those in Python
 import pyspiel
 import pytest
 import torch
+from open_spiel.python import observation
 from tensordict import TensorDictBase
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.envs.systems.openspiel import OpenSpielSystem
-from tallyroll.collector.envs.systems.openspiel.games import OVER
+from tallyroll.collector.envs.systems.openspiel.games import OVER, observer_of
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -130,6 +132,29 @@ def test_turns_sync_resumed_and_with_workers(name: str, tmp_path: Path) -> None:
         shared = torch.cat([batch.clone() for batch in collector])
     for key in alone.keys(True, True):
         assert torch.equal(alone[key], shared[key]), key
+
+
+class Late(observation._Observation):
+    """An observer that sees what was before, from the third call on."""
+
+    calls = 0
+
+    def set_from(self, state: Any, player: int) -> None:
+        self.calls += 1
+        if self.calls < 3:
+            super().set_from(state, player)
+
+
+@pytest.mark.parametrize("how", ["observed", "listed", "late"])
+def test_observers_see_what_states_list(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "late":
+        monkeypatch.setattr(observation, "_Observation", Late)
+    name = "python_tic_tac_toe" if how == "listed" else "tic_tac_toe"
+    game = pyspiel.load_game(name)
+    assert (observer_of(game, "observation") is not None) == (how == "observed")
+    with SyncCollector(game, None, frames_per_batch=60, total_frames=60, seed=0) as collector:
+        (rows,) = list(collector)
+    assert check_turns(rows, name, lane_seeds(0, 1, 0)) >= 3
 
 
 def test_moves_at_once() -> None:
