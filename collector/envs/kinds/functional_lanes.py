@@ -13,6 +13,7 @@ from tallyroll.collector.envs.kinds.functional_specs import (
     require_same,
     strong,
 )
+from tallyroll.collector.envs.kinds.packing import Packing
 from tallyroll.collector.envs.system import AgentFlags, System
 
 Context: TypeAlias = Mapping[str, Any]
@@ -36,6 +37,7 @@ class FunctionalLanes(System):
     """Lanes that `Functional` compiles; a subclass writes :meth:`begin` and :meth:`advance`."""
 
     _jax: Any
+    _packing: Packing
     _begun: Any
     """:meth:`_begin_all`, compiled."""
 
@@ -69,6 +71,14 @@ class FunctionalLanes(System):
         carry, final, reward, ends, agents = self._move(leaves, rest, action)
         carry, first = self._renew(carry[0], carry[1], final, ends, drawn)
         return carry, first, final, reward, ends, agents
+
+    def _turn_packed(
+        self, leaves: Any, rest: Any, action: Sequence[Any], drawn: Context
+    ) -> tuple[Any, Any]:
+        """The same, and all that is seen in one array; final observations are its last part."""
+        carry, first, final, reward, ends, agents = self._turn(leaves, rest, action, drawn)
+        flags = [each for name in self.declares.groups for each in agents[name]]
+        return carry, self._packing.packed([ends, *first, *reward, *flags, *final])
 
     def _move(self, leaves: Any, rest: Any, action: Sequence[Any]) -> tuple[Any, ...]:
         """A step, without the next episodes."""

@@ -315,6 +315,7 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "kernel": {"writes", "batches", "commits", "extension"} if KERNEL else set(),
         "network": {"acts"},
         "in-turn": {"steps", "writes"} if KERNEL else {"steps"},
+        "packed": set(),
         "lend": {"observations"},
         "views": {"writes"},
         "into": {"writes"} if KERNEL else set(),
