@@ -77,7 +77,7 @@ def evaluate(
         policy: as for :class:`SyncCollector`; None evaluates random actions.
         create_env_fn: as for :class:`SyncCollector`.
         episodes: how many.
-        num_envs: lanes, with an id.
+        num_envs: lanes, with an id or a function that makes a single environment; None: one.
         env_kwargs: keyword arguments of ``gymnasium.make``, or of the system's own, with an id.
         seed: as for :class:`SyncCollector`; None draws a fresh one, which the ledger reports.
             Global generators are as before afterwards.

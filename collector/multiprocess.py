@@ -76,9 +76,10 @@ class MultiprocessCollector(Collector):
     rows come as they come, still exactly that many, each lane's in order.
 
     Args:
-        create_env_fn: a Gymnasium id or ``SYSTEM:ID``, whose ``num_envs`` lanes are split over
-            the workers, or a factory that every worker calls, or a list of factories, one a
-            worker. Environments and policies travel by cloudpickle.
+        create_env_fn: a Gymnasium id, ``SYSTEM:ID`` or a function that makes one Gymnasium
+            environment, whose ``num_envs`` lanes (None: one a worker) are split over the workers;
+            or a factory that every worker calls, or a list of factories, one a worker.
+            Environments and policies travel by cloudpickle.
         policy: as for :class:`SyncCollector`. Weights, buffers included, reach the workers by
             shared memory; only those of an ``nn.Module`` can.
         num_workers: processes, or threads; with a list of factories, as many as those.

@@ -48,12 +48,12 @@ class SyncCollector(Collector):
     are those of TorchRL's collectors where it has them.
 
     Args:
-        create_env_fn: a Gymnasium id or ``SYSTEM:ID`` (with ``num_envs`` lanes; ``tallyroll envs``
-            lists the systems), a TorchRL environment of batch size ``[]`` or ``[lanes]``, a
-            Gymnasium vector environment, an environment of such a system, or a factory of one.
-            What the collector makes it closes; an instance stays yours to close. A factory with an
-            argument ``seeds`` is called by that name, with None or a seed a lane, and with a seed
-            or a resume once more.
+        create_env_fn: a Gymnasium id, ``SYSTEM:ID`` (``tallyroll envs`` lists the systems) or a
+            function that makes one Gymnasium environment, with ``num_envs`` lanes; a TorchRL
+            environment of batch size ``[]`` or ``[lanes]``, a Gymnasium vector environment, an
+            environment of such a system, or a factory of one of these. What the collector makes it
+            closes; an instance stays yours to close. A factory with an argument ``seeds`` is called
+            by that name, with None or a seed a lane, and with a seed or a resume once more.
         policy: a TensorDictModule, a callable from TensorDict to TensorDict, a module or a
             function of tensors (its arguments are called like observations; a module of one
             argument may call it anything) or a model of Stable-Baselines3 (it acts by
@@ -67,7 +67,7 @@ class SyncCollector(Collector):
         frames_per_batch: transitions a batch.
         total_frames: transitions in all; -1 goes on until :meth:`stop`.
         total_episodes: instead, exactly that many episodes, whole, those that start first.
-        num_envs: lanes, with an id.
+        num_envs: lanes, with an id or a function that makes a single environment; None: one.
         env_kwargs: keyword arguments of ``gymnasium.make``, or of the system's own, with an id.
         seed: makes the data repeatable from the first observation on; it also seeds torch's
             global generator. None draws one from torch's generator, for the environments and

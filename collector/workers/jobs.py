@@ -8,7 +8,7 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.envs.driven.make import require_id_options
+from tallyroll.collector.envs.driven.make import require_no_env_kwargs
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options, at_most
 from tallyroll.collector.workers.messages import Job
@@ -27,7 +27,10 @@ def per_worker(create: Any, workers: int | None, options: Options) -> list[tuple
         )
     count = at_most(_MOST_WORKERS)("num_workers", len(create) if listed else workers)
     if not isinstance(create, str):
-        require_id_options(options)
+        require_no_env_kwargs(options)
+    if listed and options.num_envs is not None:
+        raise ArgumentError("num_envs goes with one factory, and not with a list of them")
+    if not isinstance(create, str) and options.num_envs is None:
         return [(each, None) for each in (create if listed else [create] * count)]
     lanes = options.num_envs or count
     if lanes < count:

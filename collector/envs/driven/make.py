@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -43,12 +43,11 @@ class Made:
     """The object that was given, or that a factory made."""
 
 
-def require_id_options(options: Options) -> None:
-    """Raise where ``options`` are given that only a Gymnasium id can have."""
-    if options.num_envs is not None or options.env_kwargs:
+def require_no_env_kwargs(options: Options) -> None:
+    """Raise where ``options`` have arguments for an id, and there is none."""
+    if options.env_kwargs:
         raise ArgumentError(
-            "num_envs and env_kwargs go with an id; make the environment as you want it in the "
-            "factory"
+            "env_kwargs go with an id; make the environment as you want it in the factory"
         )
 
 
@@ -61,11 +60,19 @@ def make_env(create: CreateEnv, options: Options) -> Made:
     """
     if isinstance(create, str):
         return _by_name(create, options)
-    require_id_options(options)
+    require_no_env_kwargs(options)
     factory = _callable_alone(create) if _is_factory(create) else None
     with processes_guarded():
         made: Any = create if factory is None else factory()
+        if factory is not None and isinstance(made, gymnasium.Env) and registry.adopt(made) is None:
+            made, factory = of_gymnasium.vector_of(made, factory, options.num_envs or 1)
+            options = replace(options, num_envs=None)
     with closing_on_error(None if factory is None else made):
+        if options.num_envs is not None and not isinstance(made, gymnasium.Env):
+            raise ArgumentError(
+                f"num_envs={options.num_envs}: expected an id or a factory of a single Gymnasium "
+                f"environment, got {'a factory of ' if factory else ''}{type(made).__name__}"
+            )
         env = _driven(made, factory, options)
         base = system_of(env)
         if factory is None and base is not None and not isinstance(made, EnvBase):
@@ -130,8 +137,8 @@ def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> 
         return _over(system, options, _with_seeds(factory))
     if isinstance(made, gymnasium.Env):
         raise ArgumentError(
-            f"got a single gymnasium environment, {made}; pass its id, or "
-            "GymnasiumVectorEnv(SyncVectorEnv([make] * num_envs))"
+            f"got a single gymnasium environment, {made}; pass its id, or a function that makes "
+            "one, and num_envs"
         )
     raise ArgumentError(
         "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "

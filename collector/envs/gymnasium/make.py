@@ -2,8 +2,9 @@
 
 import multiprocessing
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -32,16 +33,44 @@ def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
         return gymnasium.make(env_id, **kwargs)
 
     with making(env_id, kwargs):
-        # Observations are copied into the slab, so that the vector need not copy them before.
-        vector = SyncVectorEnv(
-            [make] * (options.num_envs or 1), copy=False, autoreset_mode=AutoresetMode.DISABLED
-        )
-
-    def look() -> VectorEnv:
-        return SyncVectorEnv([make], autoreset_mode=AutoresetMode.DISABLED)
-
+        vector = _vector([make] * (options.num_envs or 1))
     with closing_on_error(vector):
-        return over(vector, look, options)
+        return over(vector, lambda: _vector([make]), options)
+
+
+def vector_of(
+    first: gymnasium.Env[Any, Any], make: Callable[[], Any], lanes: int
+) -> tuple[VectorEnv, Callable[[], VectorEnv]]:
+    """Return a vector of ``first`` and others that ``make`` makes, and a maker of one of one lane.
+
+    Raises:
+        ArgumentError: ``make`` gives other things, or one environment again.
+    """
+    made = [first]
+
+    def another() -> gymnasium.Env[Any, Any]:
+        env = make()
+        again = any(env is each for each in made)
+        if again or not isinstance(env, gymnasium.Env):
+            raise ArgumentError(
+                "create_env_fn: expected a new Gymnasium environment from each call of the "
+                f"factory, got {'the same one again' if again else type(env).__name__}"
+            )
+        return env
+
+    with ExitStack() as on_error:
+        on_error.callback(first.close)
+        for _ in range(lanes - 1):
+            made.append(another())
+            on_error.callback(made[-1].close)
+        vector = _vector([partial(made.__getitem__, lane) for lane in range(lanes)])
+        on_error.pop_all()
+    return vector, lambda: _vector([another])
+
+
+def _vector(makers: Sequence[Callable[[], Any]]) -> SyncVectorEnv:
+    # Observations are copied into the slab, so that the vector need not copy them before.
+    return SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
 
 @contextmanager

@@ -97,8 +97,8 @@ def torch_env() -> OracleTorchEnv:
             {"validate": "maybe"},
             r"validate: expected one of \['noise', 'raise', 'warn', 'off'\], got",
         ),
-        ({"num_envs": 3}, "num_envs and env_kwargs go with an id; make the environment"),
-        ({"env_kwargs": {"a": 1}}, "num_envs and env_kwargs go with an id"),
+        ({"num_envs": 3}, "num_envs=3: expected an id or a factory of a single Gymnasium e"),
+        ({"env_kwargs": {"a": 1}}, "env_kwargs go with an id; make the environment"),
         ({"info_keys": ["lives"]}, "lives|info_keys"),
         (
             {"replay_buffer": 7},
@@ -143,10 +143,16 @@ def test_numpy_integers_are_integers() -> None:
         (lambda: None, {}, "create_env_fn: expected a Gymnasium id, .* got a factory of NoneType"),
         (None, {}, "create_env_fn: expected a Gymnasium id, .* got NoneType"),
         (
-            partial(gym.make, "CartPole-v1"),
-            {},
-            "got a single gymnasium environment, .*; pass its id",
+            gym.make("CartPole-v1"),
+            {"num_envs": 3},
+            "got a single gymnasium environment, .*; pass its id, or a function that makes one",
         ),
+        (
+            lambda: gym.make_vec("CartPole-v1", num_envs=2),
+            {"num_envs": 3},
+            "num_envs=3: expected an id or a factory of .*, got a factory of CartPoleVectorEnv",
+        ),
+        (lambda: 7, {"num_envs": 2}, "num_envs=2: expected .*, got a factory of int"),
     ],
 )
 def test_environments_that_cannot_be_made(

@@ -101,15 +101,15 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {**TWO, "num_envs": 0},
         "num_envs: expected an integer above 0, got 0",
     ),
-    "lanes of a factory": (
-        (CREATE,),
-        {**TWO, "num_envs": 4},
-        "num_envs and env_kwargs go with an id",
+    "lanes of factories": (
+        ([CREATE, CREATE],),
+        {"num_envs": 4},
+        "num_envs goes with one factory, and not with a list of them",
     ),
     "kwargs of a factory": (
         (CREATE,),
         {**TWO, "env_kwargs": {"a": 1}},
-        "num_envs and env_kwargs go with an id",
+        "env_kwargs go with an id",
     ),
     "neither": ((7,), TWO, "create_env_fn: expected a Gymnasium id, a factory or a list of factor"),
     "resets": (
@@ -265,11 +265,11 @@ EARLY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] =
         ArgumentError,
         "gymnasium cannot make 'NoSuchEnv-v0'",
     ),
-    "a single environment": (
-        (OracleEnv,),
-        TWO,
+    "lanes of a vector": (
+        (factories(SAME, 2)[0],),
+        {**TWO, "num_envs": 4},
         ArgumentError,
-        "got a single gymnasium environment",
+        "num_envs=2: expected an id or a factory of a single Gymnasium environment, got a factory",
     ),
     "an unknown info": (
         (factories(SAME, 2),),
