@@ -19,6 +19,7 @@ from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.state.beginning import Beginning
 from tallyroll.collector.batches.state.run_seeds import Environments
+from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.state.saved_state import saved_state, take_state_over
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
@@ -209,6 +210,10 @@ class Collector(ABC):
             self.last_rows = writer.stored_run.rows_of(before, stored)
         return stored - before
 
+    def __repr__(self) -> str:
+        said = _said_of(self._run, self.lanes) if hasattr(self, "_run") else "not begun"
+        return f"{type(self).__name__}({said})"
+
     def __len__(self) -> int:
         """Number of batches that a run of limited frames has in all."""
         if self._options.total_frames is None:
@@ -332,3 +337,10 @@ class Collector(ABC):
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
+
+
+def _said_of(run: RunState, lanes: int) -> str:
+    total, storage = run.options.total_frames, run.writer.storage
+    of = "" if total in (None, -1) else f" of {total:,}"
+    where = "" if storage is None else f", in {storage!r}"
+    return f"{lanes} lanes, {run.ledger.stored:,}{of} transitions{where}{', ended' * run.over}"

@@ -73,6 +73,10 @@ class EpisodeLog(Sequence[Episode]):
             self._rows[: self._limit] = self._rows[stop - self._limit : stop].copy()
             self._count = self._limit
 
+    def __repr__(self) -> str:
+        newest = f", the newest: {self[-1]}" if len(self) else ""
+        return f"{type(self).__name__}({len(self):,} episodes{newest})"
+
     def __len__(self) -> int:
         """Episodes that are kept."""
         return self._count

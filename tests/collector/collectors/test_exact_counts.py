@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.rollout import slab_plan
+from tallyroll.storage import MemmapStorage
 
 from collect_kit import ByObservation, assert_same, balanced, collect, joined
 from oracles import (
@@ -186,3 +188,24 @@ def test_no_policy_call_is_wasted_where_there_are_no_reset_slots(driver: Driver)
         make(driver, 2, [[1]])[0], ByObservation(), frames_per_batch=4, total_frames=12
     )
     assert collector.ledger.reset_slots == collector.ledger.policy_calls_on_reset_slots == 0
+
+
+def test_what_it_says_of_itself(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_envs": 4, "frames_per_batch": 1000, "seed": 0}
+    with SyncCollector("CartPole-v1", total_frames=2500, **options) as collector:
+        assert repr(collector) == "SyncCollector(4 lanes, 0 of 2,500 transitions)"
+        assert repr(collector.episodes) == "EpisodeLog(0 episodes)"
+        next(iter(collector))
+        assert repr(collector) == "SyncCollector(4 lanes, 1,000 of 2,500 transitions)"
+        newest = collector.episodes[-1]
+        count = len(collector.episodes)
+        assert repr(collector.episodes) == f"EpisodeLog({count} episodes, the newest: {newest})"
+    assert repr(collector) == "SyncCollector(4 lanes, 1,000 of 2,500 transitions, ended)"
+    with (
+        MemmapStorage(tmp_path / "rows") as storage,
+        SyncCollector("CartPole-v1", total_frames=-1, storage=storage, **options) as collector,
+    ):
+        collector.collect(10)
+        assert repr(collector) == f"SyncCollector(4 lanes, 10 transitions, in {storage!r})"
+    assert repr(collector).endswith(", closed), ended)")
+    assert repr(SyncCollector.__new__(SyncCollector)) == "SyncCollector(not begun)"
