@@ -56,7 +56,7 @@ def gate(tmp_path: Path) -> Gate:
     return Gate(tmp_path)
 
 
-STEPS = ["set-up", "ruff format", "ruff check", "mypy", "imports", "pytest"]
+STEPS = ["set-up", "ruff format", "ruff check", "mypy", "imports", "pages", "pytest"]
 
 
 def listed(said: str) -> dict[str, int]:

@@ -170,7 +170,7 @@ class GymnasiumSystem(System):
     def _reset_all(self, seeds: Sequence[int] | None, options: Any) -> list[Any]:
         if self.forgets_resets and _ended.get(self.env.unwrapped, _NO_LANE).any():
             raise EnvironmentRefused(FORGETS)
-        seed: Any = None if seeds is None else seeds if self._rules.takes_seeds else seeds[0]
+        seed = None if seeds is None else self._seed(seeds)
         call = partial(self.env.reset, seed=seed, options=options)
         obs, info = self._called(call, first=True)
         refuse_shared(self.env)
@@ -202,6 +202,10 @@ class GymnasiumSystem(System):
             raise
         self._values.look(first=first)
         return returned
+
+    def _seed(self, seeds: Sequence[int]) -> Any:
+        """Return the seeds of lanes in the form that ``env.reset`` takes."""
+        return seeds if self._rules.takes_seeds else seeds[0]
 
     def _with_infos(
         self, obs: Any, write: Callable[[Rows], None], *, reset: bool = False
@@ -273,18 +277,13 @@ class GymnasiumSystem(System):
             values = self._with_infos(obs, partial(self.infos.write, info=info))
             self.infos.count(ended, self._after_end)
             return Step(values, (reward,), terminated, truncated)
-        final = self._finals(ended, obs, info)
+        final = self._rows.finals(self.env, ended, obs, info["final_obs"])
+        of_last = self.infos.new_rows()
+        self.infos.write_final(of_last, info, ended)
         # Lanes that ended show the infos of their reset here.
         values = self._with_infos(obs, partial(self.infos.write_shown, info=info, ended=ended))
         self.infos.count(ended, self._after_end)
-        return Step(values, (reward,), terminated, truncated, final)
-
-    def _finals(self, ended: Mask, obs: Any, info: Mapping[str, Any]) -> Rows:
-        """The final observations of lanes that ended, in SAME_STEP mode."""
-        rows = self._rows.finals(self.env, ended, obs, info["final_obs"])
-        infos = self.infos.new_rows()
-        self.infos.write_final(infos, info, ended)
-        return rows + infos
+        return Step(values, (reward,), terminated, truncated, final + of_last)
 
     def _step_some(self, action: NDArray[Any], lanes: NDArray[np.intp]) -> Step:
         """Step ``lanes`` alone, each by a call of its own."""

@@ -497,6 +497,7 @@ def test_what_is_raised_within_ends_the_run_and_is_said(
         assert stored.head == FRAMES
 
 
+@pytest.mark.timeout(400)  # a run for each instruction
 @pytest.mark.parametrize(
     "way",
     ["iterate", *(pytest.param(each, marks=pytest.mark.slow) for each in ("store", "collect"))],
