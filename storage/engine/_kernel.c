@@ -1017,6 +1017,19 @@ static int is_like(const Py_buffer *view, const char *format, int64_t ndim, cons
     return 1;
 }
 
+/* Write reward `i` to those of a slot at `to`; return 0 if it becomes infinite there. */
+static int put_reward(char *to, int as_doubles, int64_t i, double reward)
+{
+    const float narrow = (float)reward;
+    if (as_doubles)
+        ((double *)(void *)to)[i] = reward;
+    else if (narrow - narrow != 0 && reward - reward == 0)
+        return 0;
+    else
+        ((float *)(void *)to)[i] = narrow;
+    return 1;
+}
+
 /* Copy rewards to the slab at `to`; return 0 if they are no floats, or one becomes infinite. */
 static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const int64_t *lanes)
 {
@@ -1026,13 +1039,8 @@ static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const in
     for (int64_t i = 0; i < *lanes; i++) {
         const double reward =
             from_doubles ? ((const double *)view->buf)[i] : ((const float *)view->buf)[i];
-        const float narrow = (float)reward;
-        if (as_doubles)
-            ((double *)(void *)to)[i] = reward;
-        else if (narrow - narrow != 0 && reward - reward == 0)
+        if (!put_reward(to, as_doubles, i, reward))
             return 0;
-        else
-            ((float *)(void *)to)[i] = narrow;
     }
     return 1;
 }
@@ -1404,18 +1412,12 @@ static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *ac
 static int put_numbers(const int64_t *slot, const int64_t *t)
 {
     const double *rewards = (const double *)at(t[L_REWARD]);
-    const size_t lanes = (size_t)t[L_LANES];
-    for (size_t lane = 0; lane < lanes; lane++) {
-        const float narrow = (float)rewards[lane];
-        if (slot[S_DOUBLES])
-            ((double *)(void *)at(slot[S_REWARD]))[lane] = rewards[lane];
-        else if (narrow - narrow != 0 && rewards[lane] - rewards[lane] == 0)
+    const int64_t lanes = t[L_LANES];
+    for (int64_t lane = 0; lane < lanes; lane++)
+        if (!put_reward(at(slot[S_REWARD]), slot[S_DOUBLES] != 0, lane, rewards[lane]))
             return 0;
-        else
-            ((float *)(void *)at(slot[S_REWARD]))[lane] = narrow;
-    }
-    memcpy(at(slot[S_TERMINATED]), at(t[L_TERMINATED]), lanes);
-    memcpy(at(slot[S_TRUNCATED]), at(t[L_TRUNCATED]), lanes);
+    memcpy(at(slot[S_TERMINATED]), at(t[L_TERMINATED]), (size_t)lanes);
+    memcpy(at(slot[S_TRUNCATED]), at(t[L_TRUNCATED]), (size_t)lanes);
     return 1;
 }
 
