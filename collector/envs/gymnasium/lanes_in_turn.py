@@ -63,17 +63,23 @@ class LanesInTurn:
         env: the vector.
         infos: entries of the lanes' infos that are columns.
         reset_slots: nothing has to be done at an end, for the next slot is a reset.
+        results: the columns of a step; None: those of a `LaneResults`.
     """
 
     def __init__(
-        self, env: SyncVectorEnv, infos: InfoColumns | None = None, *, reset_slots: bool = False
+        self,
+        env: SyncVectorEnv,
+        infos: InfoColumns | None = None,
+        *,
+        reset_slots: bool = False,
+        results: LaneResults | None = None,
     ) -> None:
         self._env, self._own, self._infos = env, vars(env), infos
         self._mode = env.autoreset_mode
         self._within = self._mode is AutoresetMode.SAME_STEP
         self._reset_slots = reset_slots
         lanes = env.num_envs
-        self._results = LaneResults(env, infos)
+        self._results = LaneResults(env, infos) if results is None else results
         self._rewards = np.zeros(lanes)
         self._terminated, self._truncated = np.zeros((2, lanes), np.bool_)
         self._lane = np.full(1, -1)  # the lane that the extension is stepping

@@ -15,7 +15,7 @@ from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
 from tallyroll.collector.envs.gymnasium.lane_rows import Rows
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
 from tallyroll.collector.run_plan import Decision, stepping_vector, stepping_wrapped
-from tallyroll.storage.engine.kernel import compiled, table_of
+from tallyroll.storage.engine.kernel import table_of
 
 _EMPTY = 3
 """The kind of an entry that is an empty dictionary; see `Kernel.step_lanes`."""
@@ -69,11 +69,8 @@ class WithinWrappers(LanesInTurn):
 
     def __init__(self, env: VectorEnv) -> None:
         base: Any = env.unwrapped
-        super().__init__(base)
         self._wrapped, self._merged = env, _AsTheVector(base)
-        self._results = self._merged
-        kernel = compiled()
-        self._step_lanes = self._in_python if kernel is None else self._compiled(kernel)
+        super().__init__(base, results=self._merged)
         self._as_the_vector = self._step_as_the_vector  # one object
         self.checked = False
         """The last step took observations that were as declared."""

@@ -610,6 +610,11 @@ INFOS: dict[str, tuple[Info, Any]] = {
         lambda v: {"x": 3.5} if v[1] == 2 else {"p": 1},
     ),
 }
+SOME_INFOS = (
+    st.lists(st.sampled_from([*INFOS]), max_size=1)
+    | st.just(["float", "sometimes"])
+    | st.just(["at ends", "nested"])
+)
 
 
 class Telling(Scripted):
@@ -655,9 +660,7 @@ def same_rows(wanted: Any, found: Any, lanes: Any = slice(None)) -> None:
     steps=st.integers(1, 9),
     mode=st.sampled_from(AutoresetMode),
     form=st.sampled_from([*FORMS]),
-    infos=st.lists(st.sampled_from([*INFOS]), max_size=1)
-    | st.just(["float", "sometimes"])
-    | st.just(["at ends", "nested"]),
+    infos=SOME_INFOS,
 )
 def test_infos_and_nested_observations_are_those_of_the_vector(
     lengths: Any, steps: Any, mode: Any, form: Any, infos: Any
@@ -764,9 +767,7 @@ def same(wanted: Any, found: Any) -> None:
     steps=st.integers(1, 9),
     mode=st.sampled_from(AutoresetMode),
     form=st.sampled_from([*FORMS]),
-    infos=st.lists(st.sampled_from([*INFOS]), max_size=1)
-    | st.just(["float", "sometimes"])
-    | st.just(["at ends", "nested"]),
+    infos=SOME_INFOS,
     are_columns=st.booleans(),
     copies=st.booleans(),
     by_itself=st.sets(st.integers(0, 8)),
