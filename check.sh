@@ -11,6 +11,8 @@
 #   ./check.sh --all --once   the same, and each environment goes when its tests ran: for a machine
 #                             that has no 7 GB to spare, or will not run this again
 #   ./check.sh --apart NAME   one of these environments alone, by hand
+#   ./check.sh --newest       the tests with the newest torch and the next TorchRL, without
+#                             constraints, in .venv-newest
 #   ./check.sh -k ring        any of them, and pytest gets the arguments that are left
 #
 # PYTHON names the interpreter to build environments with (default: python3, at least 3.11).
@@ -42,18 +44,26 @@ sys.stdout.writelines(f'{each}\n' for each in $1)"
 }
 
 set_up() { # the environment, made anew when what it is made from has changed
-    local stamp=$venv/made-from wanted extras
+    local stamp=$venv/made-from wanted extras pins=(-c constraints.txt)
     wanted=$(cat pyproject.toml constraints.txt tests/systems/environments.toml | sha256sum)
     extras=$(listed "[this['extras']]")
+    if [[ $environment == newest ]]; then
+        pins=() wanted+=" $(date +%F)"  # what is the newest today
+        if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then rm -rf "$venv"; fi
+    fi
     if [[ ! -x $bin/python ]]; then "$python" -m venv "$venv"; fi
     if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
-        $bin/python -m pip install -qq -c constraints.txt "${tools[@]}"
+        $bin/python -m pip install -qq "${pins[@]}" "${tools[@]}"
         build_wheel
         listed "this.get('packages', ())" >"$venv/packages"
         listed "this.get('without-dependencies', ())" >"$venv/without-dependencies"
-        $bin/python -m pip install -qq -c constraints.txt "$(echo "$venv"/dist/*.whl)[$extras]" \
+        $bin/python -m pip install -qq "${pins[@]}" "$(echo "$venv"/dist/*.whl)[$extras]" \
             -r "$venv/packages"
-        $bin/python -m pip install -qq -c constraints.txt --no-deps -r "$venv/without-dependencies"
+        listed "this.get('instead-of', ())" >"$venv/instead-of"
+        if [[ -s $venv/instead-of ]]; then
+            $bin/python -m pip uninstall -qq --yes -r "$venv/instead-of"
+        fi
+        $bin/python -m pip install -qq "${pins[@]}" --no-deps -r "$venv/without-dependencies"
         echo "$wanted" >"$stamp"
     else
         build_wheel
@@ -91,9 +101,16 @@ case ${1-} in
     environment=${2?"--apart NAME"} chosen=()
     shift 2
     ;;
+--newest)
+    environment=newest
+    shift
+    ;;
 esac
 venv=.venv-$environment tests=(tests/systems)
-if [[ $environment == core ]]; then venv=.venv tests=("${quick[@]}"); fi
+case $environment in
+core) venv=.venv tests=("${quick[@]}") ;;
+newest) tests=() ;;
+esac
 bin=$venv/bin
 
 trap 'printf "\nFAILED: set-up (see above)\n"' ERR

@@ -8,13 +8,14 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import tallyroll
 from tallyroll.collector.cli.output import emit, visible
 from tallyroll.collector.cli.probe import answers
+from tallyroll.storage.package.versions import installed
 
 PACKAGES = ("torch", "tensordict", "torchrl", "numpy", "gymnasium", "h5py", "zarr")
 EXTRAS = {"h5py": "hdf5"}
@@ -46,7 +47,7 @@ def examine() -> dict[str, Any]:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
         "packages": {
-            name: {"version": _installed(name), "install": _extra(name), "error": ""}
+            name: {"version": installed(name), "install": _extra(name), "error": ""}
             | found[question]
             for name, question in by_package.items()
         },
@@ -62,14 +63,6 @@ def examine() -> dict[str, Any]:
         "limits": {"shared_memory": _shared_memory(), "open_files": _open_files()},
     }
     return {name: _without_folders(fact) for name, fact in facts.items()}
-
-
-def _installed(package: str) -> str:
-    """Its version by its metadata, which it has even where it cannot be imported."""
-    try:
-        return str(version(package))
-    except PackageNotFoundError:
-        return ""
 
 
 def _extra(package: str) -> str:

@@ -20,15 +20,18 @@ def _versions() -> dict[str, str]:
     """Look them up once: metadata are files, which take longer to read than a collector to make."""
     found = {"python": platform.python_version(), "torch": _torch()}
     for package in _PACKAGES:
-        found[package] = _installed(package)
+        found[package] = installed(package) or "not installed"
     return found
 
 
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def installed(package: str) -> str:
+    """Return the version in a package's metadata, or in those of its nightly; empty without."""
+    for name in (package, f"{package}-nightly"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            pass
+    return ""
 
 
 def _torch() -> str:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = """#!/bin/bash
 echo "${0##*/} $*" >>"$LOG"
-if [[ $* == *"-m build"* ]]; then mkdir -p .venv/dist && touch .venv/dist/tallyroll-1.whl; fi
+if [[ $1$2 == "-mbuild" ]]; then mkdir -p "$5" && touch "$5/tallyroll-1.whl"; fi
 if [[ ${0##*/} == "$SLOW" ]]; then sleep 2; fi
 [[ ${0##*/} != "$BREAKS" ]]
 """
@@ -35,11 +35,13 @@ class Gate:
             (tools / name).write_text(TOOL)
             (tools / name).chmod(0o755)
 
-    def run(self, *words: str, breaks: str = "", slow: str = "") -> tuple[int, str, list[str]]:
+    def run(
+        self, *words: str, breaks: str = "", slow: str = "", python: str = sys.executable
+    ) -> tuple[int, str, list[str]]:
         """Its exit status, its output, and the commands of tools that it ran."""
         log = self.folder / "log"
         log.write_text("")
-        more = {"LOG": str(log), "BREAKS": breaks, "SLOW": slow, "PYTHON": sys.executable}
+        more = {"LOG": str(log), "BREAKS": breaks, "SLOW": slow, "PYTHON": python}
         done = subprocess.run(
             ["bash", "check.sh", *words],
             cwd=self.folder,
@@ -109,3 +111,29 @@ def test_a_set_up_that_fails_ends_it(gate: Gate) -> None:
     assert status != 0
     assert "FAILED: set-up (see above)" in said
     assert not any(each.startswith("pytest") for each in ran)
+
+
+def test_the_newest_are_installed_without_constraints_into_a_fresh_environment(gate: Gate) -> None:
+    """And TorchRL's nightly in the place of its release, before the tests run."""
+    left = gate.folder / ".venv-newest/bin/python"
+    left.parent.mkdir(parents=True)
+    left.write_text("#!/bin/bash\necho 'of yesterday' >>\"$LOG\"\n")
+    left.chmod(0o755)
+    maker = gate.folder / "maker"
+    maker.write_text(
+        f'#!/bin/bash\nif [[ $* == "-m venv .venv-newest" ]]; then cp -r .venv .venv-newest\n'
+        f'else exec {sys.executable} "$@"; fi\n'
+    )
+    maker.chmod(0o755)
+    status, said, ran = gate.run("--newest", "-k", "ring", python=str(maker))
+    assert status == 0, said
+    assert list(listed(said)) == ["set-up", "pytest"]
+    pips = [each for each in ran if " pip " in each]
+    assert "of yesterday" not in ran
+    assert not any("constraints.txt" in each for each in pips)
+    taken, given = pips[2:4]
+    assert "pip uninstall" in taken
+    assert "--no-deps -r .venv-newest/without-dependencies" in given
+    wanted = (gate.folder / ".venv-newest/without-dependencies").read_text().split()
+    assert [each.partition("==")[0] for each in wanted] == ["tensordict", "torchrl-nightly"]
+    assert ran[-1] == "pytest --numprocesses 2 --dist worksteal --maxfail 50 -m not slow -k ring"

@@ -46,6 +46,25 @@ def test_modules_import_with_themselves_only_what_everybody_has(wing: str) -> No
     assert names(PROJECT["optional-dependencies"]["testing"]) == TESTING
 
 
+# Extras that `all` leaves out: users do not need the first, each of the second stays apart.
+OURS = {"bench", "docs", "release", "test", "testing"}
+APART = {"mo-gymnasium", "playground", "procgen", "vmas"}
+
+
+def test_all_are_the_extras_that_can_be_installed_together() -> None:
+    extras = PROJECT["optional-dependencies"]
+    listed = [re.fullmatch(r"tallyroll\[([\w,-]+)\]", each) for each in extras["all"]]
+    found = [name for each in listed if each for name in each[1].split(",")]
+    assert len(found) == len({*found})
+    assert {*found} == {*extras} - OURS - APART - {"all"}
+    # What brings an old gym, pygame or other pins has an environment of its own in the tests.
+    environments = tomllib.loads((ROOT / "tests/systems/environments.toml").read_text())
+    together = {*environments["systems"]["extras"].split(",")}
+    together |= {*environments["core"]["extras"].split(",")}
+    assert {*found} <= together
+    assert not APART & together
+
+
 def test_each_of_them_has_a_version_that_tests_ran_with() -> None:
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert NEEDED | {"h5py", "shtab"} <= {*pinned}

@@ -28,6 +28,7 @@ def test_every_test_file_has_an_environment() -> None:
 def test_every_environment_is_run() -> None:
     assert {name: each["run"] for name, each in ENVIRONMENTS.items() if each["run"] != "all"} == {
         "core": "always",
+        "newest": "newest",
         "procgen": "apart",
         "playground": "apart",
         "carl": "apart",
@@ -39,7 +40,9 @@ def test_every_extra_is_installed_somewhere() -> None:
     """But those of the benchmarks, and of tests of others, of which ours need more."""
     installed = {extra for each in ENVIRONMENTS.values() for extra in each["extras"].split(",")}
     assert installed ^ {*EXTRAS} == {
+        "all",
         "bench",
+        "release",
         "testing",
     }
     assert {*EXTRAS["testing"]} <= {*EXTRAS["test"]}

@@ -43,6 +43,8 @@ def traced(
         return local
 
     before = sys.gettrace()
+    # Python 3.12 gives these events only where a frame asked for them before the call.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         yield
