@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shutil
@@ -32,6 +33,7 @@ FRAMES = 2001
 
 _VERSION_LINE = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
 _HEADING = re.compile(r"^## \[(.+?)\](?: - \d{4}-\d\d-\d\d)?$", re.MULTILINE)
+_OURS = re.compile(r"PYTHON|TALLYROLL_|VIRTUAL_ENV")
 _NUMBERS = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 
 
@@ -92,9 +94,13 @@ def with_version(source: str, version: str) -> str:
 
 
 def run(*command: object, cwd: Path) -> str:
-    """Run a command that has to succeed; returns what it printed."""
+    """Run a command that has to succeed; returns what it printed.
+
+    What changes Python or Tallyroll here is left out: the release is tried as it comes.
+    """
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if not _OURS.match(name)}
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         told = f"{done.stdout}{done.stderr}".strip()
         raise Refused(f"`{' '.join(words)}` ended with {done.returncode}:\n{told}")
