@@ -112,15 +112,13 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
 
 
 @pytest.mark.slow
-def test_without_a_compiler_it_installs_and_collects(tmp_path: Path) -> None:
-    tree, site = tmp_path / "tree", tmp_path / "site"
-    copy_to(tree)
-    build = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, tree)
-    run(*build, cwd=tree, CC=str(tmp_path / "no compiler"))
-    (wheel,) = tmp_path.glob("*.whl")
-    assert KERNEL not in zipfile.ZipFile(wheel).namelist()
+def test_without_a_compiler_the_sdist_installs_and_collects(dist: Path, tmp_path: Path) -> None:
+    site, (sdist,) = tmp_path / "site", dist.glob("tallyroll-*.tar.gz")
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
-    run(*pip, "--target", site, wheel, cwd=tmp_path)
+    env = {"CC": str(tmp_path / "no compiler"), "PYTHONPATH": ""}
+    run(*pip, "--no-build-isolation", "--target", site, sdist, cwd=tmp_path, **env)
+    assert not (site / KERNEL).exists()
+    env["PYTHONPATH"] = str(site)
     told = run(
         sys.executable,
         "-c",
@@ -128,9 +126,39 @@ def test_without_a_compiler_it_installs_and_collects(tmp_path: Path) -> None:
         "with SyncCollector('CartPole-v1', frames_per_batch=4, total_frames=9, storage='s') as c:\n"
         "    print(k.compiled(), k.__file__, c.collect(4), c.collect(99))",
         cwd=tmp_path,
-        PYTHONPATH=str(site),
+        **env,
     )
     assert told.split() == ["None", str(site / "tallyroll/storage/engine/kernel.py"), "4", "5"]
+    told = run(site / "bin/tallyroll", "info", cwd=tmp_path, **env)
+    assert "extension       not built, for there was no C compiler" in told.splitlines()
+
+
+@pytest.mark.slow
+def test_an_editable_installation_has_the_extension_the_links_and_the_entry_points(
+    tmp_path: Path,
+) -> None:
+    tree, venv = tmp_path / "tree", tmp_path / "venv"
+    copy_to(tree)
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
+    (site,) = (venv / "lib").glob("python3*/site-packages")
+    # It has the packages that we have, but not this one's metadata.
+    here = Path(pytest.__file__).parents[1]
+    for each in here.iterdir():
+        if not each.name.startswith(("tallyroll", "__editable__")):
+            (site / each.name).symlink_to(each)
+    env = {"PYTHONPATH": ""}
+    pip = (sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", "--no-build-isolation", "-e", tree, cwd=tmp_path, **env)
+    code = "import tallyroll.collector as c, tallyroll.storage.engine.kernel as k\n"
+    code += "print(c.__file__, k.compiled() is not None)"
+    where, compiled = run(venv / "bin/python", "-c", code, cwd=tmp_path, **env).split()
+    assert where == str(tree / "src/tallyroll/collector/__init__.py")
+    assert Path(where).resolve() == tree / "collector/__init__.py"
+    assert compiled == str(shutil.which("cc") is not None)
+    assert "brax" in run(venv / "bin/tallyroll", "envs", cwd=tmp_path, **env)
+    (tree / "collector/added.py").write_text("VALUE = 'seen at once'\n")
+    code = "import tallyroll.collector.added as a; print(a.VALUE)"
+    assert run(venv / "bin/python", "-c", code, cwd=tmp_path, **env) == "seen at once\n"
 
 
 def test_the_sdist_holds_what_the_gate_needs(dist: Path) -> None:

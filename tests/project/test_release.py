@@ -87,6 +87,8 @@ def test_the_version_has_one_place() -> None:
 def repository(tmp_path: Path) -> Path:
     """A clean one, whose changelog and version could be released."""
     (tmp_path / "src/tallyroll").mkdir(parents=True)
+    (tmp_path / ".gitignore").write_text("/dist/\n")
+    (tmp_path / "pyproject.toml").write_text("[project.optional-dependencies]\nrelease = []\n")
     (tmp_path / release.VERSION_FILE).write_text('__version__ = "0.0.0"\n')
     (tmp_path / release.CHANGELOG).write_text(f"{HEAD}## [Unreleased]\n\n{NEW}")
     git(tmp_path, "init", "--quiet", "--initial-branch", "main")
@@ -126,6 +128,36 @@ def test_the_release_is_prepared_in_a_copy(repository: Path) -> None:
     assert git(tree, "log", "--format=%s").splitlines() == ["Release 0.1.0", "Begin"]
     assert git(tree, "show", "--stat", "--format=").count(" | ") == 2
     assert '"0.1.0"' in (tree / release.VERSION_FILE).read_text()
+
+
+@pytest.mark.parametrize("rehearse", [True, False])
+def test_it_is_committed_and_tagged_only_after_it_was_tried(
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+    rehearse: bool,
+) -> None:
+    tried = []
+    work = tmp_path_factory.mktemp("work")
+    built = work / "tallyroll-0.1.0.whl"
+    built.write_text("wheel")
+    before = git(repository, "rev-parse", "HEAD")
+
+    def attempt(*given: object) -> None:
+        assert git(repository, "rev-parse", "HEAD") == before
+        assert git(repository, "tag") == ""
+        tried.append(given[-1])
+
+    monkeypatch.setattr(release, "environment", lambda folder, *_: folder)
+    monkeypatch.setattr(release, "build", lambda *_: [built])
+    monkeypatch.setattr(release, "attempt", attempt)
+    release.release(repository, "0.1.0", rehearse, work)
+    assert tried == ["0.1.0"]
+    assert git(repository, "status", "--porcelain") == ""
+    assert (git(repository, "rev-parse", "HEAD") == before) == rehearse
+    if not rehearse:
+        assert git(repository, "log", "-1", "--format=%s", "v0.1.0").strip() == "Release 0.1.0"
+        assert (repository / "dist/tallyroll-0.1.0.whl").read_text() == "wheel"
 
 
 def test_a_command_that_fails_says_what_it_said(tmp_path: Path) -> None:
