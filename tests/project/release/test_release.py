@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HEAD = "# Changelog\n\nAll changes.\n\n"
 NEW = "### Added\n\n- A thing,\n  of two lines.\n"
 
