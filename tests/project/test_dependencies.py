@@ -51,6 +51,16 @@ OURS = {"bench", "docs", "release", "test", "testing"}
 APART = {"mo-gymnasium", "playground", "procgen", "vmas"}
 
 
+def test_the_classifiers_and_the_table_name_the_same_versions_of_python() -> None:
+    given = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    table = (ROOT / "docs/guarantees.md").read_text().partition("## Versions")[2]
+    tried = re.findall(r"^\| (3\.\d+)\.\d+ ", table, re.MULTILINE)
+    assert given == sorted({*tried}, key=lambda each: int(each[2:]))
+    assert PROJECT["requires-python"] == f">={given[0]}"
+    readme = (ROOT / "README.md").read_text()
+    assert f"**Linux, Python {given[0]} to {given[-1]}.**" in readme
+
+
 def test_all_are_the_extras_that_can_be_installed_together() -> None:
     extras = PROJECT["optional-dependencies"]
     listed = [re.fullmatch(r"tallyroll\[([\w,-]+)\]", each) for each in extras["all"]]
