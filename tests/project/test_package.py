@@ -166,6 +166,7 @@ def test_the_sdist_holds_what_the_gate_needs(dist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {each.name.partition("/")[2]: each for each in archive.getmembers()}
     assert {"check.sh", "constraints.txt", "CHANGELOG.md", "LICENSE", "README.md"} <= {*names}
+    assert "release.py" in names
     assert {"docs/conf.py", "docs/start.md", "docs/drawings/kill.svg"} <= {*names}
     assert {"tests/conftest.py", "tests/support/oracles.py", "collector/py.typed"} <= {*names}
     for folder in FOLDERS:
