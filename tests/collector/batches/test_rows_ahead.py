@@ -191,7 +191,7 @@ def test_budgets_of_episodes(episodes: int, slots: int, seed: int) -> None:
         assert_equal(*both(Toy, None, frames_per_batch=4 * slots, **how))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     calls=st.lists(st.integers(0, 40), max_size=12),
     times=st.lists(st.integers(0, 2), min_size=1, max_size=3),
@@ -275,7 +275,7 @@ def test_a_wrong_value_is_found_in_the_same_place(
     assert any(taken) is (at > SLOTS)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     at=st.integers(1, 30),
     slots=st.integers(1, 9),

@@ -497,11 +497,9 @@ def test_what_is_raised_within_ends_the_run_and_is_said(
         assert stored.head == FRAMES
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # a run for each instruction
-@pytest.mark.parametrize(
-    "way",
-    ["iterate", *(pytest.param(each, marks=pytest.mark.slow) for each in ("store", "collect"))],
-)
+@pytest.mark.parametrize("way", ["iterate", "store", "collect"])
 def test_no_guard_is_left_on_at_any_instruction(way: str, folder: Path, tmp_path: Path) -> None:
     _, whole = uninterrupted("plain", way, True, folder)
     assert whole is not None
