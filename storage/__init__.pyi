@@ -11,6 +11,10 @@ from tallyroll.storage.storages import MemmapStorage as MemmapStorage
 from tallyroll.storage.storages import ZarrStorage as ZarrStorage
 from tallyroll.storage.storages import open_storage as open_storage
 from tallyroll.storage.trajectories.mapping import Trajectories as Trajectories
+from tallyroll.storage.verification.content import content_hash as content_hash
+from tallyroll.storage.verification.differences import Differences as Differences
+from tallyroll.storage.verification.differences import DifferentRow as DifferentRow
+from tallyroll.storage.verification.differences import diff as diff
 from tallyroll.storage.verification.findings import Finding as Finding
 from tallyroll.storage.verification.findings import Report as Report
 from tallyroll.storage.verification.storage_checks import verify as verify

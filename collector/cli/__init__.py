@@ -2,6 +2,7 @@
 
 Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP.
 ``verify``: 0 sound, 1 something is wrong with the storage, 2 usage or it could not be checked.
+``diff``: 0 the same, 1 different, 2 usage or they could not be compared.
 """
 
 import atexit
@@ -43,7 +44,7 @@ def _main(argv: Sequence[str] | None) -> int:
             emit("")  # what --help and --version have left in the buffer
             raise
         show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
-        status = 2 if args.command == "verify" else 1
+        status = 2 if args.command in ("diff", "verify") else 1
         with visible_warnings():
             # Each command has a module, imported now: torch takes seconds, and --help none.
             return int(import_module(f"{__name__}.{args.command}").run(args))

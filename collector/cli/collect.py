@@ -177,7 +177,7 @@ class CollectRun:
         try:
             if done and self.args.finalize:
                 with shown_progress("finalized", self.args.quiet) as progress:
-                    total = self.storage.nbytes
+                    total = 2 * self.storage.nbytes  # for checksums, and for the hash
                     self.storage.finalize(partial(progress.add, total=total))
             if report and not self.args.quiet:
                 # A stdout that is not read must not keep a run that was asked to end.

@@ -11,8 +11,9 @@ from rich.filesize import decimal
 
 from tallyroll.collector.cli.output import emit
 from tallyroll.collector.cli.plan import part
+from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.collector.cli.report import Page, times
-from tallyroll.storage import CorruptStorage, open_storage
+from tallyroll.storage import CorruptStorage, content_hash, open_storage
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.files.checksums import rows_covered
 from tallyroll.storage.files.copied_runs import (
@@ -41,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
     """Carry out ``tallyroll inspect``; returns the exit status."""
     with open_storage(args.path, accept_copy=args.accept_copy) as storage:
         facts = examine(storage, args.rows)
+        if args.hash:
+            with shown_progress("hashed", args.json) as progress:
+                facts["content"] = content_hash(storage, progress=progress)
     emit(json.dumps(facts, indent=2, allow_nan=False) + "\n" if args.json else as_text(facts))
     return 0
 
@@ -87,9 +91,11 @@ def _finalized(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         done = manifest["finalized"]
-        return {"at": str(done["at"]), "rows": rows_covered(done["checksums"])}
+        at, rows = str(done["at"]), rows_covered(done["checksums"])
     except (TypeError, KeyError, CorruptStorage):
-        return {"at": "?", "rows": None}
+        return {"at": "?", "rows": None, "content": None}
+    content = done.get("content")
+    return {"at": at, "rows": rows, "content": content if type(content) is str else None}
 
 
 def _runs(entries: list[dict[str, Any]], span: range) -> list[dict[str, Any]]:
@@ -193,6 +199,8 @@ def as_text(facts: Mapping[str, Any]) -> str:
     if done := facts["finalized"]:
         rows = "?" if done["rows"] is None else f"{done['rows']:,}"
         page.print(f"finalized {done['at']}, with checksums of {rows} rows")
+    if content := facts.get("content") or (facts["finalized"] or {}).get("content"):
+        page.print(f"content {content}")
     page.head("Columns")
     columns = (each.values() for each in facts["columns"])
     page.table(("column", "dtype", "shape", "bytes a row"), columns)

@@ -262,6 +262,11 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--rows": (_count, "R", "rows to show (default: 5)"),
     "--skip": (_checks, "A,B",
         f"checks to skip because the data violates them on purpose: {_CHECKS}"),
+    "--ids": (("kept", "relative"), "",
+        "trajectories that belong together. kept: those of the same id; relative: the first of "
+        "each, the second of each and so on, by their ids, as in copies with ids of their own "
+        "(default: kept)"),
+    "--hash": (None, "", "read all rows, and show the hash of their content"),
     "--json": (None, "", "print one JSON object instead of text"),
     "--plan": (None, "", "say which way each part of the run goes, and why not a faster one"),
     "--quiet": (None, "", "no progress, no report"),
@@ -292,6 +297,13 @@ def make_parser() -> argparse.ArgumentParser:
     completion = command("completion", "print a script that completes commands in a shell")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=one_of(SHELLS))
     _add_output(completion)
+    diff = command("diff", "compare two storages row by row")
+    _add_path(diff)
+    other = diff.add_argument("other", metavar="OTHER", help="another storage, of any format")
+    other.complete = _FILE  # type: ignore[attr-defined]
+    _add(diff, "--ids", default="kept")
+    _add(diff, "--accept-copy")
+    _add_output(diff, "--json", "--quiet")
     envs = command("envs", "list environment systems, and what installs them")
     envs.add_argument("systems", nargs="*", metavar="SYSTEM", help="only these (default: all)")
     _add_output(envs, "--json")
@@ -300,7 +312,7 @@ def make_parser() -> argparse.ArgumentParser:
     inspect = command("inspect", "show what is in a storage")
     _add_path(inspect)
     _add(inspect, "--rows", default=5)
-    _add(inspect, "--accept-copy")
+    _add(inspect, "--hash", "--accept-copy")
     _add_output(inspect, "--json")
     verify = command("verify", "check that every row of a storage is as it was written")
     _add_path(verify)
@@ -355,7 +367,7 @@ def _add(group: Any, *names: str, **more: Any) -> None:
         if kind is None:
             group.add_argument(name, action="store_true", help=text)
         elif isinstance(kind, tuple):
-            group.add_argument(name, choices=kind, help=text)
+            group.add_argument(name, choices=kind, help=text, **more)
         else:
             added = group.add_argument(name, type=kind, metavar=metavar, help=text, **more)
             if kind is _path:

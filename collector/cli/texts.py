@@ -100,6 +100,24 @@ exit status:
   1  one that was named is not installed, or there is none of that name
 """
 
+DIFF_USAGE = "%(prog)s PATH OTHER [options]"
+DIFF = """\
+Compare two storages, of any formats, by trajectory and step: which rows are in
+one of them alone, and in which rows which columns have other bits. What made
+them is compared too, and does not decide. Another process may write meanwhile.
+"""
+DIFF_EXAMPLES = """\
+examples:
+  tallyroll diff runs/pole runs/pole.h5
+  tallyroll diff runs/all runs/copy --ids relative
+  tallyroll diff runs/a runs/b --json | jq .places
+
+exit status:
+  0  both have the same columns and rows
+  1  they differ
+  2  they could not be compared: no storage, not readable, or a wrong argument
+"""
+
 INFO_USAGE = "%(prog)s [options]"
 INFO = """\
 Show the versions of Tallyroll and of what it stands on, whether the extension

@@ -90,6 +90,9 @@ class RowStore:
     def finalize(self, progress: Progress | None = None) -> None:
         """Leave exactly the committed rows, with checksums in the manifest, and close.
 
+        The hash of the content is kept there too, where the rows say which they are; see
+        `content_hash`.
+
         An HDF5 file is replaced by one without the reserved space, which takes its size
         once more meanwhile. The storage can be opened again, also to append to it.
 

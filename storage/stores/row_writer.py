@@ -30,6 +30,8 @@ from tallyroll.storage.stores.given_rows import GivenRows, with_new_ids
 from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.run_claim import RunClaim
 from tallyroll.storage.stores.run_entries import RunEntries
+from tallyroll.storage.trajectories.columns import missing
+from tallyroll.storage.trajectories.content import NAMING, hash_of
 from tallyroll.storage.trajectories.id_checks import IdChecks, Ids
 
 
@@ -271,6 +273,8 @@ class RowWriter:
                 "head": engine.counts.head,
                 "checksums": checksums(columns, rows, progress),
             }
+            if not missing(engine.schema, NAMING):
+                done["content"] = hash_of(reader, progress=progress)
             try:
                 reader.write_manifest({**reader.manifest, "finalized": done})
             except StorageFull:

@@ -1,0 +1,56 @@
+"""`content_hash`: one hash of all rows of a storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeAlias
+
+from tallyroll.storage.storages import DiskStorage, open_storage
+from tallyroll.storage.trajectories.content import Numbering, hash_of
+
+Progress: TypeAlias = Callable[[int, int], object]
+"""Called with the bytes that were read, and with those of all rows."""
+
+
+def content_hash(
+    storage: DiskStorage | str | os.PathLike[str],
+    *,
+    ids: Numbering = "kept",
+    progress: Progress | None = None,
+    accept_copy: bool = False,
+) -> str:
+    """Return one SHA-256 of all committed rows, as 64 hexadecimal digits.
+
+    It is the same for the same rows in every format, in a ring, in any order of commits. Each
+    trajectory has a hash of its columns, by name, with their dtypes, shapes and bytes (the bits
+    of NaNs too); theirs, by id and first step, make the one of the storage. What made the rows,
+    and the column ``collector/cut``, which says how they were committed, stay out.
+
+    Args:
+        storage: a storage, or the path of one.
+        ids: ``"relative"`` numbers trajectories 0, 1, 2 ... in the order of their ids, so that
+            copies with ids of their own have the hash of their original.
+        progress: called now and then with the bytes that were read, and with those of all rows.
+        accept_copy: as `open_storage`, of a path.
+
+    Raises:
+        ColumnsMissing: the rows do not say which trajectory and step they are.
+        Overrun: a ring's writer overwrites rows while they are read.
+        OpenError, CorruptStorage: the storage cannot be opened, or read.
+        ValueError: ``ids`` is neither.
+    """
+    with ExitStack() as stack:
+        if not isinstance(storage, DiskStorage):
+            storage = stack.enter_context(open_storage(storage, accept_copy=accept_copy))
+        reader, done = storage.reader, 0
+        total = len(reader) * reader.schema.row_nbytes if reader.initialised else 0
+
+        def tell(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(min(done, total), total)
+
+        return hash_of(reader, ids, tell)
