@@ -96,8 +96,9 @@ class Options:
         Raises:
             ArgumentError: an option cannot be right, or two contradict each other.
         """
-        more = arguments["more"]
-        refuse_unknown(more, {*arguments, *cls.keywords()} - _NO_OPTIONS, "a collector")
+        if more := arguments["more"]:
+            of = type(arguments["self"]).__name__ if "self" in arguments else "a collector"
+            refuse_unknown(more, {*arguments, *cls.keywords()} - _NO_OPTIONS, of)
         options: dict[str, Any] = {}
         for each in fields(cls):
             if isinstance(each.type, type) and issubclass(each.type, OptionObject):

@@ -151,7 +151,8 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         envs = many_envs(create_env_fn, workers, kwargs, init)
         factory = given.pop("policy_factory", None)
         asked, threads = asked_for(given), given.get("num_sub_threads", 1)
-        if given.get("transport") != "thread":
+        said = getattr(given.get("processes"), "said", ())
+        if given.get("transport") != "thread" and "threads_per_worker" not in said:
             given["num_sub_threads"] = threads
         ours, self._wishes = resolve(given, many=True)
         acting = compiled(policy_of(policy, factory), asked, None)

@@ -33,6 +33,7 @@ from tallyroll.collector import (
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.objects import MoreOptions, keywords_of
 from tallyroll.collector.torchrl import Collector as TorchRLCollector
+from tallyroll.collector.torchrl import MultiSyncCollector
 from tallyroll.collector.workers.worker_options import MoreOfWorkers, WorkerOptions
 
 from collect_kit import ByObservation, assert_same
@@ -218,6 +219,15 @@ def test_collectors_with_torchrl_names_take_objects_too() -> None:
     assert made[0]["next", "truncated"].any()
 
 
+def test_threads_of_processes_stand_in_for_those_of_torchrl(workers_in_threads: None) -> None:
+    processes = Processes(threads_per_worker=2)
+    run = {"frames_per_batch": 4, "total_frames": 8, "processes": processes}
+    with MultiSyncCollector([torch_env], ByObservation(), **run) as collector:
+        assert collector._options.processes == processes
+    with pytest.raises(ArgumentError, match=r"^threads_per_worker: expected in one place"):
+        MultiSyncCollector([torch_env], ByObservation(), **run, num_sub_threads=1)
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
@@ -267,9 +277,18 @@ def test_a_bad_field_is_refused_where_it_is_said(make: Callable[[], Any], messag
 
 
 UNKNOWN: list[tuple[Callable[[], Any], str]] = [
-    (partial(SyncCollector, frameskip=4), "a collector, got frameskip=; did you mean frame_skip?"),
-    (partial(SyncCollector, total_frame=4), "a collector, got total_frame=; did you mean total_f"),
-    (partial(SyncCollector, max_respawns=4), "a collector, got max_respawns=; its docstring lists"),
+    (
+        partial(SyncCollector, frameskip=4),
+        "SyncCollector, got frameskip=; did you mean frame_skip?",
+    ),
+    (
+        partial(SyncCollector, total_frame=4),
+        "SyncCollector, got total_frame=; did you mean total_f",
+    ),
+    (
+        partial(SyncCollector, max_respawns=4),
+        "SyncCollector, got max_respawns=; its docstring lists",
+    ),
     (partial(MultiprocessCollector, max_respawn=4), "max_respawn=; did you mean max_respawns?"),
     (partial(TorchRLCollector, policy_devise=4), "ours, got policy_devise=; did you mean policy_d"),
     (partial(Columns, frameskip=4), "of Columns, got frameskip=; did you mean frame_skip?"),
