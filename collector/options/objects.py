@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, Self, TypedDict, TypeVar
 
 import torch
@@ -70,7 +70,6 @@ class OptionObject:
 Kind = TypeVar("Kind", bound=OptionObject)
 
 
-@cache
 def keywords_of(kind: Any) -> Mapping[str, Field[Any]]:
     """The fields of a kind of objects, by the keywords of a collector."""
     return {each.metadata.get("keyword", each.name): each for each in fields(kind)}
