@@ -11,6 +11,11 @@ from tallyroll.collector.errors import *  # noqa: F403
 from tallyroll.collector.evaluation import Evaluation as Evaluation
 from tallyroll.collector.evaluation import evaluate as evaluate
 from tallyroll.collector.multiprocess import MultiprocessCollector as MultiprocessCollector
+from tallyroll.collector.options.objects import Checks as Checks
+from tallyroll.collector.options.objects import Columns as Columns
+from tallyroll.collector.options.objects import Devices as Devices
+from tallyroll.collector.options.objects import Layout as Layout
 from tallyroll.collector.slab.info import Info as Info
 from tallyroll.collector.sync import SyncCollector as SyncCollector
-from tallyroll.collector.workers.supervision_options import Supervision as Supervision
+from tallyroll.collector.workers.worker_options import Processes as Processes
+from tallyroll.collector.workers.worker_options import Supervision as Supervision

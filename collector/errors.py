@@ -4,7 +4,8 @@
 
     CollectorError
     ├── ArgumentError (ValueError)   an argument that cannot be right
-    │   └── NameRefused              columns whose names collide, or that no storage can hold
+    │   ├── NameRefused              columns whose names collide, or that no storage can hold
+    │   └── UnknownArgument (TypeError)   an argument that there is not
     ├── EnvironmentRefused           an environment that cannot be driven truly
     │   └── SilentReset              it resets itself within step: found while collecting
     ├── SpaceError                   a space that has no column layout
@@ -39,6 +40,7 @@ __all__ = [
     "SpaceError",
     "StateError",
     "TransitionError",
+    "UnknownArgument",
     "ValueRefused",
     "WorkerDied",
     "WorkerError",
@@ -57,6 +59,10 @@ class ArgumentError(CollectorError, ValueError):
 
 class NameRefused(ArgumentError):
     """A column's name is taken, empty, or none that a storage can hold; see ``rename=``."""
+
+
+class UnknownArgument(ArgumentError, TypeError):
+    """An argument of a name that there is not; the message says which may have been meant."""
 
 
 class EnvironmentRefused(CollectorError):

@@ -51,6 +51,12 @@ class Evaluation:
         """Mean return over the episodes."""
         return float(self.returns.mean())
 
+    def __repr__(self) -> str:
+        return (
+            f"Evaluation({len(self.episodes):,} episodes, mean return {self.mean_return:.5g}, mean "
+            f"length {self.lengths.mean():.5g}, {self.ledger.executed:,} transitions executed)"
+        )
+
 
 def evaluate(
     policy: PolicyFn | None,

@@ -1,9 +1,11 @@
 """The collector of many processes, or threads."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import Any, Literal
+from typing import Any, NoReturn, Unpack
 
 import torch
 from gymnasium.vector import VectorEnv
@@ -19,17 +21,14 @@ from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.counting.ledger import Budget
 from tallyroll.collector.envs.driven.statistics import judge_apart
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
-from tallyroll.collector.options import (
-    Finals,
+from tallyroll.collector.options import Postproc, Surplus
+from tallyroll.collector.options.objects import (
+    Checks,
+    Columns,
+    DeviceLike,
+    Devices,
     Layout,
-    Options,
-    Postproc,
-    ResetSlots,
-    Surplus,
-    Validate,
-    one_of,
-    or_none,
-    positive,
+    LayoutName,
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
@@ -37,32 +36,44 @@ from tallyroll.collector.policies.slot_rng import width_of
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision
-from tallyroll.collector.slab.info import Info
-from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.workers.jobs import per_worker, pickled
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.source import Leases
 from tallyroll.collector.workers.local.limits import require_guard
-from tallyroll.collector.workers.local.processes import Processes
-from tallyroll.collector.workers.local.threads import Threads
+from tallyroll.collector.workers.local.processes import ProcessTransport
+from tallyroll.collector.workers.local.threads import ThreadTransport
 from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
-from tallyroll.collector.workers.supervision_options import OnDeath, Supervision, supervision_of
 from tallyroll.collector.workers.transport import Link, Place, Transport
+from tallyroll.collector.workers.worker_options import (
+    Mode,
+    MoreOfWorkers,
+    Processes,
+    Supervision,
+    TransportName,
+    WorkerOptions,
+)
 from tallyroll.storage import ways
 
 Factory = Callable[[], EnvBase | VectorEnv]
-Mode = Literal["sync", "async"]
-TransportName = Literal["process", "thread"]
 _SEGMENTS = 2
 """In async mode a worker fills one while the other is read."""
 
 
 class MultiprocessCollector(Collector):
     """Collects exactly ``total_frames`` transitions with environments in worker processes.
+
+    Examples:
+        In a file, which workers import, below ``if __name__ == "__main__":``::
+
+            with MultiprocessCollector(
+                "CartPole-v1", num_envs=8, num_workers=2, frames_per_batch=100, total_frames=250
+            ) as collector:
+                for batch in collector:
+                    print(len(batch))
 
     What it yields, counts and stores is what :class:`SyncCollector` would; arguments that are not
     described here are those of that class. Workers step their lanes and fill shared memory; this
@@ -84,10 +95,6 @@ class MultiprocessCollector(Collector):
             shared memory; only those of an ``nn.Module`` can.
         num_workers: processes, or threads; with a list of factories, as many as those.
         mode: ``"sync"`` or ``"async"``.
-        threads_per_worker: of torch and of the numerical libraries; by default the cores are
-            shared out.
-        on_worker_death, max_respawns, step_timeout, start_timeout: see :class:`Supervision`.
-        supervision: these four as one object, in their place.
         transport: ``"process"``, or ``"thread"``: workers are threads of this process, which start
             at once and pay where environments wait (for a simulator, a network) and release the
             interpreter; else one keeps the others from running. Random actions and deterministic
@@ -95,73 +102,57 @@ class MultiprocessCollector(Collector):
             it with the other threads, in any order. A thread cannot be ended: one that completes
             no step within ``step_timeout`` ends the run and is not replaced, and
             :meth:`shutdown` waits up to 10 seconds for steps under way, then warns.
-        mp_start_method: of processes: ``"spawn"``, or ``"forkserver"``, which starts more quickly
-            (its socket in the temporary directory is left there where this process is killed).
+        processes: how worker processes start, and their threads; see :class:`Processes`.
+        supervision: how workers are watched, and replaced; see :class:`Supervision`.
+        more: the fields of such objects as keywords: ``on_worker_death="respawn"``.
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
-        SilentReset: while iterating: the environment resets itself; see ``finals``.
+        SilentReset: while iterating: the environment resets itself; see :class:`Checks`.
         WorkerError: a worker failed, here or while iterating; what was committed is safe.
     """
+
+    _options: WorkerOptions
 
     def __init__(
         self,
         create_env_fn: str | Factory | Sequence[Factory],
         policy: PolicyFn | None = None,
         *,
-        num_workers: int | None = None,
-        mode: Mode = "sync",
         frames_per_batch: int,
         total_frames: int | None = None,
-        total_episodes: int | None = None,
         num_envs: int | None = None,
-        env_kwargs: Mapping[str, Any] | None = None,
+        num_workers: int | None = None,
+        mode: Mode = "sync",
         seed: int | None = None,
-        layout: Layout = "rows",
-        split_trajs: bool = False,
-        set_truncated: bool = False,
-        surplus: Surplus = "carry",
-        replay_buffer: ReplayBuffer | None = None,
         storage: StorageLike | None = None,
+        device: DeviceLike = None,
+        total_episodes: int | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
         resume: Resume = False,
-        device: torch.device | str | None = None,
-        policy_device: torch.device | str | None = None,
-        env_device: torch.device | str | None = None,
-        storing_device: torch.device | str | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        layout: LayoutName | Layout = "rows",
+        surplus: Surplus = "carry",
         init_random_frames: int = 0,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
         max_frames_per_traj: int | None = None,
         reset_at_each_iter: bool = False,
         postproc: Postproc | None = None,
-        info_keys: Sequence[str | tuple[str, ...] | Info] = (),
-        rename: Rename | None = None,
-        frame_skip: int | str = 1,
-        exploration_type: ExplorationType = ExplorationType.RANDOM,
-        validate: Validate = "noise",
-        reset_slots: ResetSlots = "mask",
-        yield_large: bool = True,
-        finals: Finals = "check",
-        threads_per_worker: int | None = None,
-        on_worker_death: OnDeath = "raise",
-        max_respawns: int = 10,
-        step_timeout: float | None = None,
-        start_timeout: float | None = 120.0,
-        supervision: Supervision | None = None,
+        columns: Columns | None = None,
+        checks: Checks | None = None,
+        devices: Devices | None = None,
         transport: TransportName = "process",
-        mp_start_method: str = "spawn",
+        processes: Processes | None = None,
+        supervision: Supervision | None = None,
+        **more: Unpack[MoreOfWorkers],
     ) -> None:
-        one_of("transport", transport, TransportName)
-        if transport == "process":
+        options = WorkerOptions.of(locals())
+        if options.transport == "process":
             require_guard()
-        options = Options.of(locals())
-        _check_mode(mode, options)
-        _check_start_method(mp_start_method)
-        supervision = supervision_of(locals())
-        if transport == "thread":
-            _check_threads(threads_per_worker, mp_start_method, supervision)
         factories = per_worker(create_env_fn, num_workers, options)
-        self.num_workers, self._mode = len(factories), mode
+        self._num_workers, self._mode = len(factories), options.mode
         self._one_system = isinstance(create_env_fn, str)
-        threads = or_none(positive)("threads_per_worker", threads_per_worker)
+        threads = options.processes.threads_per_worker
         threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
         self._transport, own = transport, threads if transport == "process" else None
         self._policy = None if policy is None else Policy(policy, None, None)
@@ -175,11 +166,13 @@ class MultiprocessCollector(Collector):
         sent = [pickled(job) for job in jobs]
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         try:
-            runs: Transport[Any] = Threads(sent)
+            runs: Transport[Any] = ThreadTransport(sent)
             if transport == "process":
-                runs = Processes(sent, start_method=mp_start_method, threads=threads)
-            self._worker_pool = WorkerPool(runs, len(jobs), supervision)
-            self._prepare(policy, supervision.respawns)
+                runs = ProcessTransport(
+                    sent, start_method=options.processes.start_method, threads=threads
+                )
+            self._worker_pool = WorkerPool(runs, len(jobs), options.supervision)
+            self._prepare(policy, options.supervision.respawns)
         except BaseException:
             self.shutdown()
             raise
@@ -202,7 +195,7 @@ class MultiprocessCollector(Collector):
                 "the first ones; leave it out, or use SyncCollector"
             )
         if self._startup.apart:
-            judge_apart(self._startup.apart, self.num_workers, self._options.layout)
+            judge_apart(self._startup.apart, self.num_workers, self._options.layout.name)
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         call: dict[str, Any] = {"num_workers": self.num_workers, "mode": self._mode}
         if self._transport != "process":
@@ -221,7 +214,7 @@ class MultiprocessCollector(Collector):
         return {**self._startup.decisions, "ahead": ahead}
 
     def _torchrl_layout(self, plan: SlabPlan) -> TorchrlLayout | None:
-        if self._options.layout != "torchrl":
+        if self._options.layout.name != "torchrl":
             return None
         apart = self._mode == "async"
         shapes = [(lanes,) if plan.batched else () for lanes in self._startup.lanes]
@@ -256,7 +249,7 @@ class MultiprocessCollector(Collector):
 
     def _leases(self) -> TransitionSource:
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
-        whole = self._options.layout == "torchrl"
+        whole = self._options.layout.name == "torchrl"
         # A batch takes one lease of every worker, or, in TorchRL's layout, one of any.
         frames = self.frames_per_batch if whole else ceil(self.frames_per_batch / self.num_workers)
         slots = plan.slots(most, frames, slabs=_SEGMENTS * self.num_workers)
@@ -276,6 +269,16 @@ class MultiprocessCollector(Collector):
         return Leases(self._worker_pool, self._startup, place, share, budget)
 
     # --- workers, weights, seeds, state -----------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """Workers: processes, or threads."""
+        return self._num_workers
+
+    @property
+    def env(self) -> NoReturn:
+        """There is none here: each worker has environments of its own."""
+        raise AttributeError("env: environments are in the workers; ask one that you make here")
 
     @property
     def _links(self) -> list[Link]:
@@ -329,55 +332,9 @@ class MultiprocessCollector(Collector):
         self._publish()
 
 
-def _check_mode(mode: str, options: Options) -> None:
-    one_of("mode", mode, Mode)
-    if mode == "sync":
-        return
-    if options.reset_at_each_iter:
-        raise ArgumentError(
-            'reset_at_each_iter needs mode="sync": in async mode workers go on while a batch is '
-            "put together"
-        )
-    if options.surplus == "discard":
-        raise ArgumentError(
-            'surplus="discard" needs mode="sync": in async mode there is no last step of a batch; '
-            'use "carry" or "never_step"'
-        )
-
-
-def _check_part_stepping(options: Options, reset_slots: bool, workers: int) -> None:
+def _check_part_stepping(options: WorkerOptions, reset_slots: bool, workers: int) -> None:
     if options.surplus == "never_step" and reset_slots and workers > 1:
         raise ArgumentError(
             'surplus="never_step" with several workers needs autoreset to be disabled: a lane that '
             'waits would lose its reset slot; use surplus="carry", or AutoresetMode.DISABLED'
         )
-
-
-def _check_threads(
-    threads_per_worker: int | None, start_method: str, supervision: Supervision
-) -> None:
-    if threads_per_worker is not None:
-        raise ArgumentError(
-            'threads_per_worker needs transport="process": workers in threads share those of this '
-            "process; leave it out, or call torch.set_num_threads"
-        )
-    if start_method != "spawn":
-        raise ArgumentError(
-            f'mp_start_method={start_method!r} needs transport="process": threads are not '
-            "started that way; leave it out"
-        )
-    if supervision.step_timeout is not None and supervision.respawns:
-        raise ArgumentError(
-            'step_timeout with on_worker_death="respawn" needs transport="process": a thread that '
-            "hangs cannot be ended, so that none can take its place; leave one of them out"
-        )
-
-
-def _check_start_method(method: str) -> None:
-    if method == "fork":
-        raise ArgumentError(
-            'mp_start_method: "fork" copies a process whose threads (torch has some) do not come '
-            'along, so that a lock which one of them holds is never released; use "spawn" or '
-            '"forkserver"'
-        )
-    one_of("mp_start_method", method, Literal["spawn", "forkserver"])

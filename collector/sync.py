@@ -1,10 +1,11 @@
 """The collector of one process."""
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from typing import Any
+from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, Unpack
+
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
@@ -21,26 +22,36 @@ from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import CreateEnv, Made, make_env
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.errors import EnvironmentRefused, StateError
-from tallyroll.collector.options import (
-    Finals,
+from tallyroll.collector.options import Options, Postproc, Surplus
+from tallyroll.collector.options.objects import (
+    Checks,
+    Columns,
+    DeviceLike,
+    Devices,
     Layout,
-    Options,
-    Postproc,
-    ResetSlots,
-    Surplus,
-    Validate,
+    LayoutName,
+    MoreOptions,
 )
 from tallyroll.collector.policies.policy import Policy, PolicyFn
 from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.rollout.slab_plan import make_driver, plan_slab
 from tallyroll.collector.run_plan import Decision
-from tallyroll.collector.slab.info import Info
-from tallyroll.collector.slab.names import Rename
 from tallyroll.collector.slab.progress import new_board
 
 
 class SyncCollector(Collector):
     """Collects exactly ``total_frames`` transitions in batches of exactly ``frames_per_batch``.
+
+    Examples:
+        >>> from tallyroll.collector import SyncCollector
+        >>> with SyncCollector(
+        ...     "CartPole-v1", num_envs=8, frames_per_batch=100, total_frames=250, seed=0
+        ... ) as collector:
+        ...     for batch in collector:
+        ...         print(len(batch), batch["next", "observation"].shape)
+        100 torch.Size([100, 4])
+        100 torch.Size([100, 4])
+        50 torch.Size([50, 4])
 
     Iterating yields TensorDicts in TorchRL's episode data format; the last one holds what
     remains. A transition is one action that an environment executed: slots in which a vector
@@ -66,80 +77,43 @@ class SyncCollector(Collector):
             is what is stored.
         frames_per_batch: transitions a batch.
         total_frames: transitions in all; -1 goes on until :meth:`stop`.
-        total_episodes: instead, exactly that many episodes, whole, those that start first.
         num_envs: lanes, with an id or a function that makes a single environment; None: one.
-        env_kwargs: keyword arguments of ``gymnasium.make``, or of the system's own, with an id.
         seed: makes the data repeatable from the first observation on; it also seeds torch's
             global generator. None draws one from torch's generator, for the environments and
             for random actions, which :attr:`ledger` reports, and goes on with that generator.
-        layout: ``"rows"`` ``[frames]``, lane by lane and in time within the lane; ``"lanes"``
-            ``[lane, time]`` and ``"trajectories"`` ``[trajectory, time]``, padded, with
-            ``("collector", "mask")``; ``"torchrl"`` what TorchRL's collectors give:
-            ``[lanes, time]`` (``[time]`` of an environment without a batch size), ``time`` named,
-            done flags at the root too, and ``("next", "done")`` not True on cuts. Where lanes
-            differ in length it is padded, with a mask, done at each lane's last row, and a warning.
-        split_trajs: TorchRL's name for ``layout="trajectories"``; in ``"torchrl"`` trajectories
-            come lane by lane.
-        set_truncated: as in TorchRL, the last row of each lane of a batch is ``truncated`` and
-            ``done``; in ``layout="torchrl"`` only, and never in what is stored.
+        storage: a Tallyroll storage, or a path for a new one (``.h5``, ``.hdf5``: an HDF5 file,
+            ``.zarr``: a Zarr group), that each batch goes into before it is yielded.
+        device: where the policy runs, where the environment is moved (Gymnasium environments stay
+            on the CPU) and where yielded batches lie.
+
+    Other Parameters:
+        total_episodes: instead of ``total_frames``, exactly that many episodes, whole, those that
+            start first.
+        env_kwargs: keyword arguments of ``gymnasium.make``, or of the system's own, with an id.
+        resume: continue the last run in ``storage`` up to ``total_frames``; ``"auto"`` begins
+            it where there is no storage yet, or no row in it, as ``--resume`` does.
+        replay_buffer: a TorchRL replay buffer that each batch goes into before it is yielded.
+        layout: ``"rows"`` ``[frames]``, ``"lanes"`` ``[lane, time]``, ``"trajectories"``
+            ``[trajectory, time]``, or ``"torchrl"``; see :class:`Layout`, which has more of it.
         surplus: what the last batched step of a batch made beyond it: ``"carry"`` opens the
             next batch with it, ``"discard"`` throws it away, ``"never_step"`` steps only as
             many lanes as are needed.
-        replay_buffer: a TorchRL replay buffer that each batch goes into before it is yielded.
-        storage: a Tallyroll storage, or a path for a new one (``.h5``, ``.hdf5``: an HDF5 file,
-            ``.zarr``: a Zarr group); likewise.
-        resume: continue the last run in ``storage`` up to ``total_frames``; ``"auto"`` begins
-            it where there is no storage yet, or no row in it, as ``--resume`` does.
-        device, policy_device, env_device, storing_device: where the policy runs, where the
-            environment is moved, where yielded batches lie. ``device`` stands for those that are
-            left out (Gymnasium environments stay on the CPU).
         init_random_frames: exactly that many transitions at the start have random actions
             (``policy_version`` -1, the policy's other columns 0, a recurrent state as it was);
             where lanes come back in any order, those that come back first.
+        exploration_type: TorchRL's exploration type during collection.
         max_frames_per_traj: a time limit: such trajectories are truncated.
         reset_at_each_iter: every batch starts with a reset of all lanes.
         postproc: applied to the rows of each batch before they are stored and yielded.
-        info_keys: entries of infos (of Gymnasium, Stable-Baselines3, EnvPool, gym3) that become
-            columns: names, or :class:`Info` with dtype, shape and fill. Of a name alone, a
-            Gymnasium environment that the collector makes is asked by way of another one, which
-            is closed again; any other declares it with its first reset.
-        rename: other names for columns of observations and infos, where they collide:
-            ``{"action": "previous_action"}``, nested ones as tuples or ``"a/b"``. Random actions
-            do not keep to an ``action_mask`` that has another name.
-        frame_skip: simulator ticks a transition, or an info key that counts the ticks since
-            the episode's reset (ALE: ``"episode_frame_number"``).
-        exploration_type: TorchRL's exploration type during collection.
-        validate: values outside their spaces. ``"noise"`` raises, but for numbers outside the box
-            of a continuous action, as exploration noise makes them: they are executed and stored
-            as they are, and the first is a warning; ``"raise"`` raises for these too, ``"warn"``
-            warns once of the first of all, ``"off"`` lets them pass. An action that is NaN or
-            infinite raises in any case.
-        reset_slots: with a Gymnasium vector environment, see :class:`GymnasiumVectorEnv`.
-        yield_large: False leaves columns with rows of 4 KiB and more (images) out of the batches
-            that are yielded: they go straight to ``storage``, one copy less.
-        finals: what final observations are. ``"check"`` compares the first few with the first
-            observations that follow them, and raises :class:`SilentReset` where the environment
-            resets itself within step and so returns the next episode's first observation as the
-            final one; ``"lost"`` says that it does so, and adds ``("collector", "next_valid")``,
-            False at ends; ``"kept"`` says that they are right, for a reset keeps the state.
+        columns: infos that become columns, other names, ticks, large rows; see :class:`Columns`.
+        checks: values outside their spaces, what final observations are; see :class:`Checks`.
+        devices: of policy, environment and batches, where they differ; see :class:`Devices`.
+        more: the fields of these objects as keywords: ``frame_skip=4``, ``policy_device="cuda"``.
+            What an object says too is refused.
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
         SilentReset: while collecting; the batch, or the commit, that shows it is not stored.
-
-    Examples:
-        >>> from tallyroll.collector import SyncCollector
-        >>> collector = SyncCollector(
-        ...     "CartPole-v1", num_envs=8, frames_per_batch=100, total_frames=250, seed=0
-        ... )
-        >>> with collector:
-        ...     for batch in collector:
-        ...         print(len(batch), batch["next", "observation"].shape)
-        100 torch.Size([100, 4])
-        100 torch.Size([100, 4])
-        50 torch.Size([50, 4])
-        >>> collector.ledger.stored
-        250
     """
 
     def __init__(
@@ -149,51 +123,48 @@ class SyncCollector(Collector):
         *,
         frames_per_batch: int,
         total_frames: int | None = None,
-        total_episodes: int | None = None,
         num_envs: int | None = None,
-        env_kwargs: Mapping[str, Any] | None = None,
         seed: int | None = None,
-        layout: Layout = "rows",
-        split_trajs: bool = False,
-        set_truncated: bool = False,
-        surplus: Surplus = "carry",
-        replay_buffer: ReplayBuffer | None = None,
         storage: StorageLike | None = None,
+        device: DeviceLike = None,
+        total_episodes: int | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
         resume: Resume = False,
-        device: torch.device | str | None = None,
-        policy_device: torch.device | str | None = None,
-        env_device: torch.device | str | None = None,
-        storing_device: torch.device | str | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        layout: LayoutName | Layout = "rows",
+        surplus: Surplus = "carry",
         init_random_frames: int = 0,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
         max_frames_per_traj: int | None = None,
         reset_at_each_iter: bool = False,
         postproc: Postproc | None = None,
-        info_keys: Sequence[str | tuple[str, ...] | Info] = (),
-        rename: Rename | None = None,
-        frame_skip: int | str = 1,
-        exploration_type: ExplorationType = ExplorationType.RANDOM,
-        validate: Validate = "noise",
-        reset_slots: ResetSlots = "mask",
-        yield_large: bool = True,
-        finals: Finals = "check",
+        columns: Columns | None = None,
+        checks: Checks | None = None,
+        devices: Devices | None = None,
+        **more: Unpack[MoreOptions],
     ) -> None:
         options = Options.of(locals())
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         self._owns_env = False
         try:
             made = make_env(create_env_fn, options)
-            self.env: EnvBase = made.env
+            self._env: EnvBase = made.env
             self._owns_env = made.owned
             self._prepare(policy, made)
         except BaseException:
             self.shutdown()
             raise
 
+    @property
+    def env(self) -> EnvBase:
+        """The environment that it steps, as one of TorchRL's."""
+        return self._env
+
     def _environments(self, env: EnvBase) -> Environments:
         return OwnEnvironment(env)
 
     def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
-        self.env = prepare_env(self.env, policy, self._options)
+        self._env = prepare_env(self._env, policy, self._options)
         self._policy = None
         if policy is not None:
             self._policy = Policy(policy, self._options.policy_device, self.env.device)
@@ -217,7 +188,7 @@ class SyncCollector(Collector):
         driver.start_from(first)
         ranges = ranges_of(self.env, policy=policy is not None, lost_finals=plan.lost_finals)
         torchrl = None
-        if options.layout == "torchrl":
+        if options.layout.name == "torchrl":
             torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])
         self._driver = driver
         self._rows_ahead, ahead = planned(driver.stepped, driver.board, plan, options)

@@ -51,8 +51,8 @@ def assemble(
     draws = count_random and options.init_random_frames > 0
     counts = DeliveredCounts(options, slabs, draws=draws)
     at_random = not count_random or draws
-    checks = RangeChecks(ranges, options.validate, slabs.masks, at_random=at_random)
-    watched = options.finals == "check" and not slabs.lost_finals
+    checks = RangeChecks(ranges, options.checks.validate, slabs.masks, at_random=at_random)
+    watched = options.checks.finals == "check" and not slabs.lost_finals
     finals = FinalsWatch(lanes, slabs.observed if watched else ())
     acting = Acting(options.exploration_type)
     if options.postproc is None:

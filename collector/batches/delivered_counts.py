@@ -91,12 +91,12 @@ def _ticks(options: Options, plan: SlabPlan) -> int | Key:
     Raises:
         ArgumentError: there is no such column.
     """
-    if isinstance(options.frame_skip, int):
-        return options.frame_skip
-    key = new_name(split(options.frame_skip), options.rename, plan.layout)
+    if isinstance(options.columns.frame_skip, int):
+        return options.columns.frame_skip
+    key = new_name(split(options.columns.frame_skip), options.rename, plan.layout)
     if key not in plan.layout:
         raise ArgumentError(
             f"frame_skip: expected a number, or the info key that counts ticks, got "
-            f"{options.frame_skip!r}; there is no such column"
+            f"{options.columns.frame_skip!r}; there is no such column"
         )
     return key

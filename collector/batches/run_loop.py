@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.assembling import assemble
+from tallyroll.collector.batches.attributes import Attributes
 from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
@@ -24,11 +25,10 @@ from tallyroll.collector.batches.state.saved_state import saved_state, take_stat
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.batches.undivided import Undivided, add_end_note
-from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import lane_seed
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
-from tallyroll.collector.options import Options, not_negative, or_none, positive
+from tallyroll.collector.options import Options
+from tallyroll.collector.options.checks import not_negative, or_none, positive
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.rollout.os_signals import deferred, let_go
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -38,7 +38,7 @@ from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
-class Collector(ABC):
+class Collector(Attributes, ABC):
     """An iterable of batches that is a context manager.
 
     One rule for exceptions that were caught: what a signal's handler raises, which is called at
@@ -54,16 +54,6 @@ class Collector(ABC):
     :meth:`_drive` takes over the source.
     """
 
-    ledger: Ledger
-    """The balanced count of the run."""
-    episodes: EpisodeLog
-    """Finished episodes."""
-    lanes: int
-    last_rows: range | None = None
-    """Numbers, over all rows ever stored, of those of the last :meth:`collect`.
-
-    None before it, and where only a replay buffer over another storage knows.
-    """
     _policy: Policy | None
     _rollout: TransitionSource
 
@@ -76,17 +66,16 @@ class Collector(ABC):
         resume: Resume,
     ) -> None:
         self._options = options
-        self.frames_per_batch = options.frames_per_batch
-        self.frame_skip, self.layout = options.frame_skip, options.layout
+        self._frames_per_batch = options.frames_per_batch
         self._writer = BatchWriter(
             storage, replay_buffer, resume, options.total_frames, options.largest_batch
         )
 
     def _begin_run(self, lanes: int, envs: Environments) -> None:
         """Give the run its ledger, and seed ``lanes`` lanes of ``envs``."""
-        self.lanes = lanes
+        self._lanes = lanes
         self._beginning = Beginning(self._options, self._policy, self._writer, lanes, envs)
-        self.ledger = self._beginning.ledger
+        self._ledger = self._beginning.ledger
 
     def _drive(
         self,
@@ -125,7 +114,7 @@ class Collector(ABC):
             ahead=ahead,
         )
         self._undivided = Undivided(self._run, self._assembly)
-        self._one_call, self.episodes = self._assembly.one_call, self._run.episodes
+        self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
         self._ready = self._run.ready
 
     @property
@@ -195,7 +184,7 @@ class Collector(ABC):
             )
         if type(n) is not int or n < 1:
             n = positive("n", n)
-        before, busy = self.ledger.stored, self._run.busy
+        before, busy = self._ledger.stored, self._run.busy
         try:
             if self._run.over:
                 self._run.refuse_ended()
@@ -206,8 +195,8 @@ class Collector(ABC):
             self._undivided.leave(error, was_busy=busy)
             raise
         finally:
-            stored = self.ledger.stored
-            self.last_rows = writer.stored_run.rows_of(before, stored)
+            stored = self._ledger.stored
+            self._last_rows = writer.stored_run.rows_of(before, stored)
         return stored - before
 
     def __repr__(self) -> str:
@@ -343,4 +332,5 @@ def _said_of(run: RunState, lanes: int) -> str:
     total, storage = run.options.total_frames, run.writer.storage
     of = "" if total in (None, -1) else f" of {total:,}"
     where = "" if storage is None else f", in {storage!r}"
-    return f"{lanes} lanes, {run.ledger.stored:,}{of} transitions{where}{', ended' * run.over}"
+    said = f"{lanes} lane{'s' * (lanes > 1)}, {run.ledger.stored:,}{of} transitions{where}"
+    return f"{said}, ended" if run.over else said

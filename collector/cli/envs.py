@@ -9,10 +9,11 @@ from importlib.util import find_spec
 
 from rich.table import Table
 
-from tallyroll.collector.cli.output import CommandError, did_you_mean, emit
+from tallyroll.collector.cli.output import CommandError, emit
 from tallyroll.collector.cli.report import Page
 from tallyroll.collector.envs import registry
 from tallyroll.collector.errors import ArgumentError, MissingExtra
+from tallyroll.storage.package.near_names import did_you_mean
 
 _ABOVE = (
     "Gymnasium ids (CartPole-v1, or module:Id-v0) need no system. What follows is collected as "

@@ -6,11 +6,10 @@ that make one line look like two.
 """
 
 import contextlib
-import difflib
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from tallyroll.collector.errors import CollectorError
@@ -55,19 +54,6 @@ def shortened(text: str) -> str:
     """``text`` without its middle, where it is as long as values that are given by mistake."""
     most = _MOST_LETTERS // 2
     return text if len(text) <= 2 * most else f"{text[:most]} … {text[-most:]}"
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that there is not: what it abbreviates, or the nearest."""
-    names = sorted(known)
-    begun = [each for each in names if name.strip("-") and each.startswith(name)]
-    near = begun or difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {one_of(near)}?" if near else ""
-
-
-def one_of(names: Sequence[str]) -> str:
-    """The names as words: bash, zsh or tcsh."""
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def pasteable(command: str) -> str:

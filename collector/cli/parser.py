@@ -10,7 +10,8 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from tallyroll.collector.cli import texts
-from tallyroll.collector.cli.output import did_you_mean, emit, one_of, shortened, visible
+from tallyroll.collector.cli.output import emit, shortened, visible
+from tallyroll.storage.package.near_names import did_you_mean, in_words
 
 _CHECKS = (
     "files, metadata, runs, record, lanes, ids, steps, ends, versions, observations, finals, nan, "
@@ -67,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
         if isinstance(action.choices, dict):
             self.error(f"unrecognized command {value}{did_you_mean(value, names)}")
         near = did_you_mean(value, names)
-        raise argparse.ArgumentError(action, f"expected {one_of(names)}, got {value!r}{near}")
+        raise argparse.ArgumentError(action, f"expected {in_words(names)}, got {value!r}{near}")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with words that may be names of files."""
@@ -295,7 +296,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_collect(command("collect", "collect transitions into a storage"))
     completion = command("completion", "print a script that completes commands in a shell")
-    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=one_of(SHELLS))
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=in_words(SHELLS))
     _add_output(completion)
     diff = command("diff", "compare two storages row by row")
     _add_path(diff)

@@ -19,11 +19,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import cloudpickle
 
 from tallyroll.collector.batches.stored.resume import opened_or_created
-from tallyroll.collector.cli.output import CommandError, did_you_mean, pasteable
+from tallyroll.collector.cli.output import CommandError, pasteable
 from tallyroll.collector.options import MOST_LANES
 from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
+from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.storages import DiskStorage, storage_class
 
 

@@ -158,7 +158,7 @@ def plan_slab(
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type):
             settle_inputs(policy, first, env, _given(env))
-            extra = try_out(policy, first, env, strict=options.validate == "raise")
+            extra = try_out(policy, first, env, strict=options.checks.validate == "raise")
     if in_place and next_keys(extra):
         raise PolicyError(
             f"the policy writes {[spell(key) for key in next_keys(extra)]}, which must be carried "
@@ -176,14 +176,14 @@ def plan_slab(
     _require_values(extra, PolicyError, "the policy")
     dims = _batch_dims(env, layout, policy)
     extra = {key: column for key, column in extra.items() if key not in layout}
-    torchrl = options.layout == "torchrl"
+    torchrl = options.layout.name == "torchrl"
     return SlabPlan(
         layout={**extra, **layout},
         extra=tuple(extra),
         flowing=env.stepper.observation_keys if in_place and not arrivals else (),
         shared=in_place and env.stepper.declares.has_reset_slots and not arrivals,
         rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
-        lost_finals=options.finals == "lost" or loses_finals(env),
+        lost_finals=options.checks.finals == "lost" or loses_finals(env),
         observed=observed_keys(env, layout, options),
         dones=nested_dones(env),
         inits=init_columns(env, layout),
@@ -196,7 +196,7 @@ def plan_slab(
         batched=len(env.batch_size) > 0 or not torchrl,
         notes=() if policy is None else tuple(policy.notes),
         masks=tuple(rule for rule in rules_of(env) if {rule.mask, rule.action} <= {*layout}),
-        fault=known_fault(env, options.max_frames_per_traj, options.finals == "lost")
+        fault=known_fault(env, options.max_frames_per_traj, options.checks.finals == "lost")
         if torchrl  # in other layouts it was refused before
         else None,
     )

@@ -10,8 +10,10 @@ from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.multiprocess import MultiprocessCollector
-from tallyroll.collector.options import one_of, or_none, positive
+from tallyroll.collector.options import Options
+from tallyroll.collector.options.checks import one_of, or_none, positive, refuse_unknown
 from tallyroll.collector.sync import SyncCollector
+from tallyroll.collector.workers.worker_options import WorkerOptions
 
 NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "trust_policy": (False, "a policy is tried out once on a copy, trusted or not"),
@@ -96,7 +98,7 @@ def resolve(given: Mapping[str, Any], *, many: bool) -> tuple[dict[str, Any], Wi
     """Our own arguments, and the rest.
 
     Raises:
-        TypeError: a name that neither TorchRL nor we have.
+        UnknownArgument: a name that neither TorchRL nor we have.
         ArgumentError: a value that is refused.
     """
     ours = _parameters(MultiprocessCollector if many else SyncCollector)
@@ -104,9 +106,7 @@ def resolve(given: Mapping[str, Any], *, many: bool) -> tuple[dict[str, Any], Wi
     known = {*ours, *_HERE, *NEUTRAL, *refused, *(_TO_OURS if many else ())}
     if not many:
         known -= {"update_at_each_batch", "cat_results", "num_threads", "preemptive_threshold"}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise TypeError(f"expected arguments of TorchRL's collectors or ours, got {unknown}")
+    refuse_unknown(given, known, "TorchRL's collectors or ours")
     for name, (allowed, reason) in refused.items():
         if not any(given.get(name, allowed[0]) is each for each in allowed):
             raise ArgumentError(f"{name}={given[name]!r}: {reason}")
@@ -131,6 +131,7 @@ def resolve(given: Mapping[str, Any], *, many: bool) -> tuple[dict[str, Any], Wi
         },
         **{name: values[name] for name in _HERE & set(values)},
     )
+    wishes.set_truncated |= getattr(values.get("layout"), "set_truncated", False)
     _check(wishes)
     threshold = values.get("preemptive_threshold")
     if threshold is not None and not 0 <= threshold <= 1:
@@ -145,11 +146,12 @@ def resolve(given: Mapping[str, Any], *, many: bool) -> tuple[dict[str, Any], Wi
     rest["init_random_frames"] = random - _written_before(wishes.replay_buffer, random)
     rest["max_frames_per_traj"] = values.get("max_frames_per_traj") or None
     rest["exploration_type"] = wishes.exploration_type or ExplorationType.RANDOM
-    rest["split_trajs"] = bool(values.get("split_trajs"))
+    for name in ("split_trajs", "set_truncated"):
+        if name in values:
+            rest[name] = bool(values[name])
     if "total_episodes" not in values or frames is not None:
         rest["total_frames"] = -1 if frames is None else frames
     rest.setdefault("layout", "torchrl")
-    rest["set_truncated"] = wishes.set_truncated
     return rest, wishes
 
 
@@ -206,4 +208,5 @@ def _one_device(name: str, value: Any) -> Any:
 
 def _parameters(kind: type) -> frozenset[str]:
     names = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-    return frozenset(names) - {"self", "create_env_fn", "policy"}
+    options = WorkerOptions if issubclass(kind, MultiprocessCollector) else Options
+    return frozenset(names) - {"self", "create_env_fn", "policy", "more"} | options.keywords()

@@ -12,12 +12,13 @@ from tallyroll.collector.compat import service_backend
 from tallyroll.collector.envs.driven.make import Made
 from tallyroll.collector.envs.driven.traits import system_of
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.multiprocess import Mode, MultiprocessCollector
+from tallyroll.collector.multiprocess import MultiprocessCollector
 from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.collector.sync import OwnEnvironment, SyncCollector
 from tallyroll.collector.torchrl.arguments import REFUSED_OF_MANY, resolve, whole
 from tallyroll.collector.torchrl.factories import asked_for, compiled, many_envs, one_env, policy_of
 from tallyroll.collector.torchrl.names import TorchRLNames
+from tallyroll.collector.workers.worker_options import Mode
 
 _BACKENDS = {None: None, "direct": "direct", "process": "process", "multiprocessing": "process"}
 
@@ -81,7 +82,7 @@ class Collector(TorchRLNames, SyncCollector):
             raise
         self.n_env = self.lanes
         self.requested_frames_per_batch = self._options.frames_per_batch
-        self.frames_per_batch = -(-self.requested_frames_per_batch // self.lanes)
+        self._frames_per_batch = -(-self.requested_frames_per_batch // self.lanes)
 
     def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
         if isinstance(self._given, RandomPolicy):
@@ -150,7 +151,8 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         envs = many_envs(create_env_fn, workers, kwargs, init)
         factory = given.pop("policy_factory", None)
         asked, threads = asked_for(given), given.get("num_sub_threads", 1)
-        if given.get("transport") != "thread":
+        said = getattr(given.get("processes"), "said", ())
+        if given.get("transport") != "thread" and "threads_per_worker" not in said:
             given["num_sub_threads"] = threads
         ours, self._wishes = resolve(given, many=True)
         acting = compiled(policy_of(policy, factory), asked, None)

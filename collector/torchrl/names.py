@@ -48,7 +48,7 @@ class TorchRLNames(Updating):
         self.init_random_frames = wishes.init_random_frames
         self.max_frames_per_traj = self._options.max_frames_per_traj or 0
         self.exploration_type = self._options.exploration_type
-        self.split_trajs = self._options.split_trajs
+        self.split_trajs = self._options.layout.split_trajs
         self.storing_device = self._options.storing_device
         self.policy_device = self._options.policy_device
         self.device, self.env_device = self._options.device, self._options.env_device

@@ -49,10 +49,10 @@ class Yielding(Collector):
     def _fill_rectangles(self, lanes: int) -> None:
         """Enlarge batches until all ``lanes`` have the same length, as TorchRL does."""
         options = self._options
-        if options.layout == "torchrl":
+        if options.layout.name == "torchrl":
             frames = -(-options.frames_per_batch // lanes) * lanes
             self._options = replace(options, frames_per_batch=frames)
-            self.frames_per_batch = frames
+            self._frames_per_batch = frames
             self._writer.require_room(self._options.largest_batch)
 
     def _drive(self, *parts: Any, torchrl: TorchrlLayout | None = None, **more: Any) -> None:
@@ -116,7 +116,7 @@ class Yielding(Collector):
     def _process(self, batch: TensorDictBase) -> Any:
         """Return ``batch`` as it is stored or yielded, after the caller's postproc and hook."""
         wishes = self._wishes
-        if isinstance(wishes.cat_results, int) and not self._options.split_trajs:
+        if isinstance(wishes.cat_results, int) and not self._options.layout.split_trajs:
             batch = joined_workers(batch, wishes.cat_results)
         if wishes.track_policy_version:
             batch = with_policy_version(batch)

@@ -10,7 +10,8 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.envs.driven.make import require_no_env_kwargs
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.options import Options, at_most
+from tallyroll.collector.options import Options
+from tallyroll.collector.options.checks import at_most
 from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.share import evenly
 

@@ -14,8 +14,8 @@ from tallyroll.collector.slab.progress import BOARD_WORDS, FILLED, HALT, PAUSE, 
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
-from tallyroll.collector.workers.supervision_options import Supervision
 from tallyroll.collector.workers.transport import Gone, Transport
+from tallyroll.collector.workers.worker_options import Supervision
 
 _LOOK_SECONDS = 0.25
 """How often the progress of workers is looked at while nothing is heard of them."""

@@ -257,8 +257,15 @@ class RowStore:
         return self.reader.in_order(keys)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self.head} rows"
-        return f"{type(self).__name__}({str(self.path)!r}, mode={self.mode!r}, {state})"
+        return f"{type(self).__name__}({str(self.path)!r}, mode={self.mode!r}, {_state_of(self)})"
+
+
+def _state_of(store: RowStore) -> str:
+    if store.closed:
+        return "closed"
+    each = f" of {store.schema.row_nbytes:,} bytes" if store.head else ""
+    ring = f", the newest of {store.head:,}, in a ring of {store.ring:,}" if store.ring else ""
+    return f"{len(store):,} rows{each}{ring}"
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -76,6 +76,13 @@ class Report:
         """True if the checks found no fault; there may be notes."""
         return not self.findings
 
+    def __repr__(self) -> str:
+        found = "; ".join(str(each) for each in self.findings) or "sound"
+        noted = "".join(f", note: {each}" for each in self.notes)
+        left = f", skipped: {', '.join(self.skipped)}" if self.skipped else ""
+        made = f"{len(self.checked)} checks made"
+        return f"Report({self.path!r}, {self.rows:,} rows, {found}{noted}, {made}{left})"
+
 
 class Findings:
     """A collection of findings, with the count of their places and the first `PLACES` of each."""

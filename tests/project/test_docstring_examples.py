@@ -29,6 +29,7 @@ EXAMPLES = {each.name.removeprefix("tallyroll."): each for each in examples()}
 
 def test_what_users_meet_first_has_examples() -> None:
     assert sorted(name.rpartition(".")[2] for name in EXAMPLES) == [
+        "Columns",
         "Ledger",
         "MemmapStorage",
         "SyncCollector",

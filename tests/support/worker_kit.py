@@ -32,7 +32,7 @@ from tallyroll.collector import (
     multiprocess,
 )
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.workers.local.threads import Threads
+from tallyroll.collector.workers.local.threads import ThreadTransport
 
 from collect_kit import Batches, ByObservation, OwnTicks, assert_same
 from fork_server import warm_fork_server
@@ -421,15 +421,15 @@ def assert_first_started(
 # --- workers in threads -------------------------------------------------------------------------
 
 
-def _as_threads(jobs: Sequence[bytes], **_: Any) -> Threads:
+def _as_threads(jobs: Sequence[bytes], **_: Any) -> ThreadTransport:
     """Threads, whatever was asked for."""
     plain = [replace(cloudpickle.loads(job), threads=None) for job in jobs]
-    return Threads([cloudpickle.dumps(job) for job in plain])
+    return ThreadTransport([cloudpickle.dumps(job) for job in plain])
 
 
 @contextmanager
 def in_threads() -> Iterator[None]:
     """Collectors that are made inside have threads for workers."""
     MADE.clear()
-    with patch.object(multiprocess, "Processes", _as_threads):
+    with patch.object(multiprocess, "ProcessTransport", _as_threads):
         yield

@@ -12,7 +12,7 @@ from tallyroll.collector.batches.checks.ranges import Range, values_of
 from tallyroll.collector.batches.checks.slot_checks import SlotChecks
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
-from tallyroll.collector.options import Validate
+from tallyroll.collector.options.objects import Validate
 from tallyroll.collector.policies.mask_rules import MaskRule
 from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.run_plan import FEW_SLOTS

@@ -64,16 +64,17 @@ class LayingOut:
         if torchrl is not None and self._shapes:
             items = options.postproc is None and writer.makes_items(torchrl.dims)
             torchrl.require_rectangles(items)
-        self.arranges = options.layout != "rows"
+        self.arranges = options.layout.name != "rows"
         """True if batches are not laid out as one row after the other."""
         self.marks = torchrl is None
         """True if done flags are True at the last row of a trajectory in a batch."""
         self.inits = source.plan.inits if torchrl is None else ()
         """Keys that mark a trajectory's first row; none in TorchRL's layout."""
-        hidden = () if options.yield_large else source.large
+        yields = options.columns.yield_large
+        hidden = () if yields else source.large
         self.keys = [key for key in source.no_rows if key not in hidden]
         """Columns that are yielded."""
-        large = [source.plan.layout[key] for key in source.large] if options.yield_large else []
+        large = [source.plan.layout[key] for key in source.large] if yields else []
         # A column of a dtype that NumPy lacks was copied with the small columns.
         self._pool = BufferPool(
             [(NUMPY[c.dtype], c.shape) for c in large if c.dtype is not torch.bfloat16]
@@ -92,16 +93,16 @@ class LayingOut:
         """Return ``batch``, rows one after the other, in the layout of the run."""
         if self.torchrl is not None:
             return self.torchrl(batch, flags)
-        if self._options.layout == "lanes":
+        if self._options.layout.name == "lanes":
             return by_lane(batch, self._lanes)
-        return split_trajectories(batch) if self._options.layout == "trajectories" else batch
+        return split_trajectories(batch) if self._options.layout.name == "trajectories" else batch
 
     def _parted(self, part: Part) -> tuple[Rows, Columns]:
         """Return the rows that are yielded, and the large columns that are only stored."""
         if not self._source.large:
             return part.rows, {}
         rows = dict(part.rows)
-        if not self._options.yield_large:
+        if not self._options.columns.yield_large:
             copied = {key: rows.pop(key) for key in self._source.large if key in rows}
             return rows, {**part.large, **copied}
         if part.large:

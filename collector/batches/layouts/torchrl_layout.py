@@ -76,7 +76,7 @@ class TorchrlLayout:
         apart: bool = False,
     ) -> None:
         self.apart = apart
-        self._shapes, self._split = list(shapes), options.split_trajs
+        self._shapes, self._split = list(shapes), options.layout.split_trajs
         sizes = [prod(shape) for shape in shapes]
         self._starts = list(accumulate(sizes, initial=0))
         """The first lane of each worker, and their number."""
@@ -90,7 +90,7 @@ class TorchrlLayout:
         self._dones = [(NEXT, *key) for key in plan.flags if key[-1] == DONE[-1]]
         self._no_truncated = TRUNCATED[1:] not in plan.flags
         self._truncated = [(NEXT, *k) for k in plan.flags if k[-1] == TRUNCATED[-1]]
-        if not options.set_truncated:
+        if not options.layout.set_truncated:
             self._truncated = []
         elif not self._truncated:
             raise ArgumentError(

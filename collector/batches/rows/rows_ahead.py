@@ -106,7 +106,7 @@ def _wide(lanes: Lanes, plan: SlabPlan, options: Options) -> dict[Key, Array]:
     return {
         key: slab.arrays[key]
         for key, flat in slab.flat.items()
-        if (options.yield_large if key in large else _pays(rows, flat[:1].nbytes))
+        if (options.columns.yield_large if key in large else _pays(rows, flat[:1].nbytes))
     }
 
 

@@ -71,7 +71,7 @@ def traits_of(
         resets_batches=options.reset_at_each_iter,
         wide_bounds=checks.table(slab) is None,
         slots_of_batch=ceil(options.largest_batch / slab.lanes),
-        yields_large=bool(source.large) and options.yield_large,
+        yields_large=bool(source.large) and options.columns.yield_large,
         arranged=_arranged(options, rollout),
     )
 
@@ -80,8 +80,8 @@ def _arranged(options: Options, rollout: TransitionSource) -> str:
     """Say what keeps a batch from being laid out as its rows are stored."""
     if isinstance(rollout, Rollout) and rollout.driver.in_workers:
         return "workers fill the slots"
-    if options.layout != "rows":
-        return f'layout="{options.layout}" puts rows in another order'
+    if options.layout.name != "rows":
+        return f'layout="{options.layout.name}" puts rows in another order'
     return "" if options.storing_device is None else "storing_device= moves batches"
 
 

@@ -24,8 +24,8 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
     Raises:
         ArgumentError, EnvironmentRefused: it cannot be driven as ``options`` want it.
     """
-    if options.layout != "torchrl":  # there what TorchRL does is what is wanted, and is said
-        refuse_known_faults(env, options.max_frames_per_traj, options.finals == "lost")
+    if options.layout.name != "torchrl":  # there what TorchRL does is what is wanted, and is said
+        refuse_known_faults(env, options.max_frames_per_traj, options.checks.finals == "lost")
     device = options.env_device or (None if runs_on_cpu(env) else options.device)
     if device is not None:
         if device.type != "cpu" and runs_on_cpu(env):
@@ -53,7 +53,7 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
             "(a Gymnasium id, SyncVectorEnv with autoreset disabled, SerialEnv, ParallelEnv); "
             f'got {env}; use surplus="carry" or "discard"'
         )
-    if options.finals != "lost":
+    if options.checks.finals != "lost":
         refuse_reused(env)
     return env
 

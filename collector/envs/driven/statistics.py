@@ -9,14 +9,14 @@ from torchrl.envs import EnvBase, Transform, VecNorm, VecNormV2
 
 from tallyroll.collector.compat import keeps_in_shared_memory
 from tallyroll.collector.errors import EnvironmentRefused
-from tallyroll.collector.options import Layout
+from tallyroll.collector.options.objects import LayoutName
 
 
 class StatisticsWarning(UserWarning):
     """Each worker has statistics of its own, so that rows depend on the number of workers."""
 
 
-def judge_apart(names: Sequence[str], workers: int, layout: Layout) -> None:
+def judge_apart(names: Sequence[str], workers: int, layout: LayoutName) -> None:
     """Refuse transforms of these ``names``, which keep statistics of each worker's own lanes.
 
     ``layout="torchrl"`` collects as TorchRL does, which has them so: a warning.

@@ -113,7 +113,7 @@ def over(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
     if create is not None:
         infos = discovered(infos, create, env)
     return GymnasiumVectorEnv(
-        env, reset_slots=options.reset_slots, info_keys=infos, rename=options.rename
+        env, reset_slots=options.checks.reset_slots, info_keys=infos, rename=options.rename
     )
 
 

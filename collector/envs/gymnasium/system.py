@@ -28,7 +28,7 @@ from tallyroll.collector.envs.gymnasium.vector_rules import (
 from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers, stepping_of
 from tallyroll.collector.envs.system import Declares, Into, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
-from tallyroll.collector.options import ResetSlots
+from tallyroll.collector.options.objects import ResetSlots
 from tallyroll.collector.run_plan import lending
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named

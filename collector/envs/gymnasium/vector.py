@@ -9,7 +9,7 @@ from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.gymnasium.vector_rules import autoreset_mode
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.options import ResetSlots
+from tallyroll.collector.options.objects import ResetSlots
 from tallyroll.collector.slab.info import Info, infos_of
 from tallyroll.collector.slab.names import Rename
 

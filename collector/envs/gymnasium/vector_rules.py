@@ -18,7 +18,8 @@ from tallyroll.collector.compat import own_observations, states_of_lanes, widen_
 from tallyroll.collector.envs.probes.reuse import sharing
 from tallyroll.collector.envs.system import AtEnd
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
-from tallyroll.collector.options import ResetSlots, one_of
+from tallyroll.collector.options.checks import one_of
+from tallyroll.collector.options.objects import ResetSlots
 
 _REFUSED = {
     "gymnasium.envs.functional_jax_env": "a functional (phys2d) vector environment gives reward 1 "

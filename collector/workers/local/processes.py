@@ -122,7 +122,7 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-class Processes:
+class ProcessTransport:
     """Starts processes. Whatever becomes of this one, they end with it.
 
     Args:

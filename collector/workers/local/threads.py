@@ -123,7 +123,7 @@ def _serve(channel: PipeChannel, job: bytes, raised: list[BaseException], again:
         channel.close()
 
 
-class Threads:
+class ThreadTransport:
     """Starts threads.
 
     Args:

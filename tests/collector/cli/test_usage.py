@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tallyroll.collector.cli import main
-from tallyroll.collector.cli.output import did_you_mean
 from tallyroll.collector.cli.parser import SHELLS, make_parser
+from tallyroll.storage.package.near_names import did_you_mean
 
 COMMANDS = ("collect", "completion", "envs", "info", "inspect", "verify")
 

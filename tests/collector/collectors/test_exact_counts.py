@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDictBase
 
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector, evaluate
 from tallyroll.collector.rollout import slab_plan
-from tallyroll.storage import MemmapStorage
+from tallyroll.storage import MemmapStorage, verify
 
 from collect_kit import ByObservation, assert_same, balanced, collect, joined
 from oracles import (
@@ -207,5 +207,21 @@ def test_what_it_says_of_itself(tmp_path: Path) -> None:
     ):
         collector.collect(10)
         assert repr(collector) == f"SyncCollector(4 lanes, 10 transitions, in {storage!r})"
+        assert repr(storage).endswith("rows', mode='create', 10 rows of 75 bytes)")
     assert repr(collector).endswith(", closed), ended)")
     assert repr(SyncCollector.__new__(SyncCollector)) == "SyncCollector(not begun)"
+    found = verify(tmp_path / "rows")
+    checks = f"{len(found.checked)} checks made, skipped: {', '.join(found.skipped)}"
+    assert repr(found) == f"Report({str(tmp_path / 'rows')!r}, 10 rows, sound, {checks})"
+
+
+def test_what_a_ring_and_an_evaluation_say_of_themselves(tmp_path: Path) -> None:
+    ring = MemmapStorage(tmp_path / "ring", max_size=8)
+    assert repr(ring).endswith("mode='create', 0 rows, the newest of 0, in a ring of 8)")
+    with SyncCollector("CartPole-v1", frames_per_batch=5, total_frames=10, storage=ring) as one:
+        one.collect(10)
+        assert repr(one).startswith("SyncCollector(1 lane, 10 of 10 transitions, in Memmap")
+        assert repr(ring).endswith("8 rows of 75 bytes, the newest of 10, in a ring of 8)")
+    ring.close()
+    result = evaluate(None, "CartPole-v1", episodes=2, seed=0)
+    assert repr(result).startswith(f"Evaluation(2 episodes, mean return {result.mean_return:.5g}, ")

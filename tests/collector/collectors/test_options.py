@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from dataclasses import fields
 from functools import partial
 from typing import Any, get_args
 
@@ -19,11 +16,11 @@ from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, Tensor
 from tensordict.nn import TensorDictSequential as Sequential
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from tallyroll.collector import GymnasiumVectorEnv, MultiprocessCollector, SyncCollector
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.cli.parser import make_parser
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.multiprocess import Mode
-from tallyroll.collector.options import Finals, Options, Validate
+from tallyroll.collector.options.objects import Finals, Validate
 
 from collect_kit import (
     LENGTHS,
@@ -73,25 +70,6 @@ class RecordingPolicy(ByObservation):
 
 
 # --- where options are stated -------------------------------------------------------------------
-
-
-def described(collector: type) -> set[str]:
-    """The arguments that a collector's docstring describes."""
-    args = (collector.__doc__ or "").partition("Args:")[2].partition("Raises:")[0]
-    named = re.findall(r"^ {8}(\w+(?:, \w+)*):", args, re.MULTILINE)
-    return {name for names in named for name in names.split(", ")}
-
-
-def test_collectors_state_options_alike() -> None:
-    one = inspect.signature(SyncCollector).parameters
-    many = inspect.signature(MultiprocessCollector).parameters
-    shared = [name for name in one if name != "create_env_fn"]
-    assert [name for name in many if name in shared] == shared
-    assert all(one[name] == many[name] for name in shared)
-    assert described(SyncCollector) == set(one)
-    assert described(MultiprocessCollector) == set(many) - set(shared) | {"policy"}
-    options = [each.name for each in fields(Options)]
-    assert [name for name in shared if name in options] == options
 
 
 def test_the_command_takes_the_values_that_collectors_take() -> None:

@@ -32,7 +32,8 @@ def collected(folder: Path, **options: Any) -> MultiprocessCollector:
 
 def test_an_object_does_what_its_keywords_do(tmp_path: Path) -> None:
     keywords: dict[str, Any] = {"on_worker_death": "respawn", "max_respawns": 1}
-    for number, options in enumerate((keywords, {"supervision": Supervision(**keywords)})):
+    mixed = {"supervision": Supervision(on_worker_death="respawn"), "max_respawns": 1}
+    for number, options in enumerate((keywords, mixed)):
         (tmp_path / str(number)).mkdir()
         ledger = collected(tmp_path / str(number), **options).ledger
         assert (ledger.respawned, ledger.stored) == (1, 100)
@@ -64,10 +65,13 @@ def test_values_are_checked_when_the_object_is_made(options: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"supervision": {"max_respawns": 3}}, "supervision: expected a Supervision, got dict"),
         (
-            {"supervision": Supervision(), "step_timeout": 3.0, "max_respawns": 1},
-            "supervision: expected all in one place, got max_respawns, step_timeout beside it",
+            {"supervision": {"max_respawns": 3}},
+            r"supervision: expected Supervision\(...\), got dict",
+        ),
+        (
+            {"supervision": Supervision(max_respawns=1), "max_respawns": 1},
+            "max_respawns: expected in one place, got max_respawns=1 and Supervision",
         ),
     ],
 )

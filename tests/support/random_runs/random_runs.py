@@ -29,6 +29,7 @@ from random_meddling import Meddler
 from random_networks import CHANGES
 from random_policies import make_policy
 from random_running import Told
+from random_spelling import spelled
 from worker_kit import QUICK, in_threads, lanes_of_workers, start
 
 RING = 32
@@ -393,6 +394,7 @@ class _Runner:
         if not config.env.adapter:
             options |= of_vector
         make = partial(make_env, config.driven, self.world, number, of_vector)
+        options = spelled(options, config.number)
         if not config.workers:
             env: Any = make
             if config.given == "object":

@@ -1,0 +1,55 @@
+"""Attributes of every collector."""
+
+from tallyroll.collector.counting.episode_log import EpisodeLog
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.options import Options
+from tallyroll.collector.options.objects import LayoutName
+
+
+class Attributes:
+    """A run as its attributes say it; a collector sets what they read."""
+
+    _options: Options
+    _ledger: Ledger
+    _episodes: EpisodeLog
+    _lanes: int
+    _frames_per_batch: int
+    _last_rows: range | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The balanced count of the run, which goes on counting."""
+        return self._ledger
+
+    @property
+    def episodes(self) -> EpisodeLog:
+        """Finished episodes, the newest last."""
+        return self._episodes
+
+    @property
+    def lanes(self) -> int:
+        """Lanes, over all workers."""
+        return self._lanes
+
+    @property
+    def frames_per_batch(self) -> int:
+        """Transitions a batch."""
+        return self._frames_per_batch
+
+    @property
+    def frame_skip(self) -> int | str:
+        """Simulator ticks a transition, or the info key that counts them."""
+        return self._options.columns.frame_skip
+
+    @property
+    def layout(self) -> LayoutName:
+        """The layout of batches, by its name."""
+        return self._options.layout.name
+
+    @property
+    def last_rows(self) -> range | None:
+        """Numbers, over all rows ever stored, of those of the last :meth:`collect`.
+
+        None before it, and where only a replay buffer over another storage knows.
+        """
+        return self._last_rows

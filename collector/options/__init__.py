@@ -1,0 +1,158 @@
+"""Options that all collectors share, checked before anything is made."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs.utils import ExplorationType
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.options.checks import (
+    a_callable,
+    at_most,
+    available_device,
+    checked,
+    frame_budget,
+    keyword_arguments,
+    not_negative,
+    or_none,
+    positive,
+    refuse_unknown,
+)
+from tallyroll.collector.options.objects import (
+    Checks,
+    Columns,
+    Devices,
+    Layout,
+    OptionObject,
+    keywords_of,
+    object_of,
+)
+from tallyroll.collector.slab.info import Info, infos_of
+from tallyroll.collector.slab.names import checked_rename, split
+from tallyroll.storage.rows.keys import Key
+
+Surplus = Literal["carry", "discard", "never_step"]
+Postproc = Callable[[TensorDictBase], TensorDictBase]
+
+MOST_LANES = 2**20
+"""A run's, as a manifest is read back."""
+Count = Annotated[int | None, or_none(positive)]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments that collectors share; their docstrings say what they mean.
+
+    A type says how the argument is checked: it names the values that are allowed, is annotated
+    with a `Check`, or is an `OptionObject`, whose fields are keywords of the collector as well.
+    """
+
+    frames_per_batch: Annotated[int, positive]
+    total_frames: Annotated[int | None, or_none(frame_budget)]
+    """None: no limit of frames."""
+    num_envs: Annotated[int | None, or_none(at_most(MOST_LANES))]
+    seed: Annotated[int | None, or_none(not_negative)]
+    device: Annotated[torch.device | None, or_none(available_device)]
+    total_episodes: Count
+    env_kwargs: Annotated[dict[str, Any] | None, or_none(keyword_arguments)]
+    layout: Layout
+    surplus: Surplus
+    init_random_frames: Annotated[int, not_negative]
+    exploration_type: ExplorationType
+    max_frames_per_traj: Count
+    reset_at_each_iter: bool
+    postproc: Annotated[Postproc | None, or_none(a_callable)]
+    columns: Columns
+    checks: Checks
+    devices: Devices
+
+    # What follows from these.
+    policy_device: torch.device | None = field(init=False)
+    env_device: torch.device | None = field(init=False)
+    storing_device: torch.device | None = field(init=False)
+    info_keys: tuple[Info, ...] = field(init=False)
+    """With the one that counts ticks."""
+    rename: dict[Any, Key] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, each in keywords_of(Devices).items():
+            found = or_none(available_device)(name, getattr(self.devices, each.name))
+            if name != "env_device":  # not every environment can be moved
+                found = found or self.device
+            object.__setattr__(self, name, found)
+        ticks, infos = self.columns.frame_skip, infos_of(self.columns.info_keys)
+        if isinstance(ticks, str) and split(ticks) not in (info.key for info in infos):
+            infos = (*infos, Info(ticks))
+        object.__setattr__(self, "info_keys", infos)
+        object.__setattr__(self, "rename", checked_rename(self.columns.rename or {}))
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Make options from the ``arguments`` of a collector, its ``locals()`` at its beginning.
+
+        Raises:
+            ArgumentError: an option cannot be right, or two contradict each other.
+        """
+        if more := arguments["more"]:
+            of = type(arguments["self"]).__name__ if "self" in arguments else "a collector"
+            refuse_unknown(more, {*arguments, *cls.keywords()} - _NO_OPTIONS, of)
+        options: dict[str, Any] = {}
+        for each in fields(cls):
+            if isinstance(each.type, type) and issubclass(each.type, OptionObject):
+                options[each.name] = object_of(each.type, each.name, arguments[each.name], more)
+            elif each.init:
+                options[each.name] = checked(each.name, arguments[each.name], each.type)
+        made = cls(**options)
+        made._refuse_contradictions(arguments)
+        return made
+
+    @classmethod
+    def keywords(cls) -> frozenset[str]:
+        """Options that are fields of objects, as keywords of a collector."""
+        kinds = [each.type for each in fields(cls) if isinstance(each.type, type)]
+        objects = [each for each in kinds if issubclass(each, OptionObject)]
+        return frozenset(name for each in objects for name in keywords_of(each))
+
+    def for_worker(self, num_envs: int | None) -> Self:
+        """Return a worker's options, without unused ones, which may not be picklable."""
+        return replace(self, num_envs=num_envs, postproc=None)
+
+    @property
+    def largest_batch(self) -> int:
+        """Rows of the largest batch that can come."""
+        return min(self.frames_per_batch, self.total_frames or self.frames_per_batch)
+
+    def _refuse_contradictions(self, given: Mapping[str, Any]) -> None:
+        total, episodes = given["total_frames"], given["total_episodes"]
+        if (total is None) == (episodes is None):
+            raise ArgumentError(
+                "expected total_frames (transitions, -1: no limit) or total_episodes, one of them, "
+                f"got total_frames={total!r}, total_episodes={episodes!r}"
+            )
+        if episodes is not None and self.reset_at_each_iter:
+            raise ArgumentError(
+                "total_episodes wants whole episodes and reset_at_each_iter cuts them; drop one"
+            )
+        if episodes is not None and self.surplus == "discard":
+            raise ArgumentError(
+                'total_episodes wants whole episodes and surplus="discard" throws parts of them '
+                'away; use surplus="carry"'
+            )
+        if self.columns.yield_large:
+            return
+        if given["storage"] is None or given["replay_buffer"] is not None:
+            raise ArgumentError(
+                "yield_large=False wants a storage (storage=), which alone gets large columns; a "
+                "replay buffer gets what is yielded"
+            )
+        if self.postproc is not None:
+            raise ArgumentError(
+                "yield_large=False leaves out columns that postproc may want; drop one of them"
+            )
+
+
+_NO_OPTIONS = {"self", "more", "__class__"}
+"""Names of ``locals()`` that are no arguments."""

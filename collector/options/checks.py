@@ -1,0 +1,174 @@
+"""Checks of single values: an argument's name and value in, the value as it is used out."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import numpy as np
+import torch
+
+from tallyroll.collector.errors import ArgumentError, UnknownArgument
+from tallyroll.collector.slab.info import Info, infos_of
+from tallyroll.collector.slab.names import checked_rename
+from tallyroll.storage.package.near_names import did_you_mean
+
+Check = Callable[[str, Any], Any]
+"""Takes an argument's name and value; returns the value as it is used, or raises ArgumentError."""
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as the type ``hint`` has it: one of a Literal, or what its `Check` returns."""
+    if get_origin(hint) is Annotated:
+        return hint.__metadata__[0](name, value)
+    if get_origin(hint) is Literal:
+        one_of(name, value, hint)
+    return value
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], of: str) -> None:
+    """Raise unless all names that are ``given`` are ``known``, as arguments ``of`` something."""
+    names = {*known}
+    for name in given:
+        if name not in names:
+            raise UnknownArgument(
+                f"expected arguments of {of}, got {name}="
+                f"{did_you_mean(name, names) or '; its docstring lists them'}"
+            )
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})")
+    return int(value.__index__())
+
+
+def positive(name: str, value: Any) -> int:
+    """``value`` as an integer above 0."""
+    number = _integer(name, value)
+    if number <= 0:
+        raise ArgumentError(f"{name}: expected an integer above 0, got {number}")
+    return number
+
+
+def at_most(most: int) -> Check:
+    """A check of integers above 0 and no larger than ``most``."""
+
+    def check(name: str, value: Any) -> int:
+        if (number := positive(name, value)) > most:
+            raise ArgumentError(f"{name}: expected at most {most:,}, got {number:,}")
+        return number
+
+    return check
+
+
+def not_negative(name: str, value: Any) -> int:
+    """``value`` as an integer of at least 0."""
+    number = _integer(name, value)
+    if number < 0:
+        raise ArgumentError(f"{name}: expected an integer of at least 0, got {number}")
+    return number
+
+
+def seconds(name: str, value: Any) -> float | None:
+    """``value`` as a number of seconds above 0, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ArgumentError(f"{name}: expected a number of seconds above 0, or None, got {value!r}")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """``value`` as True or False."""
+    if not isinstance(value, (int, np.bool_)) or value not in (0, 1):
+        raise ArgumentError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, literal: Any) -> None:
+    """Raise unless ``value`` is among those that the type ``literal`` names."""
+    if value not in (allowed := get_args(literal)):
+        raise ArgumentError(f"{name}: expected one of {list(allowed)}, got {value!r}")
+
+
+def or_none(check: Check) -> Check:
+    """A check that lets None pass."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def frame_budget(name: str, value: Any) -> int | None:
+    """A budget of frames; None for -1, no limit."""
+    return None if _integer(name, value) == -1 else positive(name, value)
+
+
+def tick_count(name: str, value: Any) -> int | str:
+    """Ticks a transition, or the info key that counts them."""
+    return value if isinstance(value, str) else positive(name, value)
+
+
+def available_device(name: str, value: Any) -> torch.device:
+    """``value`` as a device that this machine has."""
+    try:
+        # A tensor's device is named in full ("cuda:0", not "cuda"), and is there.
+        return torch.empty(0, device=value).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ArgumentError(
+            f"{name}: expected a torch device of this machine, got {value!r}: {error}"
+        ) from error
+
+
+def named_device(name: str, value: Any) -> torch.device:
+    """``value`` as a device, of whichever machine: nothing is asked of the driver."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"{name}: expected a torch device, got {value!r}: {error}") from error
+
+
+def a_callable(name: str, value: Any) -> Any:
+    """``value``, which may be called."""
+    if not callable(value):
+        raise ArgumentError(f"{name}: expected a callable, got {type(value).__name__}")
+    return value
+
+
+def keyword_arguments(name: str, value: Any) -> dict[str, Any]:
+    """A copy of ``value``, keywords by name."""
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{name}: expected keywords by name, got {value!r}")
+    if is_deeper(value, _MOST_DEPTH):
+        raise ArgumentError(
+            f"{name}: expected values that are nested at most {_MOST_DEPTH} deep, for they are "
+            "written to the manifest; pass a factory that has them"
+        )
+    return dict(value)
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether mappings and lists in ``value`` are nested deeper than ``most``."""
+    level = [value]
+    for _ in range(most):
+        inner = (each.values() if isinstance(each, Mapping) else each for each in level)
+        below = (each for some in inner for each in some if isinstance(each, _NESTING))
+        level = [*{id(each): each for each in below}.values()]  # it may hold itself
+        if not level:
+            return False
+    return True
+
+
+def info_declarations(name: str, value: Any) -> tuple[str | tuple[str, ...] | Info, ...]:
+    """A copy of ``value``, declarations of infos as they were given."""
+    given = value if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    infos_of(given)
+    return tuple(given)
+
+
+def new_names(name: str, value: Any) -> dict[Any, Any]:
+    """A copy of ``value``, new names of columns by their old ones; none of None."""
+    if value is None:
+        return {}
+    checked_rename(value)
+    return dict(value)
+
+
+_NESTING = (Mapping, list, tuple)
+_MOST_DEPTH = 64
