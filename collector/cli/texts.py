@@ -53,6 +53,11 @@ examples: one HDF5 file, or one Zarr group, for other programs to read
   tallyroll collect CartPole-v1 --frames 50_000 --out pole.h5 --finalize
   tallyroll collect CartPole-v1 --frames 50_000 --out pole.zarr --finalize
 """
+COLLECT_LOGS = """\
+example: a row every 5,000 transitions, for a table and for TensorBoard
+  tallyroll collect CartPole-v1 --frames 1e6 --out runs/pole --log-every 5e3 \\
+    --log runs/pole.csv --log tensorboard:runs/curves
+"""
 COLLECT_EXAMPLES = """\
 examples:
   random actions, 8 environments side by side:

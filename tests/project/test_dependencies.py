@@ -48,5 +48,5 @@ def test_modules_import_with_themselves_only_what_everybody_has(wing: str) -> No
 
 def test_each_of_them_has_a_version_that_tests_ran_with() -> None:
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert NEEDED | {"h5py", "shtab"} <= {*pinned}
+    assert NEEDED | {"h5py", "shtab", "tensorboard", "wandb"} <= {*pinned}
     assert len(pinned) == len({*pinned})
