@@ -263,6 +263,8 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "a row of numbers now and then: a path that ends in .csv, tensorboard:DIR, or "
         "wandb:PROJECT (offline with WANDB_MODE=offline); may be given several times"),
     "--log-every": (_positive, "L", "transitions between two rows (default: 1000)"),
+    "--runs": (None, "", "only its runs: also their host, commit, hashes of the policy, returns"),
+    "--trajectories": (None, "", "only its trajectories, a line each"),
     "--rows": (_count, "R", "rows to show (default: 5)"),
     "--skip": (_checks, "A,B",
         f"checks to skip because the data violates them on purpose: {_CHECKS}"),
@@ -303,6 +305,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(info, "--json")
     inspect = command("inspect", "show what is in a storage")
     _add_path(inspect)
+    _add(inspect.add_mutually_exclusive_group(), "--runs", "--trajectories")
     _add(inspect, "--rows", default=5)
     _add(inspect, "--accept-copy")
     _add_output(inspect, "--json")

@@ -122,13 +122,16 @@ examples:
 INSPECT_USAGE = "%(prog)s PATH [options]"
 INSPECT = """\
 Show a storage: its columns, its runs, how many rows and trajectories it holds,
-returns and lengths of the episodes that ended, and its first rows. Another
-process may write meanwhile.
+returns and lengths of the episodes that ended (in all, by run, and by the
+policy's version at the last action), and its first rows. Another process may
+write meanwhile.
 """
 INSPECT_EXAMPLES = """\
 examples:
   tallyroll inspect runs/pole
   tallyroll inspect runs/pole --rows 20
+  tallyroll inspect runs/pole --runs
+  tallyroll inspect runs/pole --trajectories | tail
   tallyroll inspect runs/pole --json | jq .returns.mean
 """
 
