@@ -3,6 +3,8 @@
 from tallyroll.collector.batches.layouts.trajectories import (
     split_trajectories as split_trajectories,
 )
+from tallyroll.collector.batches.logs.run_log import LogWarning as LogWarning
+from tallyroll.collector.batches.logs.run_log import RunLog as RunLog
 from tallyroll.collector.counting.episode_log import Episode as Episode
 from tallyroll.collector.counting.ledger import Ledger as Ledger
 from tallyroll.collector.envs.fixed_width import FixedWidth as FixedWidth

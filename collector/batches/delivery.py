@@ -76,7 +76,8 @@ class Delivery:
             if self._counts.column is not None:
                 post(self._run.ledger, self._counts.of_resets(part))
             if part.episodes is not None and len(part.episodes):
-                self._run.episodes.extend(part.episodes)
+                counted = self._run.ledger.stored + self.count
+                self._run.episodes.extend(part.episodes, counted)
             if block.kept:
                 self._kept.append(block)
             self._parts.append(part)

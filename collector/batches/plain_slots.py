@@ -100,5 +100,5 @@ class PlainSlots:
                 ended = self.table.ended(run.ended)
                 if self.rows.batch is not None:
                     ended = ended[np.argsort(ended["lane"], kind="stable")]
-                self.episodes.extend(ended)
+                self.episodes.extend(ended, self.rows.ledger.stored - self.rows.count)
                 run.ended = 0

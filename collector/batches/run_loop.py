@@ -282,7 +282,12 @@ class Collector(Attributes, ABC):
         self._policy.update_weights(weights)
 
     def metrics(self, window: int = 100) -> dict[str, float]:
-        """A flat dict for any logger: the counts, and means over the last ``window`` episodes."""
+        """A flat dict for any logger: counts of the run so far, and means over its last episodes.
+
+        ``frames`` (stored transitions), ``ticks``, ``reset_slots``, ``discarded`` and ``episodes``
+        (those that ended) are of :attr:`ledger`; ``policy_version`` is the present one. The means
+        are over the last ``window`` episodes that this collector saw end; NaN before the first.
+        """
         positive("window", window)
         recent = self.episodes[-window:]
         return {

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -16,6 +16,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from tallyroll.collector.batches.logs.run_log import EVERY, RunLog
+from tallyroll.collector.batches.logs.target import LogTarget, open_target
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.stored.resume import has_begun, last_run_of
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
@@ -198,7 +200,11 @@ class CollectRun:
         policy = load_policy(plan.policy)
         self._warn_of_repetition()
         self.storage.writer.runs.provenance = {"command": plan.as_dict()}
-        with self._collector(plan.env, policy) as collector:
+        with (
+            self._log_targets() as targets,
+            self._collector(plan.env, policy) as collector,
+            self._logs(collector, targets) as logs,
+        ):
             self.began, self.has_begun = collector.ledger.stored, True
             self._say_what_it_takes()
             if self.args.plan:
@@ -212,11 +218,36 @@ class CollectRun:
                     show()
                     for _ in collector:
                         show()
+                        for log in logs:
+                            log.update()
                 finally:
                     show(last=True)
             seconds = time.monotonic() - started
         self.signals.stop = None
         return collector, seconds
+
+    @contextmanager
+    def _log_targets(self) -> Iterator[list[LogTarget]]:
+        """Open what --log names, before the storage has a run."""
+        with ExitStack() as stack:
+            targets = []
+            for each in self.args.log or ():
+                targets.append(target := open_target(each))
+                stack.callback(target.close)
+                if target.newest is not None and not self.resumes:
+                    raise CommandError(
+                        f"--log: {each} has rows of another run already, the last one of "
+                        f"{target.newest.frames:,} transitions; give another --log, or --resume "
+                        "that run"
+                    )
+            yield targets
+
+    @contextmanager
+    def _logs(self, collector: Collector, targets: list[LogTarget]) -> Iterator[list[RunLog]]:
+        """The logs, which have their last row before the collector ends."""
+        every = self.args.log_every or EVERY
+        with ExitStack() as stack:
+            yield [stack.enter_context(RunLog(collector, each, every=every)) for each in targets]
 
     def _collector(self, env: str, policy: Any) -> Collector:
         plan = self.plan
@@ -324,8 +355,12 @@ class CollectRun:
 
     def _resume_command(self, plan: Plan) -> str:
         # All else stands in the manifest.
-        options = ["--finalize"] if self.args.finalize else []
+        options = [*self._log_options(), *["--finalize"] * self.args.finalize]
         return Plan(env=plan.env, policy=plan.policy).command(self.out, "--resume", *options)
+
+    def _log_options(self) -> list[str]:
+        every = [] if self.args.log_every is None else ["--log-every", str(self.args.log_every)]
+        return [word for each in self.args.log or () for word in ("--log", each)] + every
 
     def _say_what_an_error_left(self, error: Exception) -> None:
         """Say how to go on, too."""
@@ -349,6 +384,7 @@ class CollectRun:
         how = self._resume_command(self.plan)
         if not self.resumes and not self.has_begun:
             options = ["--format", self.args.format] if self.args.format else []
+            options += self._log_options()
             options += [f"--{name}" for name in ("append", "finalize") if getattr(self.args, name)]
             how = self.plan.command(self.out, *options)
         say(f"tallyroll: stopped by {name}; {kept}. Go on with", below=how)
@@ -413,6 +449,8 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("the following arguments are required: ENV")
     if not args.resume and args.frames is None and args.episodes is None:
         args.usage_error("one of the arguments --frames --episodes is required")
+    if args.log_every is not None and not args.log:
+        args.usage_error("--log-every is for --log, and there is none; give --log TARGET")
     if args.accept_copy and not (args.resume or args.append):
         args.usage_error("--accept-copy is for --resume and --append, which open a storage")
     old = [each.rpartition("=")[0] for each in args.rename or ()]

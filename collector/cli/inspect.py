@@ -1,8 +1,8 @@
 """``tallyroll inspect``: what a storage holds, what made it, and how its episodes went."""
 
 import argparse
+import contextlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +13,14 @@ from tallyroll.collector.cli.output import emit
 from tallyroll.collector.cli.plan import part
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.collector.cli.report import Page, times
+from tallyroll.collector.cli.trajectories import (
+    as_json,
+    by_version,
+    count_rows,
+    lines_of,
+    show,
+    spreads,
+)
 from tallyroll.storage import CorruptStorage, content_hash, open_storage
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.files.checksums import rows_covered
@@ -23,17 +31,18 @@ from tallyroll.storage.files.copied_runs import (
     rows_copied,
     runs_left_out,
 )
+from tallyroll.storage.files.manifest import exported
 from tallyroll.storage.files.run_record import RunRecord, is_count
-from tallyroll.storage.rows.keys import REWARD, spell
+from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import (
     END_NAMES,
-    END_OPEN,
     END_TERMINATED,
     END_TRUNCATED,
 )
 
-_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_MOST_VERSIONS = 12
+"""Versions of the policy that are shown; --json has all."""
 _MOST_MAKERS = 3
 """Runs of copied rows that their line names."""
 
@@ -41,24 +50,34 @@ _MOST_MAKERS = 3
 def run(args: argparse.Namespace) -> int:
     """Carry out ``tallyroll inspect``; returns the exit status."""
     with open_storage(args.path, accept_copy=args.accept_copy) as storage:
-        facts = examine(storage, args.rows)
+        with contextlib.suppress(ColumnsMissing, CorruptStorage):  # what is there is shown
+            count_rows(storage)
+        if args.trajectories:
+            show(storage, as_object=args.json)
+            return 0
+        facts = examine(storage, args.rows, hosts=args.runs)
         if args.hash:
             with shown_progress("hashed", args.json) as progress:
                 facts["content"] = content_hash(storage, progress=progress)
-    emit(json.dumps(facts, indent=2, allow_nan=False) + "\n" if args.json else as_text(facts))
+    if args.runs:
+        facts = {"path": facts["path"], "runs": facts["runs"]}
+    text = runs_as_text if args.runs else as_text
+    emit(json.dumps(facts, indent=2, allow_nan=False) + "\n" if args.json else text(facts))
     return 0
 
 
 # --- facts ----------------------------------------------------------------------------------------
 
 
-def examine(storage: DiskStorage, rows: int) -> dict[str, Any]:
-    """Everything that is shown, as JSON values.
+def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str, Any]:
+    """Everything that is shown, as JSON values; ``hosts`` and folders that made it on demand.
 
     Rows that are committed meanwhile do not count: all of it is about the same rows.
     """
     span, manifest = storage.span, storage.manifest
     record = RunRecord.parse(storage.record)
+    entries = manifest["runs"] if hosts else [exported(run) for run in manifest["runs"]]
+    runs = _runs(entries, span)
     return {
         "path": str(storage.path),
         "format": manifest["format"],
@@ -78,8 +97,8 @@ def examine(storage: DiskStorage, rows: int) -> dict[str, Any]:
             }
             for column in storage.schema.columns
         ],
-        "runs": _runs(manifest["runs"], span),
-        **_episodes(storage, span),
+        "runs": runs,
+        **_episodes(storage, span, runs),
         "ledger": record and record.ledger,
         "first_rows": _first_rows(storage, span[:rows]),
     }
@@ -126,43 +145,32 @@ def _whole(run: Mapping[str, Any], name: str, default: int = 0) -> int:
     return value if is_count(value) else default
 
 
-def _episodes(storage: DiskStorage, span: range) -> dict[str, Any]:
-    """The trajectories of the rows ``span``, counted; None if the rows do not say theirs."""
-    try:
-        table = storage.trajectories.table
-    except (ColumnsMissing, CorruptStorage):  # `verify` says what is wrong
-        return {"trajectories": None, "returns": None, "lengths": None}
-    table = table[(table["first_row"] < span.stop) & (table["last_row"] >= span.start)]
-    # A writer may have committed more rows meanwhile: those trajectories were open.
-    end = np.where(table["last_row"] >= span.stop, END_OPEN, table["end"])
+def _episodes(storage: DiskStorage, span: range, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The trajectories of the rows ``span``, counted, and those of each of ``runs``.
+
+    None if the rows do not say theirs.
+    """
+    if (found := lines_of(storage, span)) is None:
+        nothing = {"returns": None, "lengths": None}
+        for run in runs:
+            run.update(nothing)
+        return {"trajectories": None, **nothing, "by_policy_version": []}
+    table, whole = found
+    lines, end = table[whole], table["end"]
+    stops = [*(run["first_row"] for run in runs[1:]), span.stop]
+    for run, stop in zip(runs, stops, strict=True):
+        own = (lines["first_row"] >= run["first_row"]) & (lines["first_row"] < stop)
+        run.update(spreads(storage, lines[own]))
     ended = np.isin(end, (END_TERMINATED, END_TRUNCATED))
-    whole = ended & (table["first_row"] >= span.start) & (table["first_step"] == 0)
-    scalar = REWARD in storage.schema and table["return"].ndim == 1
     return {
         "trajectories": {
             "total": len(table),
             **{name: int((end == code).sum()) for code, name in enumerate(END_NAMES)},
             "begun_earlier": int((ended & ~whole).sum()),
         },
-        "returns": _spread(table["return"][whole]) if scalar else None,
-        "lengths": _spread(table["length"][whole]),
+        **spreads(storage, lines),
+        "by_policy_version": by_version(storage, lines),
     }
-
-
-def _spread(values: np.ndarray[Any, Any]) -> dict[str, Any] | None:
-    """Count, mean, deviation and quantiles, None without values."""
-    if not len(values):
-        return None
-    quantiles = np.quantile(values, _QUANTILES)
-    found = {
-        "episodes": len(values),
-        "mean": float(values.mean()),
-        "std": float(values.std()),
-        "min": float(values.min()),
-        **{f"q{100 * q:02.0f}": float(v) for q, v in zip(_QUANTILES, quantiles, strict=True)},
-        "max": float(values.max()),
-    }
-    return {name: _json(value) for name, value in found.items()}
 
 
 def _first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
@@ -170,16 +178,8 @@ def _first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
     reader, numbers = storage.reader, np.arange(rows.start, rows.stop)
     columns = {spell(key): reader.column(key).take(numbers).tolist() for key in reader.keys}
     return [
-        {name: _json(column[at]) for name, column in columns.items()} for at in range(len(rows))
+        {name: as_json(column[at]) for name, column in columns.items()} for at in range(len(rows))
     ]
-
-
-def _json(value: Any) -> Any:
-    """``value``, as text where JSON has no number for it."""
-    if isinstance(value, list):
-        return [_json(each) for each in value]
-    no_number = isinstance(value, float) and not math.isfinite(value)
-    return str(value) if no_number or isinstance(value, complex) else value
 
 
 # --- showing --------------------------------------------------------------------------------------
@@ -204,14 +204,7 @@ def as_text(facts: Mapping[str, Any]) -> str:
     page.head("Columns")
     columns = (each.values() for each in facts["columns"])
     page.table(("column", "dtype", "shape", "bytes a row"), columns)
-    page.head("Runs")
-    for number, run in enumerate(facts["runs"]):
-        if is_copied(run) or LEFT_OUT in run:
-            page.print(f"{number}  {_copy_line(run)}")
-            continue
-        versions = [f"{name} {version}" for name, version in part(run, "versions").items()]
-        page.print(f"{number}  {_run_line(run)}")
-        page.print(f"   {', '.join(versions) or 'no versions'}")
+    _show_runs(page, facts["runs"])
     if found := facts["trajectories"]:
         ends = ", ".join(f"{found[name]:,} {name}" for name in END_NAMES)
         earlier = found["begun_earlier"]
@@ -227,6 +220,14 @@ def as_text(facts: Mapping[str, Any]) -> str:
                 for label, values in (("return", facts["returns"]), ("length", facts["lengths"]))
             ),
         )
+    if len(found := facts["by_policy_version"]) > 1:
+        page.head("Returns by the policy's version at the last action")
+        if (left := len(found) - _MOST_VERSIONS) > 0:
+            page.print(f"the newest {_MOST_VERSIONS}; {left:,} more with --json")
+        page.table(
+            ("version", "episodes", "mean", "std", "min", "max", "mean length"),
+            (_version_line(each) for each in found[-_MOST_VERSIONS:]),
+        )
     if facts["ledger"] is not None:
         page.head("Ledger of the last run, at its last commit")
         page.ledger(facts["ledger"])
@@ -237,6 +238,54 @@ def as_text(facts: Mapping[str, Any]) -> str:
             ((name, *(_cell(row[name]) for row in rows)) for name in rows[0]),
         )
     return page.text
+
+
+def runs_as_text(facts: Mapping[str, Any]) -> str:
+    """The runs of ``facts`` for people, with the place and the code that made each."""
+    page = Page()
+    _show_runs(page, facts["runs"], made=True)
+    return page.text
+
+
+def _show_runs(page: Page, runs: list[dict[str, Any]], *, made: bool = False) -> None:
+    page.head("Runs")
+    for number, run in enumerate(runs):
+        if is_copied(run) or LEFT_OUT in run:
+            page.print(f"{number}  {_copy_line(run)}")
+        else:
+            versions = [f"{name} {version}" for name, version in part(run, "versions").items()]
+            page.print(f"{number}  {_run_line(run)}")
+            page.print(f"   {', '.join(versions) or 'no versions'}")
+            if made:
+                page.print(f"   {_made_line(part(run, 'made'))}")
+        if (returns := run["returns"]) is not None and (made or len(runs) > 1):
+            mean, length = _number(returns["mean"]), _number(run["lengths"]["mean"])
+            page.print(
+                f"   {returns['episodes']:,} episodes ended, mean return {mean} "
+                f"({_number(returns['min'])} to {_number(returns['max'])}), mean length {length}"
+            )
+
+
+def _made_line(made: Mapping[str, Any]) -> str:
+    """Words on the time, the host, the commit and the policy's hashes of a run."""
+    git, policy = part(made, "git"), part(made, "policy")
+    changed = " and changes" if git.get("changed") else ""
+    words = {
+        "made": made.get("at"),
+        "on": made.get("host"),
+        "at commit": git.get("commit") and f"{git['commit']}{changed}",
+        "policy's code": policy.get("code"),
+        "policy's weights": policy.get("weights"),
+    }
+    known = [f"{name} {value}" for name, value in words.items() if value]
+    return ", ".join(known) or "nothing says where it was made"
+
+
+def _version_line(found: Mapping[str, Any]) -> tuple[object, ...]:
+    returns, lengths = found["returns"], found["lengths"]
+    numbers = [returns and _number(returns[name]) for name in ("mean", "std", "min", "max")]
+    cells = ["" if each is None else each for each in numbers]
+    return (str(found["policy_version"]), lengths["episodes"], *cells, _number(lengths["mean"]))
 
 
 def _copy_line(run: Mapping[str, Any]) -> str:

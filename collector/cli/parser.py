@@ -260,6 +260,12 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "next episode's first observation instead; lost: it does, so mark ends in the column "
         "collector/next_valid, which is False where nothing should be bootstrapped; kept: they are "
         "right, because a reset of this task keeps the state (default: check)"),
+    "--log": (str, "TARGET",
+        "a row of numbers now and then: a path that ends in .csv, tensorboard:DIR, or "
+        "wandb:PROJECT (offline with WANDB_MODE=offline); may be given several times"),
+    "--log-every": (_positive, "L", "transitions between two rows (default: 1000)"),
+    "--runs": (None, "", "only its runs: also their host, commit, hashes of the policy, returns"),
+    "--trajectories": (None, "", "only its trajectories, a line each"),
     "--rows": (_count, "R", "rows to show (default: 5)"),
     "--skip": (_checks, "A,B",
         f"checks to skip because the data violates them on purpose: {_CHECKS}"),
@@ -312,6 +318,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(info, "--json")
     inspect = command("inspect", "show what is in a storage")
     _add_path(inspect)
+    _add(inspect.add_mutually_exclusive_group(), "--runs", "--trajectories")
     _add(inspect, "--rows", default=5)
     _add(inspect, "--hash", "--accept-copy")
     _add_output(inspect, "--json")
@@ -345,6 +352,9 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     storage = parser.add_argument_group("storage", texts.COLLECT_STORAGE)
     _add(storage, "--format", "--durability", "--max-size", "--frames-per-batch", "--finalize")
     _add(parser.add_argument_group("checks of what is collected"), "--validate", "--finals")
+    logs = parser.add_argument_group("logs", texts.COLLECT_LOGS)
+    _add(logs, "--log", action="append")
+    _add(logs, "--log-every")
     _add_output(parser, "--plan", "--quiet")
 
 

@@ -53,6 +53,11 @@ examples: one HDF5 file, or one Zarr group, for other programs to read
   tallyroll collect CartPole-v1 --frames 50_000 --out pole.h5 --finalize
   tallyroll collect CartPole-v1 --frames 50_000 --out pole.zarr --finalize
 """
+COLLECT_LOGS = """\
+example: a row every 5,000 transitions, for a table and for TensorBoard
+  tallyroll collect CartPole-v1 --frames 1e6 --out runs/pole --log-every 5e3 \\
+    --log runs/pole.csv --log tensorboard:runs/curves
+"""
 COLLECT_EXAMPLES = """\
 examples:
   random actions, 8 environments side by side:
@@ -135,13 +140,16 @@ examples:
 INSPECT_USAGE = "%(prog)s PATH [options]"
 INSPECT = """\
 Show a storage: its columns, its runs, how many rows and trajectories it holds,
-returns and lengths of the episodes that ended, and its first rows. Another
-process may write meanwhile.
+returns and lengths of the episodes that ended (in all, by run, and by the
+policy's version at the last action), and its first rows. Another process may
+write meanwhile.
 """
 INSPECT_EXAMPLES = """\
 examples:
   tallyroll inspect runs/pole
   tallyroll inspect runs/pole --rows 20
+  tallyroll inspect runs/pole --runs
+  tallyroll inspect runs/pole --trajectories | tail
   tallyroll inspect runs/pole --json | jq .returns.mean
 """
 

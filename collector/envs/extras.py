@@ -6,8 +6,8 @@ from types import ModuleType
 from tallyroll.collector.errors import MissingExtra
 
 
-def needs(module: str, extra: str) -> ModuleType:
-    """The module, imported.
+def needs(module: str, extra: str, user: str | None = None) -> ModuleType:
+    """Import a module for a ``user``, by default the environments of the extra.
 
     Raises:
         MissingExtra: it is not installed, and ``extra`` of tallyroll brings it.
@@ -16,6 +16,7 @@ def needs(module: str, extra: str) -> ModuleType:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise MissingExtra(
-            f"environments of {extra} need the package {(error.name or module).partition('.')[0]}, "
-            f"which is not installed: pip install 'tallyroll[{extra}]'"
+            f"{user or f'environments of {extra}'} need the package "
+            f"{(error.name or module).partition('.')[0]}, which is not installed: "
+            f"pip install 'tallyroll[{extra}]'"
         ) from error

@@ -94,6 +94,12 @@ class Block:
     def __len__(self) -> int:
         return len(self.index)
 
+    def numbers_of(self, at: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Return the number of each slot of indices ``at`` among the rows in slot order, from 1."""
+        if not len(at):
+            return np.zeros(0, np.int64)
+        return self.taken.reshape(-1).cumsum(dtype=np.int64)[at]
+
     def keep(self, more: bool) -> bool:
         """Ask for the slots to be left until :meth:`release`; return whether they are.
 

@@ -386,11 +386,15 @@ static PyObject *gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
 typedef struct { NUMBERING(MEMBER) } Numbering;
 enum { NUMBERING_WORDS = sizeof(Numbering) / sizeof(int64_t) };
 
-#define EPISODE_NBYTES 45
+/* The fields of the episode log, which follow one another. */
+#define EPISODE(WORD)                                                                              \
+    WORD(traj_id) WORD(lane) WORD(return) WORD(length) WORD(terminated) WORD(first_version)        \
+    WORD(last_version) WORD(ended_at)
+#define EPISODE_NBYTES 53
 
-/* Write an episode that ended, with the fields of the episode log, to EPISODES. */
+/* Write an episode that ended, with `nth` among the rows that are numbered as its last one. */
 static void tell(char *to, int64_t id, int32_t lane, double total, int64_t length, char terminated,
-                 int64_t first, int64_t last)
+                 int64_t first, int64_t last, int64_t nth)
 {
     memcpy(to, &id, 8);
     memcpy(to + 8, &lane, 4);
@@ -399,6 +403,7 @@ static void tell(char *to, int64_t id, int32_t lane, double total, int64_t lengt
     to[28] = terminated;
     memcpy(to + 29, &first, 8);
     memcpy(to + 37, &last, 8);
+    memcpy(to + 45, &nth, 8);
 }
 
 /* Number the rows of the first slots, and return begun << 32 | ended. It writes to the columns of
@@ -418,7 +423,7 @@ static int64_t number(const Numbering *t, int64_t slots, const char *taken)
     int64_t *first = (int64_t *)at(t->state_version), *length = (int64_t *)at(t->state_length);
     int64_t *begun = (int64_t *)at(t->begun);
     const int32_t *number = (const int32_t *)at(t->lane);
-    int64_t begins = 0, ends = 0, i = 0, largest = -1;
+    int64_t begins = 0, ends = 0, i = 0, rows = 0, largest = -1;
 
     for (int64_t slot = 0; slot < slots; slot++) {
         for (int64_t lane = 0; lane < lanes; lane++, i++) {
@@ -432,6 +437,7 @@ static int64_t number(const Numbering *t, int64_t slots, const char *taken)
             steps[i] = step[lane];
             if (taken && !taken[i])
                 continue;
+            rows++;
             if (!length[lane]) {
                 first[lane] = version[i];
                 begun[begins++] = i;
@@ -443,7 +449,7 @@ static int64_t number(const Numbering *t, int64_t slots, const char *taken)
             total[lane] += t->reward_is_double ? wide[i] : (double)narrow[i];
             if (done[i]) {
                 tell(at(t->episodes) + EPISODE_NBYTES * ends++, id[lane], number[i], total[lane],
-                     length[lane], terminated[i], first[lane], version[i]);
+                     length[lane], terminated[i], first[lane], version[i], rows);
                 id[lane] += t->stride;
                 step[lane] = length[lane] = 0;
                 total[lane] = 0.0;
@@ -1539,6 +1545,7 @@ static PyMethodDef functions[] = {
 static int name_words(PyObject *module)
 {
     if (PyModule_AddStringConstant(module, "NUMBERING", NUMBERING(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "EPISODE", EPISODE(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "COMMIT", COMMIT(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "HELD", HELD(NAME)) < 0 ||

@@ -149,6 +149,22 @@ def _is_run(run: Any) -> bool:
     return type(first) is int and 0 <= first <= _MOST_ROWS
 
 
+def exported(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's entry for other programs: no host, and no folder of a policy's file.
+
+    So are the entries of runs that made rows which were copied, within it.
+    """
+    entry = dict(run)
+    if isinstance(made := entry.get("made"), dict):
+        entry["made"] = {name: value for name, value in made.items() if name != "host"}
+    command = entry.get("command")
+    if isinstance(command, dict) and isinstance(policy := command.get("policy"), str):
+        entry["command"] = {**command, "policy": policy.rpartition("/")[2]}
+    if isinstance(runs := entry.get("runs"), list):
+        entry["runs"] = [exported(each) if isinstance(each, dict) else each for each in runs]
+    return entry
+
+
 def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str]:
     """Return the attributes that show a manifest to other libraries: JSON texts.
 
@@ -156,6 +172,7 @@ def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str
     as many of the newest as fit into ``limit`` bytes.
     """
     provenance = {name: manifest[name] for name in _FIELDS}
+    provenance["runs"] = [exported(run) for run in provenance["runs"]]
     if limit is not None:
         left = limit + len(_SEPARATOR) - len(json.dumps({**provenance, "runs": []}))
         kept = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn
 
@@ -288,6 +289,17 @@ class DiskStorage(RowStore, AsTensorStorage):
     def _mutation_revision(self) -> int:
         # TorchRL's samplers drop what they remember when this changes.
         return self.reader.revision
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """The runs that wrote the rows, oldest first: a copy of their entries in the manifest.
+
+        Each begins at its ``first_row``; one that was resumed has an entry for each time, with the
+        same ``first_row_of_run``. A collector's has ``environment``, ``versions``, ``seed``,
+        ``lanes``, ``call`` and ``made``: its time, its host, the commit of the working folder, and
+        hashes of the policy.
+        """
+        return deepcopy(self.reader.runs) if self.reader.initialised else []
 
     @property
     def last_index(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,8 +57,13 @@ class TrajectoryIndex:
                     links.extend(order.chunk(reader, start, stop))
             return links
 
-    def episodes(self, reader: Reading) -> Episodes:
-        """Return the table of all committed rows; raise as `links` does."""
+    def episodes(
+        self, reader: Reading, progress: Callable[[int], object] = lambda rows: None
+    ) -> Episodes:
+        """Return the table of all committed rows; raise as `links` does.
+
+        ``progress`` is called with the number of rows that are counted, a stretch at a time.
+        """
         with self.lock:
             if self.counted is None:
                 _require(reader, _COUNTED)
@@ -68,6 +73,7 @@ class TrajectoryIndex:
                 order, runs = self._order_of(reader), runs_of(reader.runs)
                 for start, stop in unread(reader, episodes):
                     episodes.extend(order.episode_rows(reader, start, stop), runs)
+                    progress(episodes.seen)
             return episodes
 
     def table(self, reader: Reading) -> np.ndarray:

@@ -77,5 +77,5 @@ def test_all_are_the_extras_that_can_be_installed_together() -> None:
 
 def test_each_of_them_has_a_version_that_tests_ran_with() -> None:
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert NEEDED | {"h5py", "shtab"} <= {*pinned}
+    assert NEEDED | {"h5py", "shtab", "tensorboard", "wandb"} <= {*pinned}
     assert len(pinned) == len({*pinned})

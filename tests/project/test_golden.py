@@ -67,8 +67,9 @@ def of_batch(batch: TensorDictBase) -> str:
 
 
 def of_manifest(manifest: dict[str, Any]) -> str:
-    """Without id, times and versions."""
-    runs = [{k: v for k, v in run.items() if k != "versions"} for run in manifest["runs"]]
+    """Without id, times, hosts, commits and versions."""
+    left_out = ("versions", "made")
+    runs = [{k: v for k, v in run.items() if k not in left_out} for run in manifest["runs"]]
     rest = {k: v for k, v in manifest.items() if k not in ("id", "created", "runs")}
     return digest(json.dumps([rest, runs]).encode())
 

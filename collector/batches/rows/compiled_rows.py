@@ -23,6 +23,8 @@ from tallyroll.storage.rows.keys import (
     TRUNCATED,
 )
 
+require_names("EPISODE", EPISODE.names or ())
+
 
 def rows_of_slab(slab: Slab, plan: SlabPlan) -> SlabRows:
     """Return the rows of ``slab``, numbered by the extension if it can."""

@@ -191,6 +191,7 @@ class RowSource:
             rows[TERMINATED].reshape(-1).cpu().numpy()[at],
             first,
             version[at],
+            block.numbers_of(block.index[at]),
         )
         return Part(rows, large, [numbers.begun], episodes)
 

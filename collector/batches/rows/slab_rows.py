@@ -94,7 +94,7 @@ class SlabRows:
         few = slab.lane is None and used <= FEW_SLOTS
         number = self._number_slots if few else self._number_block
         begun, ended = number(block, state)
-        part = self._part(block, begun, self._episodes(ended), by_lane=by_lane)
+        part = self._part(block, begun, self._episodes(block, ended), by_lane=by_lane)
         begins = part.array(STEP) == 0
         if begins.any():
             part.next_id = int(part.array(TRAJ_IDS)[begins].max()) + 1
@@ -122,8 +122,8 @@ class SlabRows:
 
     # --- numbers ----------------------------------------------------------------------------------
 
-    def _episodes(self, ended: list[Ended]) -> NDArray[np.void] | None:
-        """Return the log entries of the episodes that ``ended``; None if there are none."""
+    def _episodes(self, block: Block, ended: list[Ended]) -> NDArray[np.void] | None:
+        """Return the log entries of ``ended`` episodes of ``block``; None if there are none."""
         if not ended:
             return None
         every = ended[0] if len(ended) == 1 else map(np.concatenate, zip(*ended, strict=True))
@@ -132,7 +132,8 @@ class SlabRows:
             self.columns[key].reshape(-1).take(at)
             for key in (TRAJ_IDS, LANE, TERMINATED, POLICY_VERSION)
         )
-        return episodes_of(ids, lane, returns, lengths, over, first, last)
+        numbers = block.numbers_of(at)
+        return episodes_of(ids, lane, returns, lengths, over, first, last, numbers)
 
     def _number_slots(self, block: Block, state: LaneState) -> Numbered:
         lanes, whole = self.slab.lanes, len(block) == block.taken.size

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tallyroll.collector.batches.state.made_by import made_by
 from tallyroll.collector.batches.state.provenance import call_of, run_provenance
 from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
 from tallyroll.collector.batches.state.run_state import RunState
@@ -87,6 +88,7 @@ class Beginning:
 
     def provenance(self) -> dict[str, Any]:
         """Return the run's entry in the manifest, as of the seeds and weights that it has now."""
+        made = None if self._writer.storage is None else made_by(self.policy)
         return run_provenance(
             self._environment,
             self.ledger,
@@ -94,4 +96,5 @@ class Beginning:
             lanes=self._lanes,
             call=self._call,
             policy_version=RANDOM_VERSION if self.policy is None else self.policy.version,
+            made=made,
         )

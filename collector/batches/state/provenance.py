@@ -36,13 +36,15 @@ def run_provenance(
     lanes: int,
     call: Mapping[str, Any],
     policy_version: int,
+    made: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The entry of a run in a manifest: JSON values.
 
     ``call`` is what of the collector's call is worth keeping. ``lane_seeds`` are those of each
     lane's first reset, none where the environment chose them; they are left out beyond
     `MOST_SEEDS`, for they follow from the seed. ``policy_version`` is what the run, or what goes
-    on with it, begins with, at the entry's ``first_row``.
+    on with it, begins with, at the entry's ``first_row``. ``made`` is of `made_by`; None: no
+    storage keeps it.
     """
     run: dict[str, Any] = {
         "environment": environment,
@@ -53,6 +55,8 @@ def run_provenance(
         "policy_version": policy_version,
         "call": dict(call),
     }
+    if made is not None:
+        run["made"] = dict(made)
     if ledger.respawned:  # of the incarnations: the others are resumptions
         run["respawned"] = ledger.respawned
     if 0 < len(lane_seeds) <= MOST_SEEDS:

@@ -29,6 +29,7 @@ from tallyroll.collector.cli.output import CommandError, shortened
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.collector.workers.unblocked_output import unblocked
 from tallyroll.storage import MemmapStorage, open_storage, ways
+from tallyroll.storage.files.manifest import exported
 
 from oracles import check_rows
 from warm_cli import LENGTHS, Command, WarmServer
@@ -1069,7 +1070,7 @@ def test_inspect_of_copied_rows(collected: Path, capsys: pytest.CaptureFixture[s
     first, second = json.loads(capsys.readouterr().out)["runs"]
     assert (first["rows"], second["rows"]) == (510, 290)
     assert first["copied_from"] == {"id": id, "rows": [0, 509]}
-    assert first["runs"] == made[:2]
+    assert first["runs"] == [exported(run) for run in made[:2]]
     assert tallyroll("verify", "other") == 0
     assert tallyroll("collect", "--resume", "--frames", 900, "--out", "other") == 1
     assert "other holds no run of a collector; use --append" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tallyroll.collector.counting.episode_log import EPISODE
 from tallyroll.collector.counting.ledger import COUNTS
 from tallyroll.collector.rollout.few_slots import SLAB
 from tallyroll.storage import ways
@@ -22,7 +23,8 @@ from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.files.counts import counts_of
 
-BLOCKS = {
+BLOCKS: dict[str, tuple[str, ...]] = {
+    "EPISODE": EPISODE.names or (),
     "COMMIT": CommitCounts.names,
     "RUN": RunCounts.names,
     "LEDGER": COUNTS,

@@ -1,0 +1,117 @@
+"""The place, the time and the code that made a run: for its entry in a manifest."""
+
+import inspect
+import os
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tallyroll.collector.policies.policy import Policy
+
+_GIT = ("git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch")
+_GIT_SECONDS = 0.8
+_MOST_NBYTES = 2**28
+"""Bytes of weights of which a hash is made: a fraction of a second."""
+_LIBRARIES = {"builtins", "functools", "stable_baselines3", "tallyroll", "tensordict", "torch"}
+_LIBRARIES |= {"torchrl"}
+"""Packages whose code says nothing about a policy."""
+
+
+def made_by(policy: Policy | None) -> dict[str, Any]:
+    """Return the time, the host, the commit of the working folder, and hashes of the policy.
+
+    A value that cannot be known is None; nothing here raises. No path is among them.
+    """
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "git": git_of_folder(),
+        "policy": None if policy is None else hashes_of(policy.source),
+    }
+
+
+def git_of_folder() -> dict[str, Any] | None:
+    """Return the commit of the working folder, and whether tracked files differ from it.
+
+    None without git or a repository, or if git takes longer than 0.8 seconds.
+    """
+    try:
+        found = subprocess.run(
+            [*_GIT, "--untracked-files=no", "--ignore-submodules=all"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            timeout=_GIT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = found.stdout.decode(errors="replace").splitlines()
+    name = "# branch.oid "
+    commit = next((each.removeprefix(name) for each in lines if each.startswith(name)), "")
+    if not commit or not all(each in "0123456789abcdef" for each in commit):
+        return None
+    return {"commit": commit, "changed": any(each[:1] != "#" for each in lines)}
+
+
+def hashes_of(policy: Any) -> dict[str, str | None]:
+    """Return SHA-256 of the files of a policy's classes and functions, and of its weights.
+
+    That of one file is the file's; of several it is that of their sorted hashes, one after the
+    other. Files of libraries are left out.
+    """
+    return {"code": _code_of(policy), "weights": _weights_of(policy)}
+
+
+def _code_of(policy: Any) -> str | None:
+    files: dict[str, bytes] = {}
+    for each in _parts_of(policy):
+        if (getattr(each, "__module__", None) or "").partition(".")[0] not in _LIBRARIES:
+            try:
+                path = inspect.getfile(each)
+                files[path] = Path(path).read_bytes()
+            except (OSError, TypeError):  # of a notebook, or of a compiled module
+                continue
+    hashes = sorted(sha256(content).hexdigest() for content in files.values())
+    if len(hashes) > 1:
+        return sha256("".join(hashes).encode()).hexdigest()
+    return hashes[0] if hashes else None
+
+
+def _parts_of(policy: Any) -> Iterator[Any]:
+    """Yield the classes and the functions of a policy."""
+    owners: Iterable[Any] = policy.modules() if isinstance(policy, nn.Module) else [policy]
+    for owner in owners:
+        for each in (owner, *getattr(owner, "__dict__", {}).values()):
+            while isinstance(each, partial):
+                each = each.func
+            if inspect.isfunction(each) or inspect.ismethod(each):
+                yield each
+        yield type(owner)
+
+
+def _weights_of(policy: Any) -> str | None:
+    if not isinstance(policy, nn.Module):
+        return None
+    try:
+        state = sorted(policy.state_dict().items())
+        tensors = [(name, each) for name, each in state if isinstance(each, torch.Tensor)]
+        if not tensors or sum(each.nbytes for _, each in tensors) > _MOST_NBYTES:
+            return None
+        found = sha256()
+        for name, each in tensors:
+            found.update(f"{name} {each.dtype} {tuple(each.shape)}".encode())
+            octets = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            found.update(octets.numpy().tobytes())
+        return found.hexdigest()
+    except (RuntimeError, TypeError, ValueError):  # of parameters that have no shape yet, say
+        return None

@@ -1,0 +1,138 @@
+"""The trajectories of a storage: counted with a bar, listed, and put together in groups."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.cli.output import emit
+from tallyroll.collector.cli.progress import shown_progress
+from tallyroll.collector.cli.report import Page
+from tallyroll.storage import CorruptStorage
+from tallyroll.storage.errors import ColumnsMissing
+from tallyroll.storage.rows.keys import POLICY_VERSION, REWARD
+from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.trajectories.episodes import (
+    END_NAMES,
+    END_OPEN,
+    END_TERMINATED,
+    END_TRUNCATED,
+)
+
+_AT_ONCE = 5_000
+"""Lines that are made into text at once: a million take no more memory than these."""
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+Table = np.ndarray[Any, Any]
+
+
+def count_rows(storage: DiskStorage) -> None:
+    """Bring the table of trajectories up to the rows, a stretch at a time, with a bar on stderr."""
+    reader = storage.reader
+    if not reader.head:
+        return
+    with shown_progress("rows counted", False, "{:,}".format) as progress:
+        reader.trajectory_index.episodes(reader, lambda rows: progress(rows, reader.head))
+
+
+def lines_of(storage: DiskStorage, span: range) -> tuple[Table, Table] | None:
+    """Return the table of the rows ``span``, and which lines are of whole episodes that ended.
+
+    None if rows do not say which trajectory they belong to, or the table is damaged.
+    """
+    try:
+        table = storage.trajectories.table
+    except (ColumnsMissing, CorruptStorage):  # `verify` says what is wrong
+        return None
+    table = table[(table["first_row"] < span.stop) & (table["last_row"] >= span.start)]
+    # A writer may have committed more rows meanwhile: those trajectories were open.
+    table["end"][table["last_row"] >= span.stop] = END_OPEN
+    ended = np.isin(table["end"], (END_TERMINATED, END_TRUNCATED))
+    return table, ended & (table["first_row"] >= span.start) & (table["first_step"] == 0)
+
+
+def spreads(storage: DiskStorage, lines: Table) -> dict[str, Any]:
+    """Returns and lengths of episodes; None without any, or without one reward a row."""
+    scalar = REWARD in storage.schema and lines["return"].ndim == 1
+    return {
+        "returns": _spread(lines["return"]) if scalar else None,
+        "lengths": _spread(lines["length"]),
+    }
+
+
+def by_version(storage: DiskStorage, lines: Table) -> list[dict[str, Any]]:
+    """The same by the policy's version at the last action; none if rows do not have it."""
+    if POLICY_VERSION not in storage.schema:
+        return []
+    lines = lines[np.argsort(lines["version_last"], kind="stable")]
+    versions, begin = np.unique(lines["version_last"], return_index=True)
+    parts = np.split(lines, begin[1:]) if len(versions) else []
+    return [
+        {"policy_version": version, **spreads(storage, part)}
+        for version, part in zip(versions.tolist(), parts, strict=True)
+    ]
+
+
+def _spread(values: Table) -> dict[str, Any] | None:
+    """Count, mean, deviation and quantiles, None without values."""
+    if not len(values):
+        return None
+    quantiles = np.quantile(values, _QUANTILES)
+    found = {
+        "episodes": len(values),
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "min": float(values.min()),
+        **{f"q{100 * q:02.0f}": float(v) for q, v in zip(_QUANTILES, quantiles, strict=True)},
+        "max": float(values.max()),
+    }
+    return {name: as_json(value) for name, value in found.items()}
+
+
+def as_json(value: Any) -> Any:
+    """``value``, as text where JSON has no number for it."""
+    if isinstance(value, list):
+        return [as_json(each) for each in value]
+    no_number = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if no_number or isinstance(value, complex) else value
+
+
+def show(storage: DiskStorage, *, as_object: bool) -> None:
+    """Write a line a trajectory to stdout, or one JSON object; some thousands at a time."""
+    found = lines_of(storage, storage.span)
+    if found is None:
+        raise ColumnsMissing(
+            f"{storage.path}: its rows do not say which trajectory they belong to, or are "
+            "damaged; `tallyroll verify` says what is wrong"
+        )
+    table, between = found[0], ""
+    if as_object:
+        emit(f'{{"path": {json.dumps(str(storage.path))}, "trajectories": [')
+    for start in range(0, len(table), _AT_ONCE):
+        lines = [*_dicts(table[start : start + _AT_ONCE])]
+        if as_object:
+            emit(between + ",\n".join(json.dumps(each, allow_nan=False) for each in lines))
+            between = ",\n"
+        else:
+            page = Page()
+            rows = ((each.pop("id"), *map(_cell, each.values())) for each in map(dict, lines))
+            page.table([*lines[0]], rows)
+            emit(page.text)
+    if as_object:
+        emit("]}\n")
+    elif not len(table):
+        emit("no trajectories\n")
+
+
+def _dicts(table: Table) -> Iterator[Mapping[str, Any]]:
+    names = table.dtype.names or ()
+    columns = [table[name].tolist() for name in names]
+    for values in zip(*columns, strict=True):
+        line = dict(zip(names, map(as_json, values), strict=True))
+        yield {**line, "end": END_NAMES[line["end"]]}
+
+
+def _cell(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value

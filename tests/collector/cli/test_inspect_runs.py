@@ -1,0 +1,134 @@
+"""`inspect` by run and by policy version, its runs and its trajectories, against plain Python."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tallyroll.collector import SyncCollector
+from tallyroll.collector.cli import main, trajectories
+from tallyroll.storage import MemmapStorage, open_storage
+
+from collect_kit import ByObservation
+from worker_kit import DISABLED, LANES, factory
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, the first of which updates its policy twice."""
+    path = tmp_path_factory.mktemp("runs") / "rows"
+    for seed, mode in ((1, "create"), (2, "append")):
+        with (
+            MemmapStorage(path, mode=mode) as storage,  # type: ignore[arg-type]
+            SyncCollector(
+                factory(DISABLED, 0, LANES),
+                ByObservation(),
+                frames_per_batch=20,
+                total_frames=60,
+                storage=storage,
+                seed=seed,
+            ) as collector,
+        ):
+            for _ in collector:
+                if seed == 1:
+                    collector.update_policy_weights_()
+    return path
+
+
+def episodes_in(path: Path) -> list[Found]:
+    """Whole episodes, put together row by row."""
+    going: dict[int, Found] = {}
+    ended = []
+    with open_storage(path) as storage:
+        for number, row in enumerate(storage[:]):
+            id = row["collector", "traj_ids"].item()
+            one = going.setdefault(id, {"id": id, "first": number, "return": 0.0, "length": 0})
+            one["return"] += row["next", "reward"].item()
+            one["length"] += 1
+            one["version"] = row["collector", "policy_version"].item()
+            if row["next", "done"].item():
+                ended.append(going.pop(id))
+    return ended
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["inspect", *words]) == 0
+    out: str = capsys.readouterr().out
+    return out
+
+
+def test_returns_by_run_and_by_version(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(shown(capsys, str(path), "--json"))
+    episodes = episodes_in(path)
+    groups = [
+        (facts["runs"][0], [each for each in episodes if each["first"] < 60]),
+        (facts["runs"][1], [each for each in episodes if each["first"] >= 60]),
+        *(
+            (found, [each for each in episodes if each["version"] == found["policy_version"]])
+            for found in facts["by_policy_version"]
+        ),
+    ]
+    assert len(groups) == 5
+    for found, wanted in groups:
+        for name, values in (("returns", "return"), ("lengths", "length")):
+            numbers = [each[values] for each in wanted]
+            assert found[name]["episodes"] == len(numbers) > 0
+            assert found[name]["mean"] == pytest.approx(np.mean(numbers))
+            assert found[name]["max"] == pytest.approx(max(numbers))
+    assert "host" not in facts["runs"][0]["made"]
+    text = shown(capsys, str(path))
+    assert "Returns by the policy's version" in text
+    assert f"   {len(groups[1][1])} episodes ended, mean return" in text
+
+
+def test_runs_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_storage(path) as storage:
+        runs = storage.runs
+    facts = json.loads(shown(capsys, str(path), "--runs", "--json"))
+    assert {*facts} == {"path", "runs"}
+    assert [run["made"] for run in facts["runs"]] == [run["made"] for run in runs]
+    text = shown(capsys, str(path), "--runs")
+    for run in runs:
+        assert f"made {run['made']['at']}, on {run['made']['host']}" in text
+        assert f"policy's code {run['made']['policy']['code']}" in text
+    assert "Columns" not in text
+
+
+def test_trajectories_alone(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectories, "_AT_ONCE", 7)
+    found = json.loads(shown(capsys, str(path), "--trajectories", "--json"))["trajectories"]
+    with open_storage(path) as storage:
+        table = storage.trajectories.table
+    assert [line["id"] for line in found] == table["id"].tolist()
+    ended = {line["id"]: line for line in found if line["end"] in ("terminated", "truncated")}
+    wanted = {each["id"]: (each["return"], each["length"]) for each in episodes_in(path)}
+    assert {id: (one["return"], one["length"]) for id, one in ended.items()} == wanted
+    text = shown(capsys, str(path), "--trajectories")
+    assert len(re.findall(r"^\d", text, re.MULTILINE)) == len(table)
+
+
+def test_rows_without_trajectories_and_storages_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of no collector have neither ids nor a place where they were made."""
+    with MemmapStorage(tmp_path / "plain") as storage:
+        storage.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    facts = json.loads(shown(capsys, str(tmp_path / "plain"), "--json"))
+    assert facts["trajectories"] is None
+    assert facts["by_policy_version"] == []
+    assert "nothing says where it was made" in shown(capsys, str(tmp_path / "plain"), "--runs")
+    assert main(["inspect", str(tmp_path / "plain"), "--trajectories"]) == 1
+    assert "do not say which trajectory" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["inspect", str(tmp_path / "plain"), "--trajectories", "--runs"])

@@ -1,0 +1,235 @@
+"""Logs of runs: rows at multiples, each once, whatever ends a run; and collecting goes on."""
+
+from __future__ import annotations
+
+import csv
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tallyroll.collector import ArgumentError, LogWarning, MissingExtra, RunLog, SyncCollector
+from tallyroll.collector.batches.logs.csv_file import CsvLog
+from tallyroll.storage import MemmapStorage
+
+from worker_kit import DISABLED, LANES, factory
+
+RUN: dict[str, Any] = {"frames_per_batch": 10, "seed": 3}
+
+
+def collector(total: int, **more: Any) -> SyncCollector:
+    return SyncCollector(factory(DISABLED, 0, LANES), total_frames=total, **RUN, **more)
+
+
+def log(run: SyncCollector, target: Any, every: int = 25) -> SyncCollector:
+    with run, RunLog(run, target, every=every) as rows:
+        for _ in run:
+            rows.update()
+    return run
+
+
+def lines_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def frames_of(path: Path) -> list[int]:
+    return [int(line["frames"]) for line in lines_of(path)]
+
+
+def test_a_row_at_each_multiple_and_at_the_end(tmp_path: Path) -> None:
+    path, rows = tmp_path / "logs" / "run.csv", []
+    with collector(94) as run, RunLog(run, path, every=25) as one, RunLog(run, rows.append) as two:
+        for number, _ in enumerate(run):
+            one.update()
+            two.update(loss=number / 2)
+    assert frames_of(path) == [30, 50, 80, 94]
+    assert [row["frames"] for row in rows] == [94], "every 1,000 by default"
+    last, numbers = lines_of(path)[-1], run.metrics()
+    assert {name: float(last[name]) for name in numbers} == numbers
+    assert int(last["seed"]) == 3
+    assert lines_of(path)[0].keys() == {"frames", "seconds", *numbers, "seed"}
+    assert rows[0]["loss"] == 4.5
+    assert {**numbers, "seed": 3}.items() <= rows[0].items()
+
+
+def test_numbers_that_are_unknown_are_empty(tmp_path: Path) -> None:
+    long = SyncCollector(factory(DISABLED, 0, 1, lengths=[[99]]), total_frames=20, **RUN)
+    log(long, tmp_path / "run.csv", every=10)
+    assert [line["return_mean"] for line in lines_of(tmp_path / "run.csv")] == ["", ""]
+
+
+def test_columns_are_those_of_the_first_row(tmp_path: Path) -> None:
+    with collector(40) as run, RunLog(run, tmp_path / "run.csv", every=10) as rows:
+        batches = iter(run)
+        next(batches)
+        with pytest.raises(ArgumentError, match="names of your own, got frames of ours"):
+            rows.update(frames=1.0)
+        next(batches)
+        rows.update(loss=1.0)
+        next(batches)
+        with pytest.raises(
+            ArgumentError, match=r"has the columns .*, loss, as its .* got more too"
+        ):
+            rows.update(more=1.0)
+        next(batches)
+        rows.update(loss=2.0)
+    assert [line["loss"] for line in lines_of(tmp_path / "run.csv")] == ["1.0", "2.0"]
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", ["", "6", "60,1.0,6", "a row too few"])
+def test_a_resumed_run_goes_on_after_its_rows(tmp_path: Path, left: str) -> None:
+    """A kill left half a line, or committed rows of the storage after the last of the log."""
+    path, storage = tmp_path / "run.csv", tmp_path / "rows"
+    log(collector(50, storage=storage), path)
+    content = path.read_text()
+    if left == "a row too few":
+        content = "".join(content.splitlines(keepends=True)[:-1])
+    path.write_text(content + left.partition("a")[0])
+    log(collector(94, storage=storage, resume=True), path)
+    assert frames_of(path) == [30, 50, 80, 94]
+    assert path.read_text().endswith("\n")
+    seconds = [float(line["seconds"]) for line in lines_of(path)]
+    assert seconds == sorted(seconds)
+
+
+def test_rows_of_lost_transitions_are_cut_off(tmp_path: Path) -> None:
+    """As after a power cut: the log has rows that the storage lost."""
+    path, storage = tmp_path / "run.csv", tmp_path / "rows"
+    log(collector(50, storage=storage), path, every=10)
+    content = path.read_text()
+    path.write_text(content + content.splitlines()[-1].replace("50", "70", 1) + "\n")
+    log(collector(80, storage=storage, resume=True), path, every=10)
+    assert frames_of(path) == [10, 20, 30, 40, 50, 60, 70, 80]
+
+
+def test_rows_of_another_run_are_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    log(collector(30), path)
+    content = path.read_text()
+    for seed in (3, 4):
+        other = SyncCollector(
+            factory(DISABLED, 0, LANES), total_frames=30, frames_per_batch=10, seed=seed
+        )
+        with other, pytest.raises(ArgumentError, match=r"another run already, .* of 30 .* has 0"):
+            RunLog(other, path)
+    assert path.read_text() == content
+
+
+def test_two_runs_to_one_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "run.csv")
+    with closing(CsvLog(path)), pytest.raises(ArgumentError, match=r"another run is writing to .*"):
+        CsvLog(path)
+    CsvLog(path).close()
+
+
+@pytest.mark.parametrize("content", ["a,b\n1,2\n", "frames\n1\n", "words", "frames,seconds,x\n"])
+def test_a_file_of_others_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "run.csv"
+    path.write_text(content)
+    with pytest.raises(ArgumentError, match="is no log of a run"):
+        CsvLog(str(path))
+    assert path.read_text() == content
+
+
+def test_what_is_no_target(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "folder.csv").mkdir()
+    wanted = "expected a path that ends in .csv, tensorboard:DIR, wandb:PROJECT, or a function"
+    with collector(10) as run:
+        for target, message in {
+            "run.txt": f"{wanted}.*got 'run.txt'",
+            "tensorbord:x": wanted,
+            "wandb:": "names no place",
+            str(tmp_path / "pipe.csv"): "expected a regular file",
+            str(tmp_path / "folder.csv"): "cannot be opened: Is a directory",
+            "/proc/none/run.csv": "cannot be opened",
+        }.items():
+            with pytest.raises(ArgumentError, match=message):
+                RunLog(run, target)
+        with pytest.raises(ArgumentError, match=wanted):
+            RunLog(run, 3)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="every: expected an integer above 0, got 0"):
+            RunLog(run, print, every=0)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_an_extra_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with collector(10) as run, pytest.raises(MissingExtra, match=rf"pip install .*\[{name}\]'$"):
+        RunLog(run, f"{name}:x")
+
+
+# --- what cannot be written -----------------------------------------------------------------------
+
+
+def test_collecting_goes_on_where_a_row_cannot_be_written(tmp_path: Path) -> None:
+    """The system writes a part of a line, and refuses the rest; later it takes all."""
+    path = tmp_path / "run.csv"
+    with MemmapStorage(tmp_path / "rows") as storage:
+        run = collector(50, storage=storage)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        with run, RunLog(run, path, every=10) as rows:
+            for number, _ in enumerate(run):
+                if number == 0:
+                    rows.update()
+                    whole = path.read_bytes()
+                elif number in (1, 2):
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, before[1]))
+                    try:
+                        if number == 1:
+                            with pytest.warns(LogWarning, match=r"run.csv cannot be written \(OS"):
+                                rows.update()
+                        else:
+                            rows.update()  # without another warning
+                    finally:
+                        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                    assert path.read_bytes() == whole
+                else:
+                    rows.update()
+        assert len(storage) == 50
+    assert frames_of(path) == [10, 20, 30, 40, 50]
+
+
+def test_an_error_of_a_function_is_one_warning() -> None:
+    def refuse(row: dict[str, float]) -> None:
+        raise RuntimeError(f"not {row['frames']}")
+
+    with pytest.warns(LogWarning, match=r"the function cannot .* \(RuntimeError: not 30\)") as seen:
+        assert log(collector(94), refuse).ledger.stored == 94
+    assert len(seen) == 1
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "tallyroll.collector.cli", "collect", *words]
+
+
+@pytest.mark.slow
+def test_a_killed_command_leaves_whole_lines_and_goes_on(tmp_path: Path) -> None:
+    path, out = tmp_path / "run.csv", str(tmp_path / "rows")
+    more = ["--out", out, "--log", str(path), "--log-every", "500", "--quiet"]
+    words = ["CartPole-v1", "--frames", "1e8", "--num-envs", "4", "--frames-per-batch", "100"]
+    process = subprocess.Popen(command(*words, *more))
+    while process.poll() is None and (not path.exists() or path.stat().st_size < 3000):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert path.read_bytes().endswith(b"\n")
+    with MemmapStorage(out, mode="append") as storage:
+        total = len(storage) + 1000
+    assert subprocess.run(command("--resume", "--frames", f"{total}", *more)).returncode == 0
+    wanted = [*range(500, total, 500), total]
+    assert frames_of(path) == wanted
