@@ -1058,26 +1058,44 @@ enum { S_REWARD, S_TERMINATED, S_TRUNCATED, S_DOUBLES, S_LANES, SLOT_WORDS };
 enum { O_ROW, O_ROOT, O_NDIM, O_SHAPE };
 #define STEP_BUFFER (PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
 
-/* Write one observation to its row, and to the row that the policy sees next; return 0 if it is not
-   as its words say, or after an error. */
-static int put_observation(const int64_t *words, PyObject *format, PyObject *seen)
+/* Flags of lanes, which the slab owns. */
+typedef struct {
+    const char *terminated, *truncated;
+    int64_t lanes;
+} Flags;
+
+static int has_ended(const Flags *of, int64_t lane)
+{
+    return of->terminated[lane] || of->truncated[lane];
+}
+
+/* Write one observation to its row, and to the row that the policy sees next; or, of lanes that have
+   `ended`, the final one to its row alone. Return 0 if it is not as its words say, or after an error. */
+static int put_observation(const int64_t *words, PyObject *format, PyObject *seen, const Flags *ended)
 {
     Py_buffer view;
     const char *wanted = PyBytes_AsString(format);
     if (wanted == NULL || PyObject_GetBuffer(seen, &view, STEP_BUFFER) < 0)
         return 0;
+    char *row = at(words[O_ROW]);
     const int fits = is_like(&view, wanted, words[O_NDIM], words + O_SHAPE);
-    if (fits) {
-        memmove(at(words[O_ROW]), view.buf, (size_t)view.len);
+    if (fits && ended) {
+        const int64_t size = view.len / ended->lanes;
+        for (int64_t lane = 0; lane < ended->lanes; lane++)
+            if (has_ended(ended, lane))
+                memmove(row + lane * size, (char *)view.buf + lane * size, (size_t)size);
+    } else if (fits) {
+        memmove(row, view.buf, (size_t)view.len);
         if (words[O_ROOT])
-            memcpy(at(words[O_ROOT]), at(words[O_ROW]), (size_t)view.len);
+            memcpy(at(words[O_ROOT]), row, (size_t)view.len);
     }
     PyBuffer_Release(&view);
     return fits;
 }
 
-/* Write all observations of a step, one for each format. */
-static int put_observations(const Table *table, PyObject *formats, PyObject *observations)
+/* Write all observations of a step, one for each format; or, of lanes that have `ended`, final ones. */
+static int put_observations(const Table *table, PyObject *formats, PyObject *observations,
+                            const Flags *ended)
 {
     const int64_t *words = table->words + SLOT_WORDS, *end = table->words + table->count;
     const Py_ssize_t count = PyTuple_Size(formats);
@@ -1088,8 +1106,10 @@ static int put_observations(const Table *table, PyObject *formats, PyObject *obs
             PyErr_SetString(PyExc_ValueError, "a table is too short");
             return 0;
         }
+        if (ended && !words[O_ROOT]) /* it is the first one of the next episode too */
+            return 0;
         PyObject *seen = PySequence_GetItem(observations, i);
-        const int put = seen && put_observation(words, PyTuple_GetItem(formats, i), seen);
+        const int put = seen && put_observation(words, PyTuple_GetItem(formats, i), seen, ended);
         Py_XDECREF(seen);
         if (!put)
             return 0;
@@ -1098,9 +1118,22 @@ static int put_observations(const Table *table, PyObject *formats, PyObject *obs
     return 1;
 }
 
-/* put_step(table, formats, observations, reward, terminated, truncated): write the arrays of a step
-   to a slot; return how many lanes ended, or -1 if an array is not as the table says. The arrays of
-   the step are held by their buffers while they are read. */
+/* Clear the error of an object without such a buffer, which the caller reads by NumPy. Return -1 after
+   any other error. */
+static int cleared(void)
+{
+    if (!PyErr_Occurred())
+        return 0;
+    if (!PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError) &&
+        !PyErr_ExceptionMatches(PyExc_TypeError))
+        return -1;
+    PyErr_Clear();
+    return 0;
+}
+
+/* put_step(table, formats, observations, reward, terminated, truncated, final): write the arrays of a
+   step to a slot; return how many lanes ended, or -1 if an array is not as the table says. The arrays
+   of the step are held by their buffers while they are read. */
 static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
@@ -1108,7 +1141,7 @@ static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t give
     Py_buffer views[3];
     int opened = 0;
     int64_t ended = -1;
-    if (want(given, 6) < 0 || open_table(args[0], &table, SLOT_WORDS) < 0)
+    if (want(given, 7) < 0 || open_table(args[0], &table, SLOT_WORDS) < 0)
         return NULL;
     const int64_t *t = table.words, *lanes = t + S_LANES;
     for (; opened < 3; opened++)
@@ -1117,24 +1150,95 @@ static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t give
     const Py_buffer *over = &views[1], *cut = &views[2];
     if (is_like(over, "?", 1, lanes) && is_like(cut, "?", 1, lanes)
         && put_rewards(at(t[S_REWARD]), t[S_DOUBLES] != 0, &views[0], lanes)
-        && put_observations(&table, args[1], args[2])) {
-        ended = 0;
-        for (int64_t lane = 0; lane < *lanes; lane++)
-            ended += ((const char *)over->buf)[lane] || ((const char *)cut->buf)[lane];
+        && put_observations(&table, args[1], args[2], NULL)) {
+        const Flags flags = {at(t[S_TERMINATED]), at(t[S_TRUNCATED]), *lanes};
         memmove(at(t[S_TERMINATED]), over->buf, (size_t)*lanes);
         memmove(at(t[S_TRUNCATED]), cut->buf, (size_t)*lanes);
+        int64_t ends = 0;
+        for (int64_t lane = 0; lane < *lanes; lane++)
+            ends += has_ended(&flags, lane);
+        if (!ends || args[6] == Py_None || put_observations(&table, args[1], args[6], &flags))
+            ended = ends;
     }
 done:
     while (opened)
         PyBuffer_Release(&views[--opened]);
     PyBuffer_Release(&table.buffer);
-    if (PyErr_Occurred()) { /* an object without such a buffer: the caller writes it by NumPy */
-        if (!PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError)
-            && !PyErr_ExceptionMatches(PyExc_TypeError))
-            return NULL;
-        PyErr_Clear();
+    return cleared() < 0 ? NULL : PyLong_FromLongLong(ended);
+}
+
+/* Return whether a lane is marked; NULL marks all. */
+static int is_marked(const Py_buffer *marks, int64_t lane)
+{
+    return marks->buf == NULL || ((const char *)marks->buf)[lane];
+}
+
+enum { I_ROW, I_VALUES, I_GIVEN, I_HAVE, I_LANES, I_BUFFERS };
+
+/* Write an entry of infos to the lanes of its column; `fill` is the row of a lane without it. Return 0
+   if arrays are not alike, or a lane lacks an entry that it must have. */
+static int write_lanes(const Py_buffer *views, int has_values, const char *fill, Py_ssize_t filled)
+{
+    const Py_buffer *row = &views[I_ROW], *values = &views[I_VALUES], *given = &views[I_GIVEN];
+    if (row->ndim < 1 || row->shape[0] < 1 || (fill == NULL) != (given->buf == NULL))
+        return 0;
+    const int64_t lanes = row->shape[0], size = row->len / lanes;
+    if (fill != NULL && filled != size)
+        return 0;
+    if (has_values && (values->buf == NULL ||
+                       !is_like(values, row->format, row->ndim, (const int64_t *)row->shape)))
+        return 0;
+    for (int i = I_GIVEN; i < I_BUFFERS; i++)
+        if (views[i].buf != NULL && !is_like(&views[i], "?", 1, &lanes))
+            return 0;
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        if (!is_marked(&views[I_LANES], lane))
+            continue;
+        const int has = has_values && is_marked(&views[I_HAVE], lane);
+        if (!has && fill == NULL)
+            return 0;
+        const char *from = has ? (const char *)values->buf + lane * size : fill;
+        memmove((char *)row->buf + lane * size, from, (size_t)size);
+        if (given->buf != NULL)
+            ((char *)given->buf)[lane] = (char)has;
     }
-    return PyLong_FromLongLong(ended);
+    return 1;
+}
+
+/* put_entry(row, given, fill, found, lanes). The buffers are held until the end of the call. */
+static PyObject *put_entry(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Py_buffer views[I_BUFFERS];
+    char *fill = NULL;
+    Py_ssize_t filled = 0;
+    int put = 0, opened = 0;
+    if (want(given, 5) < 0)
+        return NULL;
+    PyObject *found = args[3];
+    const int has_values = found != Py_None;
+    if (has_values && (!PyTuple_Check(found) || PyTuple_Size(found) != 2)) {
+        PyErr_SetString(PyExc_TypeError, "an entry has other parts");
+        return NULL;
+    }
+    PyObject *arrays[I_BUFFERS] = {args[0], has_values ? PyTuple_GetItem(found, 0) : Py_None, args[1],
+                                   has_values ? PyTuple_GetItem(found, 1) : Py_None, args[4]};
+    if (args[2] != Py_None && PyBytes_AsStringAndSize(args[2], &fill, &filled) < 0)
+        return NULL;
+    for (; opened < I_BUFFERS; opened++) {
+        const int writes = opened == I_ROW || opened == I_GIVEN;
+        views[opened].buf = NULL;
+        views[opened].obj = NULL;
+        if (arrays[opened] != Py_None &&
+            PyObject_GetBuffer(arrays[opened], &views[opened],
+                               writes ? STEP_BUFFER | PyBUF_WRITABLE : STEP_BUFFER) < 0)
+            break;
+    }
+    if (opened == I_BUFFERS)
+        put = write_lanes(views, has_values, fill, filled);
+    while (opened)
+        PyBuffer_Release(&views[--opened]);
+    return cleared() < 0 ? NULL : PyBool_FromLong(put);
 }
 
 enum { L_REWARD, L_TERMINATED, L_TRUNCATED, L_LANE, L_FINALS, L_LANES, L_MODE, L_NBYTES, L_SHAPE };
@@ -1536,6 +1640,7 @@ static PyMethodDef functions[] = {
     {"are_inside", (PyCFunction)(void (*)(void))are_inside, METH_FASTCALL, NULL},
     {"store_slots", (PyCFunction)(void (*)(void))store_slots, METH_FASTCALL, NULL},
     {"put_step", (PyCFunction)(void (*)(void))put_step, METH_FASTCALL, NULL},
+    {"put_entry", (PyCFunction)(void (*)(void))put_entry, METH_FASTCALL, NULL},
     {"step_lanes", (PyCFunction)(void (*)(void))step_lanes, METH_FASTCALL, NULL},
     {"nth_marked", (PyCFunction)(void (*)(void))nth_marked, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

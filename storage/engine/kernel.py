@@ -107,6 +107,7 @@ class Kernel(Protocol):
         reward: Any,
         terminated: Any,
         truncated: Any,
+        final: Sequence[Any] | None,
         /,
     ) -> int:
         """Write the arrays that a step returned to a slot; see `Stepper.step_of`.
@@ -114,11 +115,33 @@ class Kernel(Protocol):
         The table has five words: the addresses of rewards, of terminated and of truncated, whether
         rewards are float64, and the number of lanes; then for each observation its address, that of
         the one that the policy sees next (0: the same memory), the number of its dimensions, and
-        these. Its numbers have its format (`struct`). Rewards may be float32 or float64.
+        these. Its numbers have its format (`struct`). Rewards may be float32 or float64. The
+        ``final`` observations of lanes that ended are written in place of those that the step
+        returned, which only the policy sees; None: there are none.
 
         Returns:
             How many lanes ended; -1 if an array is different, or a reward becomes infinite: then
             the caller writes the whole step by NumPy.
+        """
+
+    def put_entry(
+        self,
+        row: np.ndarray,
+        given: np.ndarray | None,
+        fill: bytes | None,
+        found: tuple[Any, np.ndarray | None] | None,
+        lanes: np.ndarray | None,
+        /,
+    ) -> bool:
+        """Write an entry of vector infos to its column ``row`` ``[lane, ...]``, of some ``lanes``.
+
+        ``found`` has the entry ``[lane, ...]``, and the lanes that have it (None: all); None: no
+        lane does. Lanes without it get ``fill``, and ``given`` says which have it; both are None
+        if all of ``lanes`` (None: all lanes) must have it.
+
+        Returns:
+            False if an array is different, or a lane lacks the entry: then the caller writes, or
+            refuses it.
         """
 
     def step_lanes(

@@ -34,6 +34,7 @@ from tallyroll.collector.errors import ArgumentError, TransitionError
 from tallyroll.collector.slab.info import GIVEN, Info
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.collector.slab.names import Named
+from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.rows.keys import Key
 
 Array = NDArray[Any]
@@ -56,6 +57,13 @@ class InfoColumns:
         """The number of the first lane in the run: for messages."""
         self.steps = np.zeros(lanes, np.int64)
         """``[lane]``, transitions of the trajectory that were made, or :data:`RESET_SLOT`."""
+        self._roots = frozenset(info.key[0] for info in self.infos)
+        self._may_lack_all = all(info.fill is not None for info in self.infos)
+        self._lacking: Sequence[Array] | None = None
+        """The rows that :meth:`write` filled last, if no entry was there."""
+        self._fills: list[bytes | None] = []
+        """The value of each entry for a lane that lacks it; empty: not known yet."""
+        self._is_compiled = compiled() is not None
 
     def __bool__(self) -> bool:
         return bool(self.infos)
@@ -120,10 +128,16 @@ class InfoColumns:
     ) -> None:
         """Fill the entries of ``lanes`` (None: all) with the infos of a step.
 
+        ``rows`` that are given again are as they were left.
+
         Raises:
             TransitionError: a lane lacks an entry without ``fill``, or its value does not fit.
         """
+        lacking = lanes is None and self._may_lack_all and self._roots.isdisjoint(info)
+        if lacking and self._lacking is rows:
+            return
         self._put(rows, partial(lookup, info), lanes, False)
+        self._lacking = rows if lacking else None
 
     def write_reset(
         self, rows: Sequence[Array], info: Mapping[str, Any], lanes: Mask | None = None
@@ -151,7 +165,8 @@ class InfoColumns:
     def count(self, ended: Mask, then: int = 0) -> None:
         """Count a step call; the count of lanes that ``ended`` becomes ``then``."""
         self.steps += 1
-        np.putmask(self.steps, ended, then)
+        if count_true(ended):
+            np.putmask(self.steps, ended, then)
 
     def _put(
         self,
@@ -160,11 +175,15 @@ class InfoColumns:
         lanes: Mask | None,
         reset: bool,
     ) -> None:
-        at = 0
-        for info in self.infos:
+        at, self._lacking = 0, None
+        kernel = compiled() if self._is_compiled else None
+        self._fills = self._fills or _fills_of(self.infos)
+        for info, fill in zip(self.infos, self._fills, strict=True):
             row, given = rows[at], rows[at + 1] if info.fill is not None else None
             at += 1 if given is None else 2
             found = look(info.key)
+            if kernel is not None and kernel.put_entry(row, given, fill, found, lanes):
+                continue
             if found is None and given is not None:
                 _leave_out(row, given, info.fill, lanes)
                 continue
@@ -287,6 +306,14 @@ class InfoColumns:
         if reset or step == RESET_SLOT:
             return at + "in the reset before step 0 of its trajectory"
         return at + f"step {step} of its trajectory"
+
+
+def _fills_of(infos: Sequence[Info]) -> list[bytes | None]:
+    """Return the bytes of an entry that a lane lacks, by entry; None: it must not."""
+    return [
+        None if info.fill is None else np.full(info.shape, info.fill, info.dtype).tobytes()
+        for info in infos
+    ]
 
 
 def _leave_out(row: Array, given: Array, fill: Any, lanes: Mask | None) -> None:

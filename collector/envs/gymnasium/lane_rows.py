@@ -69,8 +69,9 @@ class LaneRows:
         """
         rows = self.new()
         held = own_observations(env)
-        for lane in np.flatnonzero(ended).tolist():
-            final = given[lane] if not isinstance(given, Mapping) else None
+        of_lanes = type(given) is np.ndarray or not isinstance(given, Mapping)
+        for lane in ended.nonzero()[0].tolist():
+            final = given[lane] if of_lanes else None
             for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
                 value = get(given)[lane] if final is None else part_of(get, final, exact, lane)
                 _refuse_reused(lane, value, get(held[lane]) if held else get(obs)[lane])

@@ -158,10 +158,13 @@ class GymnasiumSystem(System):
         asked = {**given, "reset_mask": lanes}
         # Some vector wrappers forget what they know of every lane, also of those that go on.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
-        obs, info = self._called(partial(self.env.reset, options=asked), first=True)
+        call = partial(self.env.reset, options=asked)
+        if self._within is not None:
+            call = partial(self._within.call_reset, lanes, asked)
+        obs, info = self._called(call, first=True)
         others = ~lanes
         for each, name, value in kept:
-            np.putmask(getattr(each, name), others, value)
+            np.copyto(getattr(each, name), value, where=others)
         self.infos.steps[lanes] = 0
         return self._with_infos(
             obs, partial(self.infos.write_reset, info=info, lanes=lanes), reset=True
@@ -269,14 +272,14 @@ class GymnasiumSystem(System):
             own.stepped(np.logical_or(terminated, truncated))
         if self._one_of_many:
             reward = reward[..., 0]
-        if self._infoless and "final_obs" not in info:
-            values = (obs,) if self._plain else self._rows.values(obs)
+        if "final_obs" not in info:
+            values = [obs] if self._plain else self._rows.values(obs)
+            if not self._infoless:
+                self.infos.write(self._infos_of_step, info)
+                self.infos.count(np.logical_or(terminated, truncated), self._after_end)
+                values += self._infos_of_step
             return Step(values, (reward,), terminated, truncated)
         ended = np.logical_or(terminated, truncated)
-        if "final_obs" not in info:
-            values = self._with_infos(obs, partial(self.infos.write, info=info))
-            self.infos.count(ended, self._after_end)
-            return Step(values, (reward,), terminated, truncated)
         final = self._rows.finals(self.env, ended, obs, info["final_obs"])
         of_last = self.infos.new_rows()
         self.infos.write_final(of_last, info, ended)

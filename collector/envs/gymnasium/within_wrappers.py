@@ -1,4 +1,4 @@
-"""The step of a `SyncVectorEnv` within wrappers: lanes are stepped in turn, the rest is as ever.
+"""Steps and resets by mask of a `SyncVectorEnv` within wrappers: lanes in turn, the rest as ever.
 
 Most infos of lanes are empty, and are not merged; flags and rewards are read as they come.
 """
@@ -6,14 +6,22 @@ Most infos of lanes are empty, and are not merged; flags and rewards are read as
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import concatenate
 from numpy.typing import NDArray
 
-from tallyroll.collector.compat import OBSERVATIONS, info_merge, own_observations
+from tallyroll.collector.compat import (
+    ENDED,
+    OBSERVATIONS,
+    OWN_OBSERVATIONS,
+    info_merge,
+    own_observations,
+)
 from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
 from tallyroll.collector.envs.gymnasium.lane_rows import Rows
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
+from tallyroll.collector.envs.system import Mask
 from tallyroll.collector.run_plan import Decision, stepping_vector, stepping_wrapped
 from tallyroll.storage.engine.kernel import table_of
 
@@ -62,7 +70,7 @@ class _AsTheVector(LaneResults):
 
 
 class WithinWrappers(LanesInTurn):
-    """The vector inside of ``env``, which wraps it; its lanes are stepped in turn by :meth:`call`.
+    """The vector inside of ``env``, which wraps it: :meth:`call` and :meth:`call_reset` drive it.
 
     Between two calls the vector is as its user made it.
     """
@@ -72,6 +80,7 @@ class WithinWrappers(LanesInTurn):
         self._wrapped, self._merged = env, _AsTheVector(base)
         super().__init__(base, results=self._merged)
         self._as_the_vector = self._step_as_the_vector  # one object
+        self._resets_as_the_vector = self._reset_as_the_vector
         self.checked = False
         """The last step took observations that were as declared."""
 
@@ -90,16 +99,47 @@ class WithinWrappers(LanesInTurn):
         finally:
             own.pop("step", None)
 
+    def call_reset(self, lanes: Mask, options: dict[str, Any]) -> Any:
+        """Return the result of the wrappers' ``reset`` of ``lanes``, the mask in ``options``."""
+        own, ours = self._own, self._resets_as_the_vector
+        if own.get("reset", ours) is not ours:  # someone replaced it
+            return self._wrapped.reset(options=options)
+        try:
+            own["reset"], self._asked = ours, lanes
+            return self._wrapped.reset(options=options)
+        finally:
+            own.pop("reset", None)
+
     def _step_as_the_vector(self, actions: Any) -> Any:
         """Return copies of the results, as the vector's own ``step`` does."""
         own = self._own
         out = super().step(actions, own[OBSERVATIONS])
         self.checked = self._merged.plain is not None
-        obs = own[OBSERVATIONS]
-        if own["copy"]:
-            obs = obs.copy() if self.checked else deepcopy(obs)
+        obs = self._copied(own[OBSERVATIONS])
         flags = out.terminated.copy(), out.truncated.copy()
         return obs, out.reward[0].copy(), *flags, self._merged.infos
+
+    def _reset_as_the_vector(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Return the result of the vector's own ``reset``, of the lanes that were asked for."""
+        env, own, lanes, merged = self._env, self._own, self._asked, self._merged
+        if seed is not None or not (options and options.get("reset_mask") is lanes):
+            return SyncVectorEnv.reset(env, seed=seed, options=options)
+        del options["reset_mask"]
+        own[ENDED][lanes] = False
+        held = own[OWN_OBSERVATIONS]
+        merged.begin(own[OBSERVATIONS])
+        for i in lanes.nonzero()[0].tolist():
+            held[i], info = env.envs[i].reset(seed=None, options=options)
+            merged.tell(i, info, Of.RESET)
+        space, rows = env.single_observation_space, own[OBSERVATIONS]
+        own[OBSERVATIONS] = concatenate(space, held, rows)
+        return self._copied(own[OBSERVATIONS]), merged.infos
+
+    def _copied(self, obs: Any) -> Any:
+        """Return what the vector returns of its observations."""
+        if not self._own["copy"]:
+            return obs
+        return obs.copy() if type(obs) is np.ndarray else deepcopy(obs)
 
 
 def stepping_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> Decision:

@@ -41,7 +41,7 @@ Finish: TypeAlias = Callable[[Ending, Cursor, Mask, Step, Rows], None]
 def finish_by_mask(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
     """Reset the lanes that ended, and write what they observe to the slot after."""
     system = lanes.system
-    roots = [column[cursor.at] for column in cursor.root_obs]
+    roots, at = [column[cursor.at] for column in cursor.root_obs], ended.nonzero()[0].tolist()
     try:
         if system.lends:
             system.lend(roots)
@@ -51,7 +51,9 @@ def finish_by_mask(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: 
             system.lend(None)
     for index, (root, value) in enumerate(zip(roots, first, strict=True)):
         if value is not root:
-            root[ended] = lanes.results.array(index, value)[ended]
+            array = lanes.results.array(index, value)
+            for lane in at:  # most often one, and then this is fastest
+                root[lane] = array[lane]
     lanes.contexts.draw(system, ended)
 
 

@@ -166,6 +166,7 @@ class Stepper:
         assert put is not None, "writes_to has chosen it"
         board, finish, array, row = cursor.board, self._finish, np.ndarray, rows[0]
         table = put.args[0] if at_once else None
+        beside = self.declares.at_end == "first" and not self.declares.context
 
         def step() -> None:
             cursor.at = at
@@ -177,17 +178,19 @@ class Stepper:
                 return
             else:
                 out = more_to_do
-            obs, reward, over, cut = out[:4]
+            obs, reward, over, cut, final = out[:5]
+            if not beside:
+                final = None
             ended = -1
             more = out.skipped is not None or self._looks_behind
             known = not more or self._skips_pending(out.skipped)
             if len(reward) == 1 and type(obs[0]) is array and known:
-                ended = put(obs, reward[0], over, cut)
+                ended = put(obs, reward[0], over, cut, final)
             if ended < 0:
                 self._put(cursor, rows, out)
             elif more:
                 self.follow(self.pending, terminated | truncated)
-            elif finish is not None and ended:
+            elif finish is not None and ended and final is None:
                 finish(cursor, terminated | truncated, out, rows)
             board[FILLED] = at + 1
 

@@ -12,8 +12,8 @@ from tallyroll.storage.engine.kernel import compiled, table_of
 Putting: TypeAlias = partial[int]
 """Writes the result of a step to a slot, and returns how many lanes ended.
 
-That is observations, reward, terminated, truncated. Where they are not as the slot is it returns
--1, whatever it wrote.
+That is observations, reward, terminated, truncated, and final observations or None. Where they are
+not as the slot is it returns -1, whatever it wrote.
 """
 
 
