@@ -117,10 +117,10 @@ class Sb3System(TellingSystem):
         if not np.count_nonzero(done):
             step = Step(values, (reward,), done, self._never)
             return self._with_infos(step, done, infos) if self._infos else step
-        ended = np.flatnonzero(done).tolist()
-        truncated = self._never.copy()
-        truncated[ended] = [bool(infos[lane].get(_CUT)) for lane in ended]
-        final = None
+        ended = np.nonzero(done)[0].tolist()
+        truncated, final = self._never.copy(), None
+        for lane in ended:
+            truncated[lane] = bool(infos[lane].get(_CUT))
         if all(_FINAL in infos[lane] for lane in ended):
             found = {lane: infos[lane][_FINAL] for lane in ended}
             final = finals_of(found, self._leaves, self._getters, self.first_lane)
