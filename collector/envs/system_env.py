@@ -68,6 +68,8 @@ class SystemEnv(EnvBase):
         self._fresh: list[torch.Tensor] = []
         """First observations of episodes that began within the last step, and the lanes of them."""
         self._fresh_lanes = np.zeros(d.lanes, np.bool_)
+        self._last: list[torch.Tensor] = []
+        """Observations of the last step or reset."""
         self._declare()
 
     def _declare(self) -> None:
@@ -163,6 +165,7 @@ class SystemEnv(EnvBase):
         transitions = ~stepper.pending
         if d.has_reset_slots:
             stepper.follow(stepper.pending, ended)
+        self._last = values
         td = self._td(values)
         for key, reward in zip(d.reward, self._rewards(out), strict=True):
             td.set(key, reward)
@@ -211,6 +214,7 @@ class SystemEnv(EnvBase):
         else:
             values = self._reset_some(lanes, kwargs)
         self._forget_fresh()
+        self._last = values
         td = self._td(values)
         if self._declares.marks_transitions:
             td.set(VALID, self._flag(np.ones((*self.batch_size, 1), np.bool_)))
@@ -219,7 +223,11 @@ class SystemEnv(EnvBase):
         return self._set_flags(td)
 
     def _reset_some(self, lanes: Mask, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Reset ``lanes``, of which some may have begun their next episode within the last step."""
+        """Reset ``lanes``, of which some may have begun their next episode within the last step.
+
+        The other lanes are as they were: TorchRL drops them, but a transform that keeps statistics
+        (`VecNorm`) sees them first.
+        """
         asked = lanes & ~self._fresh_lanes
         values = self._fresh
         if asked.any():
@@ -235,7 +243,11 @@ class SystemEnv(EnvBase):
         elif not values:
             values = [self.observation_spec[key].zero() for key in self.observation_keys]
         self.stepper.pending[lanes] = False
-        return values
+        at = self._flag(lanes)
+        return [
+            torch.where(at.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            for new, old in zip(values, self._last or values, strict=True)
+        ]
 
     # --- tensors ----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import json
 import re
@@ -16,7 +17,10 @@ import pytest
 import torch
 import zarr
 from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictSequential
+from torchrl.modules import GRUModule
 
+from tallyroll.collector import SyncCollector
 from tallyroll.storage import MemmapStorage, open_storage
 
 from examples_kit import EXAMPLES, numbers, run
@@ -37,7 +41,14 @@ def names_of(name: str) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / name))
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def run_here(name: str, capsys: pytest.CaptureFixture[str], **options: float | str) -> str:
+    """Return the output of the example, run in this process, which saves importing torch."""
+    names = names_of(name)
+    names["main"](names["Args"](**options))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.name)
 def test_help_names_every_option_with_its_default(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,7 +60,7 @@ def test_help_names_every_option_with_its_default(
     options = re.findall(r"^  --([a-z-]+)", text, re.MULTILINE)
     assert len(options) >= 5
     assert " ".join(text.split()).count("(default: ") == len(options)
-    assert f"python examples/{path.name}" in text
+    assert f"python examples/{path.relative_to(EXAMPLES)}" in text
 
 
 @pytest.mark.slow
@@ -359,6 +370,150 @@ def test_sequence_batches_notices_a_slice_of_two_trajectories(
     check(slices)
     with pytest.raises(AssertionError):
         check(slices.set(key, wrong[None]))
+
+
+def test_sac_curve_evaluates_at_exactly_the_asked_transitions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run_here(
+        "sac_curve.py",
+        capsys,
+        total_frames=50,
+        random_frames=20,
+        eval_every=21,  # neither divides by the lanes
+        eval_episodes=2,
+        updates=1,
+        minibatch=8,
+        csv=str(tmp_path / "curve.csv"),
+    )
+    with (tmp_path / "curve.csv").open(newline="", encoding="utf-8") as file:
+        points = list(csv.DictReader(file))
+    assert [int(point["frames"]) for point in points] == [0, 21, 42, 50]
+    assert list(points[0]) == ["frames", "evaluation", "lowest", "training", "seconds"]
+    for point in points:  # 200 steps of a pendulum cost so much
+        assert -2000 < float(point["lowest"]) <= float(point["evaluation"]) < 0
+    assert re.findall(r"^frames +(\d+)", out, re.MULTILINE) == ["0", "21", "42", "50"]
+    assert out.endswith("50 transitions, exactly; 20 of them with random actions\n")
+
+
+def test_sac_curve_says_what_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = names_of("sac_curve.py")
+    curve, args = names["Curve"], names["Args"]
+    (tmp_path / "old.csv").touch()
+    with pytest.raises(SystemExit, match=r"--csv: .*old.csv exists; name a new file"):
+        curve(args(csv=str(tmp_path / "old.csv")))
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(SystemExit, match=r"--tensorboard: .*; pip install 'tallyroll\[tens"):
+        curve(args(tensorboard=str(tmp_path / "runs")))
+    assert [path.name for path in tmp_path.iterdir()] == ["old.csv"]
+
+
+@pytest.mark.parametrize("memory", [8, 0])
+def test_recurrent_ppo_trains_on_exactly_its_budget(
+    memory: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run_here(
+        "recurrent_ppo.py",
+        capsys,
+        memory=memory,
+        num_envs=3,
+        total_frames=250,  # lanes have rows of different numbers
+        frames_per_batch=100,
+        epochs=1,
+        minibatches=2,
+        eval_episodes=3,
+    )
+    assert re.findall(r"^frames +(\d+)  return", out, re.MULTILINE) == ["100", "200", "250"]
+    assert re.search(r"^250 transitions, exactly; ", out, re.MULTILINE)
+    (episodes,) = numbers(r"evaluation: mean return [\d.]+ over (\d+) episodes", out)
+    assert episodes == 3
+
+
+def test_recurrent_ppo_computes_again_what_it_computed_step_by_step() -> None:
+    """Its GRU starts where a lane or a trajectory does, and padding is in no loss."""
+    names = names_of("recurrent_ppo.py")
+    torch.manual_seed(0)
+    core = GRUModule(2, 8, in_keys=names["SEEN"], out_keys=["_known", ("next", "state")])
+    net = TensorDictSequential(
+        core,
+        TensorDictModule(torch.nn.Linear(8, 2), ["_known"], ["logits"]),
+        TensorDictModule(torch.nn.Linear(8, 1), ["_known"], ["state_value"]),
+    )
+    policy = ProbabilisticTensorDictSequential(
+        net,
+        names["Sampled"](
+            ["logits"], ["action"], distribution_class=names["Categorical"], return_log_prob=True
+        ),
+    )
+    with SyncCollector(
+        lambda: names["make"](3, core),
+        policy,
+        frames_per_batch=200,
+        total_frames=400,
+        layout="lanes",
+        seed=0,
+    ) as collector:
+        for batch in collector:
+            mask = batch["collector", "mask"]
+            assert not mask.all()
+            assert (batch["collector", "step"][mask] == 0).any()
+            with torch.no_grad():
+                names["add_targets"](batch, net)
+                loss = names["loss_of"](batch, net)
+            # The ratio is 1 where nothing was learned yet: the mean advantage is all that is left.
+            error = (batch["state_value"] - batch["target"])[mask].square().mean()
+            assert torch.allclose(loss, error / 2, atol=1e-5)
+            follows = (batch["collector", "step"][:, 1:] > 0) & mask[:, 1:]
+            assert torch.equal(
+                batch["next", "state"][:, :-1][follows], batch["state"][:, 1:][follows]
+            )
+
+
+def test_normalised_ppo_goes_on_with_its_statistics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {
+        "num_envs": 3,
+        "total_frames": 250,
+        "frames_per_batch": 100,
+        "epochs": 1,
+        "eval_episodes": 3,
+        "checkpoint": str(tmp_path / "run.pt"),
+    }
+    one = run_here("normalised_ppo.py", capsys, stop_after=1, **options)
+    other = run_here("normalised_ppo.py", capsys, **options)
+    assert re.findall(r"^frames +(\d+)  return", one + other, re.MULTILINE) == ["100", "200", "250"]
+    (left,) = re.findall(r"^100 transitions, exactly; (scales .*)$", one, re.MULTILINE)
+    assert f"goes on after 100 transitions; {left}\n" in other
+    (now,) = re.findall(r"^250 transitions, exactly; (scales .*)$", other, re.MULTILINE)
+    assert now != left
+    assert re.search(r"^evaluation with frozen statistics: mean return \d", other, re.MULTILINE)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+CLONED = {"frames": 1001, "num_envs": 3, "epochs": 2, "minibatch": 100, "eval_episodes": 3}
+
+
+def test_clone_dataloader_reads_each_row_once_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run_here("clone_dataloader.py", capsys, workers=0, **CLONED)
+    assert re.search(r"^1001 transitions; return of the data [\d.]+$", out, re.MULTILINE)
+    rows = re.findall(r"^epoch +(\d)  rows +(\d+)  return of the clone", out, re.MULTILINE)
+    assert rows == [("0", "0"), ("1", "1001"), ("2", "1001")]
+
+
+@pytest.mark.slow
+def test_clone_dataloader_learns_the_same_from_two_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = CLONED | {"epochs": 1}
+    alone = run_here("clone_dataloader.py", capsys, workers=0, **options)
+    for start_method in ("fork", "spawn"):
+        out = run("clone_dataloader.py", tmp_path, start_method=start_method, **options)
+        assert out.splitlines()[:-1] == alone.splitlines()[:-1]  # the last one has the seconds
+    assert list(tmp_path.iterdir()) == []  # its temporary directory would be here
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_what_is_made_by_examples_and_pages_does_not_collide() -> None:
         by_code += set(re.findall(r"storage=\"(data/[^\"]+)\"", page))
     made = by_command + by_code
     assert len(made) >= 10
-    for example in (ROOT / "examples").glob("*.py"):
+    for example in (ROOT / "examples").rglob("*.py"):
         made += set(re.findall(r"data/[\w/]+", example.read_text(encoding="utf-8")))
     assert sorted(made) == sorted(set(made))
 
@@ -53,11 +53,10 @@ def test_the_readme_is_short() -> None:
 
 def test_the_files_that_it_names_are_there() -> None:
     named = re.findall(r"`((?:examples|benchmarks)/[\w./]*)`", ALL)
-    named += [
-        f"examples/{name}" for name in re.findall(r"`(\w+_\w+\.py|ppo.py|dqn.py|sac.py)`", ALL)
-    ]
-    assert len(named) > 20
     assert [name for name in named if not (ROOT / name).exists()] == []
+    scripts = set(re.findall(r"`(\w+_\w+\.py|ppo.py|dqn.py|sac.py)`", ALL))
+    assert len(scripts) + len(named) > 20
+    assert scripts - {path.name for path in (ROOT / "examples").rglob("*.py")} == set()
 
 
 @pytest.fixture(scope="module")

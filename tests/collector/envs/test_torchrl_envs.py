@@ -27,6 +27,7 @@ from torchrl.envs import (
     SerialEnv,
     StepCounter,
     TensorDictPrimer,
+    Transform,
     TransformedEnv,
     VecNormV2,
     check_env_specs,
@@ -129,6 +130,27 @@ def test_normalisation_sees_each_observation(base: str) -> None:
     check_rows(rows, LENGTHS, ends="mixed", from_start=True)
     assert rows["normed"].isfinite().all()
     assert not torch.equal(rows["normed"], rows["observation"])
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_transform_sees_lanes_that_are_not_reset_as_they_are(mode: AutoresetMode) -> None:
+    """Statistics of all that it sees would count zeros else."""
+    as_they_are = []
+
+    class Watches(Transform):
+        def _step(self, _: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
+            self.last = after["observation"].clone()
+            return after
+
+        def _reset(self, before: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
+            if "_reset" in before:
+                others = ~before["_reset"].squeeze(-1)
+                as_they_are.append(torch.equal(after["observation"][others], self.last[others]))
+            return after
+
+    check_rows(run(lambda: TransformedEnv(vec(mode), Watches())), LENGTHS, ends="mixed")
+    assert len(as_they_are) > 5
+    assert all(as_they_are)
 
 
 def test_a_primer_is_reset_with_its_lane() -> None:

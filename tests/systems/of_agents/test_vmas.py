@@ -222,7 +222,7 @@ def test_misuse() -> None:
 
 
 def test_the_example_trains_on_exactly_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).parents[3] / "examples" / "multiagent_ppo.py"
+    path = Path(__file__).parents[3] / "examples" / "systems" / "multiagent_ppo.py"
     names = runpy.run_path(str(path))
     small = {"num_envs": 4, "max_steps": 10, "epochs": 1, "minibatch": 64, "eval_episodes": 3}
     names["main"](names["Args"](total_frames=300, frames_per_batch=128, **small))

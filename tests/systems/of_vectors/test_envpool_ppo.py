@@ -10,7 +10,7 @@ from examples_kit import numbers, run
 
 def test_it_learns_on_exactly_its_budget(tmp_path: Path) -> None:
     out = run(
-        "envpool_ppo.py",
+        "systems/envpool_ppo.py",
         tmp_path,
         total_frames=30_001,
         frames_per_batch=2048,

@@ -1,7 +1,7 @@
 """PPO on EnvPool: many cheap lanes, and its reset slots are not trained on.
 
     pip install 'tallyroll[envpool]'
-    python examples/envpool_ppo.py --seed 1
+    python examples/systems/envpool_ppo.py --seed 1
 
 EnvPool steps all lanes in one call, in threads of its own. In the step after an end it ignores the
 lane's action and resets it. Taken as a transition, as by loops that count calls times lanes, such

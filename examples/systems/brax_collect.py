@@ -1,6 +1,6 @@
 """Brax with another gravity in each episode, collected to disk.
 
-    python examples/brax_collect.py --frames 20000 --out data/examples/pendulum
+    python examples/systems/brax_collect.py --frames 20000 --out data/examples/pendulum
 
 A gravity is drawn at each reset. It is an argument of what is compiled, so that nothing is compiled
 again, and it stands in the observation, where it tells the episodes of a heavy pole from those of a

@@ -1,7 +1,7 @@
 """PPO with several agents: they learn to navigate to their goals, on exactly the asked env steps.
 
     pip install 'tallyroll[vmas]'
-    python examples/multiagent_ppo.py --seed 1
+    python examples/systems/multiagent_ppo.py --seed 1
 
 VMAS's "navigation": each agent of a lane has a goal and is paid for coming nearer to it. All of
 them share one policy, and one critic that sees what all of them see. Agents of a lane are a group
