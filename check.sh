@@ -11,6 +11,8 @@
 #   ./check.sh --all --once   the same, and each environment goes when its tests ran: for a machine
 #                             that has no 7 GB to spare, or will not run this again
 #   ./check.sh --apart NAME   one of these environments alone, by hand
+#   ./check.sh --browser      look at the pages of the site with Debian's chromium (CHROMIUM names
+#                             another); with --shots FOLDER pictures of them are left there
 #   ./check.sh -k ring        any of them, and pytest gets the arguments that are left
 #
 # PYTHON names the interpreter to build environments with (default: python3, at least 3.11).
@@ -18,6 +20,7 @@ set -Eeuo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
 environment=core others=() failed=() chosen=(-m "not slow") quick=() seconds=
+browser=
 tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # of every environment
 
 step() { # step NAME COMMAND...: run it, remember whether it failed, and how long it took
@@ -91,6 +94,11 @@ case ${1-} in
     environment=${2?"--apart NAME"} chosen=()
     shift 2
     ;;
+--browser)
+    browser=1
+    shift
+    "$python" docs/browser.py || exit 1
+    ;;
 esac
 venv=.venv-$environment tests=(tests/systems)
 if [[ $environment == core ]]; then venv=.venv tests=("${quick[@]}"); fi
@@ -103,12 +111,24 @@ set_up
 trap - ERR
 took set-up "$began"
 
-if [[ $environment == core ]]; then
+pages() {
+    $bin/python -m sphinx -n -W -q -E --keep-going -b html docs "$venv/pages" &&
+        $bin/python docs/site_check.py "$venv/pages"
+}
+look_at_pages() { # in an environment of its own: playwright alone, which drives the browser
+    if [[ ! -x .venv-browser/bin/python ]]; then "$python" -m venv .venv-browser; fi
+    .venv-browser/bin/python -m pip install -qq -c constraints.txt playwright || return
+    .venv-browser/bin/python docs/browser.py "$venv/pages" "$@"
+}
+if [[ $browser ]]; then
+    step "pages" pages
+    step "browser" look_at_pages "$@"
+elif [[ $environment == core ]]; then
     step "ruff format" $bin/ruff format --check .
     step "ruff check" $bin/ruff check .
     step "mypy" $bin/mypy
     step "imports" $bin/lint-imports --no-cache
-    step "pages" $bin/python -m sphinx -n -W -q -E --keep-going -b html docs "$venv/pages"
+    step "pages" pages
 fi
 # Many tests wait for other processes: two at a time. More would only take each other's time.
 export TALLYROLL_TEST_ENVIRONMENT=$environment
@@ -124,7 +144,7 @@ without_extension() { # the same tests as where there is no C compiler
 }
 said=$(mktemp) reasons=
 trap 'rm -f "$said"' EXIT
-step "pytest" run_tests "$@"
+if [[ ! $browser ]]; then step "pytest" run_tests "$@"; fi
 if [[ $environment == core && ${#chosen[@]} == 0 ]]; then
     step "pytest without the extension" without_extension "$@"
 fi

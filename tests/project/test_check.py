@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+BROWSER = ROOT / "docs/browser.py"
 TOOL = """#!/bin/bash
 echo "${0##*/} $*" >>"$LOG"
 if [[ $* == *"-m build"* ]]; then mkdir -p .venv/dist && touch .venv/dist/tallyroll-1.whl; fi
@@ -32,14 +33,20 @@ class Gate:
             shutil.copy(ROOT / name, folder / name)
         shutil.copy(ROOT / "tests/systems/environments.toml", folder / "tests/systems")
         for name in ("python", "ruff", "mypy", "lint-imports", "pytest"):
-            (tools / name).write_text(TOOL)
-            (tools / name).chmod(0o755)
+            self.tool(tools / name)
 
-    def run(self, *words: str, breaks: str = "", slow: str = "") -> tuple[int, str, list[str]]:
+    def tool(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(TOOL)
+        path.chmod(0o755)
+
+    def run(
+        self, *words: str, breaks: str = "", slow: str = "", **more: str
+    ) -> tuple[int, str, list[str]]:
         """Its exit status, its output, and the commands of tools that it ran."""
         log = self.folder / "log"
         log.write_text("")
-        more = {"LOG": str(log), "BREAKS": breaks, "SLOW": slow, "PYTHON": sys.executable}
+        more |= {"LOG": str(log), "BREAKS": breaks, "SLOW": slow, "PYTHON": sys.executable}
         done = subprocess.run(
             ["bash", "check.sh", *words],
             cwd=self.folder,
@@ -109,3 +116,47 @@ def test_a_set_up_that_fails_ends_it(gate: Gate) -> None:
     assert status != 0
     assert "FAILED: set-up (see above)" in said
     assert not any(each.startswith("pytest") for each in ran)
+
+
+def test_browser_builds_the_pages_and_looks_at_them_alone(gate: Gate) -> None:
+    gate.tool(gate.folder / ".venv-browser/bin/python")
+    (gate.folder / "docs").mkdir()
+    shutil.copy(BROWSER, gate.folder / "docs")
+    status, said, ran = gate.run("--browser", "--shots", "there", CHROMIUM="true")
+    assert status == 0
+    assert list(listed(said)) == ["set-up", "pages", "browser"]
+    assert ran[-4].startswith("python -m sphinx -n -W ")
+    assert ran[-3:] == [
+        "python docs/site_check.py .venv/pages",
+        "python -m pip install -qq -c constraints.txt playwright",
+        "python docs/browser.py .venv/pages --shots there",
+    ]
+    status, said, ran = gate.run("--browser", CHROMIUM="no-such-browser")
+    assert (status, said, ran) == (1, "", [])
+
+
+@pytest.mark.parametrize(
+    ("browser", "files", "error"),
+    [
+        ("no-such-browser", [], "no no-such-browser is installed: apt-get install chromium"),
+        ("true", [], "no site is in .: python -m sphinx"),
+        ("true", ["index.html"], "playwright is not installed: pip install"),
+    ],
+)
+def test_what_a_look_at_the_pages_lacks_is_one_line(
+    tmp_path: Path, browser: str, files: list[str], error: str
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    command = [sys.executable, "-I", "-S", str(BROWSER), "."]  # without any package
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"CHROMIUM": browser},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(error)
+    assert done.stderr.count("\n") == 1
