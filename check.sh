@@ -13,6 +13,8 @@
 #   ./check.sh --apart NAME   one of these environments alone, by hand
 #   ./check.sh --newest       the tests with the newest torch and the next TorchRL, without
 #                             constraints, in .venv-newest
+#   ./check.sh --browser      look at the pages of the site with Debian's chromium (CHROMIUM names
+#                             another); with --shots FOLDER pictures of them are left there
 #   ./check.sh -k ring        any of them, and pytest gets the arguments that are left
 #
 # PYTHON names the interpreter to build environments with (default: python3, at least 3.11).
@@ -20,6 +22,7 @@ set -Eeuo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
 environment=core others=() failed=() chosen=(-m "not slow") quick=() seconds=
+browser=
 tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # of every environment
 
 step() { # step NAME COMMAND...: run it, remember whether it failed, and how long it took
@@ -105,6 +108,11 @@ case ${1-} in
     environment=newest
     shift
     ;;
+--browser)
+    browser=1
+    shift
+    "$python" docs/browser.py || exit 1
+    ;;
 esac
 venv=.venv-$environment tests=(tests/systems)
 case $environment in
@@ -120,12 +128,24 @@ set_up
 trap - ERR
 took set-up "$began"
 
-if [[ $environment == core ]]; then
+pages() {
+    $bin/python -m sphinx -n -W -q -E --keep-going -b html docs "$venv/pages" &&
+        $bin/python docs/site_check.py "$venv/pages"
+}
+look_at_pages() { # in an environment of its own: playwright alone, which drives the browser
+    if [[ ! -x .venv-browser/bin/python ]]; then "$python" -m venv .venv-browser; fi
+    .venv-browser/bin/python -m pip install -qq -c constraints.txt playwright || return
+    .venv-browser/bin/python docs/browser.py "$venv/pages" "$@"
+}
+if [[ $browser ]]; then
+    step "pages" pages
+    step "browser" look_at_pages "$@"
+elif [[ $environment == core ]]; then
     step "ruff format" $bin/ruff format --check .
     step "ruff check" $bin/ruff check .
     step "mypy" $bin/mypy
     step "imports" $bin/lint-imports --no-cache
-    step "pages" $bin/python -m sphinx -n -W -q -E --keep-going -b html docs "$venv/pages"
+    step "pages" pages
 fi
 # Many tests wait for other processes: three at a time, on two processors. More would only take each
 # other's time.
@@ -153,7 +173,7 @@ if ((${room:-0} >= 6)); then
 fi
 said=$(mktemp) reasons=
 trap 'rm -rf "$said" "${scratch:-}"' EXIT
-step "pytest" run_tests "$@"
+if [[ ! $browser ]]; then step "pytest" run_tests "$@"; fi
 if [[ $environment == core && ${#chosen[@]} == 0 ]]; then
     step "pytest without the extension" without_extension "$@"
 fi

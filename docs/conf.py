@@ -16,6 +16,11 @@ html_theme = "furo"
 html_title = "Tallyroll"
 html_show_search_summary = False  # a summary is fetched, which a page opened from disk may not
 html_copy_source = False
+html_show_copyright = False
+html_use_index = html_domain_indices = False  # two columns, cut off on a phone: the search does it
+html_theme_options = {  # lines of 96 letters fit the column
+    "light_css_variables": {"code-font-size": "0.75rem"},
+}
 
 autodoc_typehints = "none"  # docstrings say what an argument may be
 autodoc_member_order = "bysource"

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "drawings"
-WIDTH, CELL, GAP = 720, 44, 6
+WIDTH, CELL, GAP = 480, 44, 6  # on a phone they have two thirds of this, and letters of 8 px
 STEP = CELL + GAP
 
 STYLE = """
@@ -90,23 +90,20 @@ def reset_slot() -> str:
         text(90 + slot * STEP + CELL / 2, 56, str(slot + 1), "middle", "small") for slot in range(6)
     ]
     parts += [
-        cell(420, 64, "row"),
-        text(476, 82, "an action was executed:"),
-        text(476, 100, "a row, counted"),
-        cell(420, 64 + STEP, "none"),
-        text(476, 132, "the action was ignored:"),
-        text(476, 150, "a reset, no row, not counted"),
-        text(20, 190, "ledger: 12 slots = 10 executed + 2 reset slots", "small"),
+        cell(20, 180, "row"),
+        text(76, 207, "an action was executed: a row, counted"),
+        cell(20, 180 + STEP, "none"),
+        text(76, 207 + STEP, "the action was ignored: a reset, no row, not counted"),
+        text(20, 298, "ledger: 12 slots = 10 executed + 2 reset slots", "small"),
     ]
-    return picture(206, "A reset slot is no transition", parts)
+    return picture(314, "A reset slot is no transition", parts)
 
 
 def surplus() -> str:
     """Four lanes and batches of ten: the third step makes twelve."""
-    parts = [
-        text(20, 30, "Four lanes, batches of 10: the third step makes two rows too many", "strong")
-    ]
-    for batch, x0 in enumerate((90, 400)):
+    second = 310
+    parts = [text(20, 30, "Four lanes, batches of 10: two rows too many", "strong")]
+    for batch, x0 in enumerate((90, second)):
         carried = 2 if batch else 0
         parts.append(text(x0, 56, f"batch {batch + 1}", "small"))
         for lane in range(4):
@@ -123,28 +120,23 @@ def surplus() -> str:
                 parts.append(cell(x0 + slot * STEP, y, kind, str(number)))
     y = 66 + 3 * STEP
     parts += [
-        arrow(90 + 3 * STEP + 4, y, 400 - 10),
-        text(247, y - 10, "carried: they open", "small"),
-        text(247, y + 20, "the next batch", "small"),
-        text(565, 90, "2 carried + 8 new,", "small"),
-        text(565, 108, "again exactly 10", "small"),
+        arrow(90 + 3 * STEP + 4, y, second - 10),
+        text(246, y - 10, "carried", "small"),
+        text(20, 290, "The two are carried: with 8 new ones they make a batch."),
         text(
-            20,
-            290,
-            "At the end of the budget what is left over is discarded, and the ledger says so.",
-            "small",
+            20, 312, "At the end of the budget what is left is discarded, and counted so.", "small"
         ),
     ]
-    return picture(306, "The surplus of a batch is carried into the next one", parts)
+    return picture(328, "The surplus of a batch is carried into the next one", parts)
 
 
 def kill() -> str:
     """A storage before a commit, when its process is killed, and when it is opened again."""
-    width, count = 34, 9
+    width, count = 24, 9
     stages = (
-        ("committed: 6 rows", 6, 0),
-        ("three more are half written", 6, 3),
-        ("opened again: 6 rows, all whole", 6, 0),
+        ("6 rows are committed", 6, 0),
+        ("3 more half written: killed", 6, 3),
+        ("opened again: the 6 rows", 6, 0),
     )
     parts = [text(20, 30, "kill -9 in the middle of a commit: the count moves last", "strong")]
     for stage, (words, whole, torn) in enumerate(stages):
@@ -154,17 +146,16 @@ def kill() -> str:
             parts.append(
                 cell(20 + row * (width + 4), y, kind, str(row + 1) if row < whole else "", width)
             )
-        parts.append(text(390, y + CELL / 2 + 5, words))
+        parts.append(text(290, y + CELL / 2 + 5, words))
     x, y = 20 + 8 * (width + 4), 52 + 62
     edge = 20 + 6 * (width + 4) - 2
     parts += [
-        path("mark", f"M{x + 20:g} {y - 12:g}l-12 32h12l-10 34"),
-        text(620, y + CELL / 2 + 5, "killed", "strong"),
+        path("mark", f"M{x + 16:g} {y - 12:g}l-10 32h10l-8 34"),
         path("line", f"M{edge:g} 46V{52 + 2 * 62 + CELL + 6}"),
-        text(20, 246, "the line: the number of committed rows, in the header", "small"),
-        text(390, 246, "--resume goes on with row 7, to exactly N", "small"),
+        text(20, 250, "the line: the number of committed rows, which is in the header", "small"),
+        text(20, 268, "Resuming goes on with row 7, to exactly N.", "small"),
     ]
-    return picture(262, "After a kill every committed row is there, and nothing else", parts)
+    return picture(284, "After a kill every committed row is there, and nothing else", parts)
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass, stack
 from torchrl.data.replay_buffers.writers import (
     RoundRobinWriter,
+    TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
     Writer,
 )
@@ -139,6 +140,12 @@ def _limit(writer: Any) -> int:
 
 
 def _seat(writer: Any, storage: RowStore) -> None:
+    if isinstance(writer, TensorDictMaxValueWriter):
+        raise NotAnAppend(
+            f"a {type(writer).__name__} replaces the stored rows of the least value, and rows on "
+            "disk never change. Give the buffer another writer, or a storage of TorchRL's, such as "
+            "LazyTensorStorage."
+        )
     if not isinstance(writer, RoundRobinWriter):
         return  # a writer without a cursor, such as that of an immutable dataset
     if (at := _next_index(storage)) > _limit(writer):

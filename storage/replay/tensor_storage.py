@@ -33,8 +33,9 @@ class AsTensorStorage(TensorStorage):
 
     def __init__(self) -> None:
         # Compilable: otherwise TorchRL makes two semaphores, which outlive a killed process, for
-        # counts that we take from the header.
-        Storage.__init__(self, max_size=torch.iinfo(torch.int64).max, compilable=True)
+        # counts that we take from the header. More rows than any disk has: a tree of priorities of
+        # that size is a MemoryError, where the largest integer makes TorchRL count for ever.
+        Storage.__init__(self, max_size=2**48, compilable=True)
 
     def _fit_ring(self) -> None:
         if self.reader.ring:

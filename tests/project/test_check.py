@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+BROWSER = ROOT / "docs/browser.py"
 TOOL = """#!/bin/bash
 echo "${0##*/} $*" >>"$LOG"
 echo "${TMPDIR-}" >"$LOG.scratch"
@@ -33,16 +34,21 @@ class Gate:
             shutil.copy(ROOT / name, folder / name)
         shutil.copy(ROOT / "tests/systems/environments.toml", folder / "tests/systems")
         for name in ("python", "ruff", "mypy", "lint-imports", "pytest"):
-            (tools / name).write_text(TOOL)
-            (tools / name).chmod(0o755)
+            self.tool(tools / name)
+
+    def tool(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(TOOL)
+        path.chmod(0o755)
 
     def run(
-        self, *words: str, breaks: str = "", slow: str = "", python: str = sys.executable
+        self, *words: str, breaks: str = "", slow: str = "", **more: str
     ) -> tuple[int, str, list[str]]:
         """Its exit status, its output, and the commands of tools that it ran."""
         log = self.folder / "log"
         log.write_text("")
-        more = {"LOG": str(log), "BREAKS": breaks, "SLOW": slow, "PYTHON": python}
+        more = {"PYTHON": sys.executable} | more
+        more |= {"LOG": str(log), "BREAKS": breaks, "SLOW": slow}
         done = subprocess.run(
             ["bash", "check.sh", *words],
             cwd=self.folder,
@@ -135,7 +141,7 @@ def test_the_newest_are_installed_without_constraints_into_a_fresh_environment(g
         f'else exec {sys.executable} "$@"; fi\n'
     )
     maker.chmod(0o755)
-    status, said, ran = gate.run("--newest", "-k", "ring", python=str(maker))
+    status, said, ran = gate.run("--newest", "-k", "ring", PYTHON=str(maker))
     assert status == 0, said
     assert list(listed(said)) == ["set-up", "pytest"]
     pips = [each for each in ran if " pip " in each]
@@ -147,3 +153,47 @@ def test_the_newest_are_installed_without_constraints_into_a_fresh_environment(g
     wanted = (gate.folder / ".venv-newest/without-dependencies").read_text().split()
     assert [each.partition("==")[0] for each in wanted] == ["tensordict", "torchrl-nightly"]
     assert ran[-1].endswith(" -m not slow -k ring")
+
+
+def test_browser_builds_the_pages_and_looks_at_them_alone(gate: Gate) -> None:
+    gate.tool(gate.folder / ".venv-browser/bin/python")
+    (gate.folder / "docs").mkdir()
+    shutil.copy(BROWSER, gate.folder / "docs")
+    status, said, ran = gate.run("--browser", "--shots", "there", CHROMIUM="true")
+    assert status == 0
+    assert list(listed(said)) == ["set-up", "pages", "browser"]
+    assert ran[-4].startswith("python -m sphinx -n -W ")
+    assert ran[-3:] == [
+        "python docs/site_check.py .venv/pages",
+        "python -m pip install -qq -c constraints.txt playwright",
+        "python docs/browser.py .venv/pages --shots there",
+    ]
+    status, said, ran = gate.run("--browser", CHROMIUM="no-such-browser")
+    assert (status, said, ran) == (1, "", [])
+
+
+@pytest.mark.parametrize(
+    ("browser", "files", "error"),
+    [
+        ("no-such-browser", [], "no no-such-browser is installed: apt-get install chromium"),
+        ("true", [], "no site is in .: python -m sphinx"),
+        ("true", ["index.html"], "playwright is not installed: pip install"),
+    ],
+)
+def test_what_a_look_at_the_pages_lacks_is_one_line(
+    tmp_path: Path, browser: str, files: list[str], error: str
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    command = [sys.executable, "-I", "-S", str(BROWSER), "."]  # without any package
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"CHROMIUM": browser},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(error)
+    assert done.stderr.count("\n") == 1

@@ -145,6 +145,33 @@ def test_links_lead_to_pages_and_headings() -> None:
     assert count > 50
 
 
+def test_faults_of_the_built_site_are_found(tmp_path: Path) -> None:
+    check = runpy.run_path(str(DOCS / "site_check.py"))["check"]
+    start, other = tmp_path / "start.html", tmp_path / "other.html"
+    (tmp_path / "a.css").touch()
+    start.write_text(
+        '<link rel="stylesheet" href="a.css"><a href="other.html#there">1</a><a href="#">2</a>'
+        '<a href="https://example.org">3</a><img alt="4" src="data:image/png;base64,">'
+    )
+    other.write_text('<h1 id="there">1</h1><a href="start.html">2</a>')
+    assert [*check(tmp_path)] == []
+    start.write_text(
+        '<script src="https://example.org/a.js"></script><img src="none.png"><p id="a"><p id="a">'
+        '<a href="other.html#here">1</a><a href="#b">2</a><a href="third.html">3</a>'
+    )
+    assert [*check(tmp_path)] == [
+        "start.html: an image has no text: none.png",
+        "start.html: two elements have the id a",
+        "start.html: loads https://example.org/a.js from the network",
+        "start.html: none.png is not there",
+        "start.html: other.html#here leads to no heading",
+        "start.html: #b leads to no heading",
+        "start.html: third.html is not there",
+    ]
+    start.unlink(), other.unlink()
+    assert [each.partition(" in ")[0] for each in check(tmp_path)] == ["no page is"]
+
+
 def test_every_page_is_in_the_table_of_contents_and_in_the_readme() -> None:
     trees = "".join(code for _, code in FENCE.findall(PAGES["index.md"]))
     listed = re.findall(r"^(\w+)$", trees, re.MULTILINE)
