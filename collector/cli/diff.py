@@ -3,11 +3,10 @@
 import argparse
 import dataclasses
 import json
-import math
 import time
 from typing import Any
 
-from tallyroll.collector.cli.output import emit
+from tallyroll.collector.cli.output import as_json, emit
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.collector.cli.report import Page
 from tallyroll.storage import Differences, diff
@@ -22,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.json:
         facts = dataclasses.asdict(found) | {"same": found.same}
-        emit(json.dumps(_json(facts), indent=2, allow_nan=False) + "\n")
+        emit(json.dumps(as_json(facts), indent=2, allow_nan=False) + "\n")
     elif not args.quiet:
         emit(_as_text(found, time.monotonic() - began))
     return 0 if found.same else 1
@@ -49,13 +48,3 @@ def _list(page: Page, head: str, lines: Any) -> None:
         page.head(head)
         for line in lines:
             page.print(f"  {line}")
-
-
-def _json(value: Any) -> Any:
-    """``value``, as text where JSON has no number for it."""
-    if isinstance(value, dict):
-        return {name: _json(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json(each) for each in value]
-    no_number = isinstance(value, float) and not math.isfinite(value)
-    return str(value) if no_number or isinstance(value, complex) else value

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from rich.filesize import decimal
 
-from tallyroll.collector.cli.output import emit
+from tallyroll.collector.cli.output import as_json, emit
 from tallyroll.collector.cli.plan import part
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.collector.cli.report import Page, times
 from tallyroll.collector.cli.trajectories import (
-    as_json,
     by_version,
     count_rows,
     lines_of,

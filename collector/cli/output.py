@@ -6,6 +6,7 @@ that make one line look like two.
 """
 
 import contextlib
+import math
 import os
 import sys
 import warnings
@@ -133,3 +134,13 @@ def reopen_closed() -> None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+def as_json(value: Any) -> Any:
+    """``value``, with text where JSON has no number for it."""
+    if isinstance(value, dict):
+        return {name: as_json(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    no_number = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if no_number or isinstance(value, complex) else value

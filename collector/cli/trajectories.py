@@ -1,13 +1,12 @@
 """The trajectories of a storage: counted with a bar, listed, and put together in groups."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from tallyroll.collector.cli.output import emit
+from tallyroll.collector.cli.output import as_json, emit
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.collector.cli.report import Page
 from tallyroll.storage import CorruptStorage
@@ -89,14 +88,6 @@ def _spread(values: Table) -> dict[str, Any] | None:
         "max": float(values.max()),
     }
     return {name: as_json(value) for name, value in found.items()}
-
-
-def as_json(value: Any) -> Any:
-    """``value``, as text where JSON has no number for it."""
-    if isinstance(value, list):
-        return [as_json(each) for each in value]
-    no_number = isinstance(value, float) and not math.isfinite(value)
-    return str(value) if no_number or isinstance(value, complex) else value
 
 
 def show(storage: DiskStorage, *, as_object: bool) -> None:

@@ -42,13 +42,11 @@ def hash_of(reader: Reading, ids: Numbering = "kept", progress: Progress | None 
         # A part may begin and end within a trajectory.
         size = part.nbytes // len(part)
         bytes_of, at, stop = part.view(np.uint8).data, start, start + len(part)
-        while bounds[trajectory + 1] <= stop:
+        while trajectory + 1 < len(bounds) and bounds[trajectory + 1] <= stop:
             end = bounds[trajectory + 1]
             leaf.update(bytes_of[(at - start) * size : (end - start) * size])
             root.update(leaf.digest())
             leaf, at, trajectory = empty.copy(), end, trajectory + 1
-            if trajectory + 1 == len(bounds):
-                break
         leaf.update(bytes_of[(at - start) * size :])
         if progress is not None:
             progress(len(part) * reader.schema.row_nbytes)
@@ -98,10 +96,9 @@ class Content:
         """Their numbers in this order, int64 [rows]."""
         self.steps: np.ndarray = steps
         """int64 [rows]."""
-        firsts = np.flatnonzero(~same) + 1
-        self.bounds: np.ndarray = np.concatenate(([0], firsts, [len(order)] if len(order) else []))
+        firsts, end = np.flatnonzero(~same) + 1, [len(order)] if len(order) else []
+        self.bounds: np.ndarray = np.concatenate(([0], firsts, end)).astype(np.int64)
         """Where trajectories begin in the order, and its end, int64 [trajectories + 1]."""
-        self.bounds = self.bounds.astype(np.int64)
         self.relative = ids == "relative"
         lengths = np.diff(self.bounds)
         self.ids: np.ndarray = (
