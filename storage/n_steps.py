@@ -26,6 +26,7 @@ from tallyroll.storage.rows.keys import (
     as_key,
     spell,
 )
+from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import flags_of, floats_of
 
 if TYPE_CHECKING:
@@ -207,6 +208,10 @@ class _Returns:
 
 
 def _rows(reader: RowReader, index: Any, returns: _Returns) -> TensorDict:
+    return steadily(reader, lambda: _rows_left(reader, index, returns))
+
+
+def _rows_left(reader: RowReader, index: Any, returns: _Returns) -> TensorDict:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         rows = numbers_of(reader, index)

@@ -23,7 +23,7 @@ from tallyroll.storage.engine.seen_counts import SeenCounts
 from tallyroll.storage.errors import StorageError
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import ReaderLock, WriterLock
-from tallyroll.storage.files.record_slots import RECORD_LIMIT, check_record_size
+from tallyroll.storage.files.record_slots import RECORD_LIMIT, Rewind, check_record_size
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.schema import Schema
 
@@ -73,6 +73,8 @@ class Engine:
         self._reader = ReaderLock(format.inside, format.lock_path) if follows_ring else None
         if lock is not None:
             header.forget_uncommitted()
+            if header.undone is None:
+                header.finish_rewind()  # a writer was killed before it was decided
             if self.ring and header.reserve == header.head + self.ring:
                 header.set_floor(header.head)  # a writer was killed before it did
             lock.when_lost = self._follow
@@ -202,6 +204,40 @@ class Engine:
             if self._power:
                 header.sync()
             self.known.commits += 1
+
+    def rewind(self, rewind: Rewind, settle: Callable[[], None]) -> None:
+        """Take back all rows from ``rewind.rows`` on; ``settle`` is called once that is decided.
+
+        A kill at any point leaves all rows with their record, or those that stay with theirs.
+        """
+        self.right.require()
+        header = self._header
+        with self.space.mutex:
+            header.forget_uncommitted()
+            header.begin_rewind(rewind)
+            if self._power:
+                header.sync()
+            # Other libraries must not see rows that will be written over.
+            self._format.publish(in_use(rewind.rows, self.ring))
+            header.head = rewind.rows
+            if self._power:
+                header.sync()
+            self.finish_rewind(settle)
+
+    def finish_rewind(self, settle: Callable[[], None]) -> None:
+        """Tidy up after a rewind that was decided, and let rows be added again."""
+        with self.space.mutex:
+            settle()
+            self._header.finish_rewind()
+            if self._power:
+                self._header.sync()
+            self.known.commits += 1
+
+    def set_rewinds(self, count: int) -> None:
+        """Store how often rows were taken back in the storage whose rows are copied here."""
+        self.right.require()
+        with self.space.mutex:
+            self._header.set_rewinds(count)
 
     def replace(
         self, columns: Sequence[np.ndarray], head: int, reserve: int, floor: int = 0

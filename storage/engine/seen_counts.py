@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tallyroll.storage.engine.ring import first_valid
 from tallyroll.storage.files.commit_header import Header
+from tallyroll.storage.files.record_slots import Rewind
 
 _LOOKS = 100
 
@@ -35,6 +36,11 @@ class SeenCounts:
     def floor(self) -> int:
         """The row at which the ring was emptied last, from which indices are counted."""
         return self._header.floor
+
+    @property
+    def rewinds(self) -> int:
+        """How often rows were taken back, so that numbers of rows mean other rows."""
+        return self._header.rewinds
 
     @property
     def span(self) -> range:
@@ -69,6 +75,11 @@ class SeenCounts:
             if record is not None and header.head == head:
                 break
         return record
+
+    @property
+    def undone(self) -> Rewind | None:
+        """The rewind that a writer did, and has not tidied up after: it was killed, or is at it."""
+        return self._header.undone
 
     @property
     def record_damaged(self) -> bool:

@@ -7,6 +7,7 @@ Layout, little-endian, offsets in bytes::
     128    head      count: rows that are committed
     192    which file it lies in, and whether a writer has it open (see `header_words`)
     256    floor     count: the row at which a ring was emptied last, see `ring`; 0 if never
+    264    rewinds   count: how often rows were taken back, so that row numbers mean other rows
     4096   two record slots, which a writer uses in turn (see `record_slots`)
 
 `reserve` and `head` lie in cache lines of their own and are stored as one
@@ -47,11 +48,12 @@ from tallyroll.storage.files.record_slots import (
     RECORDS_NBYTES,
     STARTS,
     RecordSlots,
+    Rewind,
     check_record_size,
 )
 from tallyroll.storage.files.versions import FORMAT_VERSION
 
-_RESERVE, _HEAD, _FLOOR = 64 // 8, 128 // 8, 256 // 8
+_RESERVE, _HEAD, _FLOOR, _REWINDS = 64 // 8, 128 // 8, 256 // 8, 264 // 8
 _MOST_ROWS, _MOST_RECORDS = 2 ** (COUNT_BITS - 1), 2**62
 """Limits below the largest count, so that a writer can add rows and records to any storage."""
 HEADER_NBYTES = RECORDS_AT + RECORDS_NBYTES
@@ -122,6 +124,7 @@ class Header:
             return
         known = self.known  # only this writer changes the counts from here on
         known.reserve, known.head, known.floor = self.reserve, self.head, self.floor
+        self._rewinds = self.rewinds
         base = np.frombuffer(self._map, np.uint8).ctypes.data
         places = 8 * _RESERVE, 8 * _HEAD, *STARTS
         self.addresses = struct.pack("=4q", *(base + place for place in places))
@@ -148,7 +151,13 @@ class Header:
         )
 
     def _require_possible(self) -> None:
-        # A reader may look while they change: in this order, each is never too large.
+        wrong = self._impossible()
+        if wrong and self._impossible() == wrong:  # and not between two stores of a rewind
+            raise CorruptStorage(f"{self._path} says {wrong}. Restore it from a copy.")
+
+    def _impossible(self) -> str:
+        # A reader may look while they change: in this order, each is never too large, unless rows
+        # are taken back at that moment.
         floor = self.floor
         head = self.head
         reserve = self.reserve
@@ -171,8 +180,7 @@ class Header:
                 f"that its last record is number {sequence}, and no storage has more than "
                 f"{_MOST_RECORDS}"
             )
-        if wrong:
-            raise CorruptStorage(f"{self._path} says {wrong}. Restore it from a copy.")
+        return wrong
 
     def _count(self, at: int) -> int:
         count = count_of(int(self._words[at]))
@@ -189,7 +197,7 @@ class Header:
 
     def follow(self) -> None:
         """Read the counts from the file every time: another process writes now."""
-        self.known.head = self.known.reserve = self.known.floor = -1
+        self.known.head = self.known.reserve = self.known.floor = self._rewinds = -1
 
     @property
     def reserve(self) -> int:
@@ -233,6 +241,16 @@ class Header:
         self.known.floor = row
 
     @property
+    def rewinds(self) -> int:
+        """How often rows were taken back."""
+        return self._rewinds if self._rewinds >= 0 else self._count(_REWINDS)
+
+    def set_rewinds(self, count: int) -> None:
+        """Store how often rows were taken back."""
+        self._words[_REWINDS] = word_of(count)
+        self._rewinds = count
+
+    @property
     def open(self) -> bool:
         """True if a writer has the storage open, or did not close it; False of version 2."""
         return self._knows_file and self._count(OPEN) != 0
@@ -264,7 +282,9 @@ class Header:
     @property
     def record(self) -> tuple[int, bytes] | None:
         """The newest intact record, with the number of rows that were committed with it."""
-        head = self.head
+        head, rewind = self.head, self.records.rewind
+        if rewind is not None and head <= rewind.rows:
+            return (rewind.at, rewind.payload) if rewind.payload else None
         return next(((rows, found) for _, rows, found in self.records.intact if rows <= head), None)
 
     def write_record(self, payload: bytes, head: int) -> None:
@@ -283,6 +303,43 @@ class Header:
         """Wipe records of rows that were never committed: later rows will take their place."""
         self.records.forget_after(self.head)
         self.known.sequence = self.records.newest
+
+    # --- rows that are taken back -----------------------------------------------------------------
+
+    def begin_rewind(self, rewind: Rewind) -> None:
+        """Write the record of a rewind, which is decided when ``head`` is stored as its rows."""
+        check_record_size(rewind.payload)
+        self.known.sequence += 1
+        self.records.write_rewind(self.known.sequence, rewind)
+
+    @property
+    def undone(self) -> Rewind | None:
+        """The rewind that was decided, and is not finished; None: there is none."""
+        rewind = self.records.rewind
+        return rewind if rewind is not None and self.head <= rewind.rows else None
+
+    def finish_rewind(self) -> None:
+        """Let rows be added after a rewind; or forget one that was never decided.
+
+        In a ring, slots of rows that were taken back stay reserved: the rows that they had
+        replaced are gone. Where none of those that stay is left, it begins as an empty one.
+        """
+        rewind, head, ring = self.undone, self.head, self.ring
+        if rewind is None:
+            self.records.forget_rewind()
+            self.known.sequence = self.records.newest
+            return
+        if not ring:
+            self.reserve = head
+        elif self.reserve >= head + ring or self.floor > head:
+            self.set_floor(head)  # first, so that a reader never finds it above the rows
+            self.reserve = head + ring
+        self.set_rewinds(rewind.number)
+        if rewind.payload:
+            self.write_record(rewind.payload, rewind.at)
+        else:
+            self.records.forget()
+        self.forget_uncommitted()
 
     def close(self) -> None:
         """Close the file. The map is unmapped when nothing refers to it."""

@@ -2,6 +2,11 @@
 
 A slot has: sequence, head at write, length, CRC, payload. A torn record fails its CRC, and the
 older one is left.
+
+The record of a rewind has ``-1 - rows`` in the place of the head, where ``rows`` are those that are
+to stay, and its payload begins with the rewind's number and the rows that the record was written
+with. It counts only once no more rows are committed: so one store, of the head, replaces rows and
+record together.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
+from typing import NamedTuple
 
 from tallyroll.storage.errors import RecordTooLarge
 
@@ -19,12 +25,26 @@ RECORDS_NBYTES = 2 * _SLOT_NBYTES
 """Bytes of both slots, a whole number of pages."""
 
 _SLOT, _CHECKED, _SEQUENCE = struct.Struct("<qqqI"), struct.Struct("<qqq"), struct.Struct("<q")
+_REWIND = struct.Struct("<qq")
 _SLOT_HEAD_NBYTES, _SEQUENCE_NBYTES = _SLOT.size, _SEQUENCE.size
 STARTS = RECORDS_AT, RECORDS_AT + _SLOT_NBYTES
 """Where the slots begin."""
 
 Record = tuple[int, int, bytes]
 """The sequence of a record, the rows that are committed with it, and its payload."""
+
+
+class Rewind(NamedTuple):
+    """A rewind that was begun, and not finished."""
+
+    number: int
+    """How often rows were taken back, this time included."""
+    rows: int
+    """The rows that are to stay."""
+    at: int
+    """The rows that the record was written with."""
+    payload: bytes
+    """The record; empty: there is to be none."""
 
 
 class RecordSlots:
@@ -39,8 +59,26 @@ class RecordSlots:
 
     @property
     def intact(self) -> list[Record]:
-        """The records that pass their check, the newest first."""
+        """The records that pass their check, the newest first; not that of a rewind."""
+        return [each for each in self._all if each[1] >= 0]
+
+    @property
+    def _all(self) -> list[Record]:
         return sorted(filter(None, map(self.read, (0, 1))), reverse=True)
+
+    @property
+    def rewind(self) -> Rewind | None:
+        """The rewind whose record is the newest; None: a record of rows is."""
+        for _, head, payload in self._all[:1]:
+            if head < 0 and len(payload) >= _REWIND.size:
+                number, at = _REWIND.unpack_from(payload)
+                return Rewind(number, -1 - head, at, payload[_REWIND.size :])
+        return None
+
+    def write_rewind(self, sequence: int, rewind: Rewind) -> None:
+        """Write the record of a rewind into the slot whose turn it is."""
+        payload = _REWIND.pack(rewind.number, rewind.at) + rewind.payload
+        self.write(sequence, -1 - rewind.rows, payload)
 
     @property
     def damaged(self) -> bool:
@@ -54,13 +92,13 @@ class RecordSlots:
     @property
     def newest(self) -> int:
         """The sequence of the newest intact record, 0 if there is none."""
-        return max((sequence for sequence, _, _ in self.intact), default=0)
+        return max((sequence for sequence, _, _ in self._all), default=0)
 
     def read(self, index: int) -> Record | None:
         """Return the record of a slot; None if it fails its check, or there is none."""
         start = STARTS[index]
         sequence, head, length, _ = _SLOT.unpack_from(self._memory, start)
-        if sequence < 1 or not 0 <= length <= RECORD_LIMIT:
+        if sequence < 1 or not 0 <= length <= RECORD_LIMIT + _REWIND.size:
             return None
         body = start + _SLOT_HEAD_NBYTES
         payload = self._memory[body : body + length]
@@ -88,6 +126,18 @@ class RecordSlots:
         for index, start in enumerate(STARTS):
             record = self.read(index)
             if record and record[1] > head:
+                _SLOT.pack_into(self._memory, start, 0, 0, 0, 0)
+
+    def forget(self) -> None:
+        """Wipe both records."""
+        for start in STARTS:
+            _SLOT.pack_into(self._memory, start, 0, 0, 0, 0)
+
+    def forget_rewind(self) -> None:
+        """Wipe the records of rewinds."""
+        for index, start in enumerate(STARTS):
+            record = self.read(index)
+            if record and record[1] < 0:
                 _SLOT.pack_into(self._memory, start, 0, 0, 0, 0)
 
     def forget_torn(self) -> None:

@@ -25,6 +25,7 @@ from tallyroll.storage.rows.keys import Key, Keys, spell
 from tallyroll.storage.rows.origin import Origin, came_from
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.slot_order import in_all_slots
+from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.index import TrajectoryIndex
 
@@ -174,7 +175,16 @@ class FileReader(RowReader):
         engine = self.engine
         if engine is None:
             return 0
-        return engine.known.commits if engine.right.held else engine.counts.head
+        counts = engine.counts
+        return engine.known.commits if engine.right.held else counts.head + (counts.rewinds << 48)
+
+    @property
+    def rewinding(self) -> bool:
+        return self.engine is not None and self.engine.counts.undone is not None
+
+    @property
+    def rewinds(self) -> int:
+        return 0 if self.engine is None else self.engine.counts.rewinds
 
     @property
     @told
@@ -270,6 +280,9 @@ class FileReader(RowReader):
         return self.running().copies.gather([slots[id(each)] for each in rows])
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
+        return steadily(self, lambda: self._get(index, keys))
+
+    def _get(self, index: Any, keys: Keys | None) -> TensorDict:
         engine = self.running()
         only, nest = (None, self.nest) if keys is None else self.chosen(keys)
         span = engine.counts.span

@@ -23,6 +23,7 @@ from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
 from tallyroll.storage.rows.nesting import Nest
 from tallyroll.storage.rows.origin import Origin, came_from
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.index import TrajectoryIndex
 from tallyroll.storage.trajectories.mapping import Trajectories
 
@@ -204,8 +205,18 @@ class RowReader(ABC):
         return self.head
 
     @property
+    def rewinds(self) -> int:
+        """How often rows were taken back, so that numbers from there on mean other rows."""
+        return 0
+
+    @property
+    def rewinding(self) -> bool:
+        """True if a writer has taken rows back, and has not tidied up after that."""
+        return False
+
+    @property
     def revision(self) -> int:
-        """A number that changes when rows are added."""
+        """A number that changes when rows are added or taken back."""
         return self.head
 
     @property
@@ -303,6 +314,9 @@ class RowReader(ABC):
         Raises:
             IndexOutOfRange: a row is not there, or is overwritten while it is read.
         """
+        return steadily(self, lambda: self._take(rows, keys))
+
+    def _take(self, rows: np.ndarray, keys: Keys | None) -> TensorDict:
         least, most = (int(rows.min()), int(rows.max())) if rows.size else (self.head, -1)
         if most >= self.head or least < self.span.start:
             raise self._gone(least, most)
@@ -378,6 +392,9 @@ class RowReader(ABC):
         """
         if not self.ring:
             return self.get(slice(None), keys)
+        return steadily(self, lambda: self._in_order(keys))
+
+    def _in_order(self, keys: Keys | None) -> TensorDict:
         only, nest = (None, self.nest) if keys is None else self.chosen(keys)
         span = self.span
         chosen = self.keys if only is None else [self.keys[place] for place in only]

@@ -15,6 +15,7 @@ from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.stores.opened_files import OpenedFiles
+from tallyroll.storage.stores.rewinds import require_kept
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
@@ -73,6 +74,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         with _copy_at(target, path, "read").open() as copy:
             if target.initialised:
                 _require_same(target, copy)
+                _require_kept(target, copy)
             with writer.turn:
                 if not target.initialised or _behind(target, copy):
                     _bring_up(writer, copy)
@@ -103,16 +105,23 @@ def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
             f"{target.path} has {target.head} rows and {source.path} {source.head}: the target is "
             "newer. Dump to another folder."
         )
-    _copy_rows(writer, source)
+    rewound = target.rewinds != source.rewinds
+    if rewound:
+        if not source.ring:  # of a ring all rows are copied
+            _require_kept(target, source)
+        writer.take_history(source)
+    _copy_rows(writer, source, all_of_ring=rewound)
     if (record := source.record) is not None and record[0] <= target.head:
         writer.put_record(record[1])
     writer.runs.write(manifest["runs"])
 
 
-def _copy_rows(writer: RowWriter | NoWriter, source: RowReader) -> None:
+def _copy_rows(
+    writer: RowWriter | NoWriter, source: RowReader, *, all_of_ring: bool = False
+) -> None:
     target, span = writer.reader, source.span
     if source.ring:
-        if _behind(target, source):
+        if all_of_ring or _behind(target, source):
             writer.replace(source)
         return
     if target.head < span.start:
@@ -136,6 +145,12 @@ def _behind(target: RowReader, source: RowReader) -> bool:
     return target.head < source.head or (
         target.head == source.head and target.span.start != source.span.start
     )
+
+
+def _require_kept(one: RowReader, other: RowReader) -> None:
+    """Refuse two of which one took rows back that the other still has."""
+    older, newer = sorted((one, other), key=lambda reader: reader.rewinds)
+    require_kept(newer, older.head, older.rewinds, f"the storage at {older.path}")
 
 
 def _require_same(one: RowReader, other: RowReader) -> None:

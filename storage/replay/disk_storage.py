@@ -24,6 +24,7 @@ from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.replay.tensor_storage import IN_PLACE, AsTensorStorage
 from tallyroll.storage.rows.indexing import consecutive
 from tallyroll.storage.rows.keys import Key, Keys, as_key
+from tallyroll.storage.stores.rewinds import require_kept
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import RowWriter
 from tallyroll.storage.stores.temporary import TemporaryFolder
@@ -247,7 +248,13 @@ class DiskStorage(RowStore, AsTensorStorage):
 
     def state_dict(self) -> dict[str, Any]:
         """Return which rows these are. The rows themselves are on disk already."""
-        return {"path": str(self.path), "id": self.reader.id, "head": self.head}
+        reader = self.reader
+        return {
+            "path": str(self.path),
+            "id": reader.id,
+            "head": self.head,
+            "rewinds": reader.rewinds,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that the rows of a state are here. Rows that came later stay.
@@ -256,7 +263,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             StateMismatch: they are not.
         """
         mine = self.state_dict()
-        if not mine.keys() <= state_dict.keys():
+        if not mine.keys() <= {*state_dict, "rewinds"}:
             raise StateMismatch(
                 f"this state has {', '.join(map(repr, state_dict))}, which is none of a storage on "
                 "disk. Rows are not in its state: dump and load the buffer, or extend with them."
@@ -270,6 +277,10 @@ class DiskStorage(RowStore, AsTensorStorage):
             raise StateMismatch(
                 f"this state has {state_dict['head']} rows and {self.path} has {mine['head']}. "
                 "Restore the storage from a copy that is as new as the state."
+            )
+        if mine["head"]:
+            require_kept(
+                self.reader, state_dict["head"], state_dict.get("rewinds", 0), "this state"
             )
 
     def _empty(self) -> None:

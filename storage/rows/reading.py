@@ -51,6 +51,10 @@ class Reading(Protocol):
         """The number of rows ever committed."""
 
     @property
+    def rewinds(self) -> int:
+        """How often rows were taken back, so that numbers from there on mean other rows."""
+
+    @property
     def runs(self) -> list[dict[str, Any]]:
         """The runs that wrote the rows."""
 

@@ -11,6 +11,7 @@ from tallyroll.storage.engine.creation import create_new
 from tallyroll.storage.engine.ring import in_use
 from tallyroll.storage.errors import SchemaMismatch, StorageFull
 from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.rewind_history import settled
 from tallyroll.storage.formats.space import require_room
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.schema import Schema
@@ -64,10 +65,18 @@ class OpenedFiles:
                 + (f"is a ring of {reader.ring} rows." if reader.ring else "keeps every row.")
                 + " Leave max_size out when opening."
             )
+        if reader.mode == "append":
+            self._finish_rewind()
         if reader.ring and reader.mode == "append" and "finalized" in reader.manifest:
             # Drop checksums of rows that will be overwritten.
             kept = {k: v for k, v in reader.manifest.items() if k != "finalized"}
             reader.write_manifest(kept)
+
+    def _finish_rewind(self) -> None:
+        """Tidy up after a writer that was killed when it had taken rows back."""
+        reader, engine = self.reader, self.reader.running()
+        if (rewind := engine.counts.undone) is not None:
+            engine.finish_rewind(lambda: reader.write_manifest(settled(reader.manifest, rewind)))
 
     @told
     def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:

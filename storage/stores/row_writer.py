@@ -20,6 +20,7 @@ from tallyroll.storage.errors import ReadOnlyStorage, StorageFull
 from tallyroll.storage.files.checksums import Progress, checksums
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.record_slots import check_record_size
+from tallyroll.storage.files.rewind_history import with_history_of
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.origin import Told, origin_of
@@ -220,7 +221,21 @@ class RowWriter:
         columns = [source.in_slots(key, 0, slots) for key in source.keys]
         reserve = span.start + ring if span.start else span.stop
         self.reader.running().replace(columns, span.stop, reserve, source.floor)
-        self.__dict__.pop("_id_checks", None)  # it knew other rows
+        self.rows_changed()
+
+    def take_history(self, source: RowReader) -> None:
+        """Know of the rewinds of a storage whose rows are copied here."""
+        reader = self.reader
+        engine = reader.running()
+        reader.write_manifest(with_history_of(reader.manifest, source.manifest))
+        engine.set_rewinds(source.rewinds)
+        self.rows_changed()
+
+    def rows_changed(self) -> None:
+        """Forget what was known of rows that are others now."""
+        self.__dict__.pop("_id_checks", None)
+        self.runs.copied.forget()
+        self._staged = None
 
     def empty(self) -> None:
         """Make every row of a ring invalid, and go on after them."""

@@ -16,6 +16,7 @@ from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, TRAJ_IDS, Key
 from tallyroll.storage.rows.reading import Reading
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing, numbers_of, unread
 from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.episodes import Episodes, runs_of
@@ -38,6 +39,7 @@ class TrajectoryIndex:
         self.counted: Episodes | None = None
         """The table of episodes, up to the rows of the last question; None before the first."""
         self._in_file = -1
+        self._rewinds = 0
 
     def links(self, reader: Reading) -> RowLinks:
         """Return the links of all committed rows.
@@ -47,6 +49,7 @@ class TrajectoryIndex:
             CorruptStorage: a number that no lane can have.
         """
         with self.lock:
+            self._forget_rewound(reader)
             if self._links is None:
                 _require(reader, WHOSE)
                 self._links = RowLinks(reader.ring)
@@ -65,6 +68,7 @@ class TrajectoryIndex:
         ``progress`` is called with the number of rows that are counted, a stretch at a time.
         """
         with self.lock:
+            self._forget_rewound(reader)
             if self.counted is None:
                 _require(reader, _COUNTED)
                 self.counted = self.load(reader)
@@ -79,7 +83,16 @@ class TrajectoryIndex:
     def table(self, reader: Reading) -> np.ndarray:
         """Return the lines of the trajectories that have rows left; raise as `links` does."""
         with self.lock:
-            return self.episodes(reader).table(reader.span.start, _active_from(reader))
+            return steadily(
+                reader,
+                lambda: self.episodes(reader).table(reader.span.start, _active_from(reader)),
+            )
+
+    def _forget_rewound(self, reader: Reading) -> None:
+        """Begin anew if rows were taken back: numbers from there on mean other rows."""
+        if (rewinds := reader.rewinds) != self._rewinds:
+            self._links = self.counted = None
+            self._rewinds, self._in_file = rewinds, -1
 
     def _order_of(self, reader: Reading) -> RowOrder:
         if self._order is None:

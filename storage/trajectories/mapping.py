@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from tallyroll.storage.errors import NoSlices, UnknownTrajectory
 from tallyroll.storage.rows.keys import CUT, DONE, Key, is_done, is_init
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
 from tallyroll.storage.trajectories.index import Indexed
 
@@ -137,6 +138,9 @@ class Trajectories(Mapping[int, TensorDict]):
         Raises:
             UnknownTrajectory: no row of it is stored.
         """
+        return steadily(self._reader, lambda: self._rows_of(id))
+
+    def _rows_of(self, id: Any) -> np.ndarray:
         with self._index.lock:
             reader, last = self._reader, None
             if reader.head:
@@ -148,7 +152,7 @@ class Trajectories(Mapping[int, TensorDict]):
 
     def __getitem__(self, id: int) -> TensorDict:
         """Return the rows of a trajectory, batch size [rows]; raise as `rows_of`."""
-        found = self._rows(self.rows_of(id))
+        found = steadily(self._reader, lambda: self._rows(self._rows_of(id)))
         if not len(found):
             raise _unknown(self._reader, id)
         return found
@@ -162,12 +166,17 @@ class Trajectories(Mapping[int, TensorDict]):
         return _Values(self, self._each)
 
     def _each(self) -> Iterator[tuple[int, TensorDict]]:
-        reader, table = self._reader, self.table
+        reader, table, rewinds = self._reader, self.table, self._reader.rewinds
         for id, last in zip(table["id"].tolist(), table["last_row"].tolist(), strict=True):
             with self._index.lock:
                 links, first = self._index.links(reader), reader.span.start
-                rows = links.back_from(last, first) if last >= first else np.empty(0, np.int64)
-            if len(rows) and len(found := self._rows(rows)):
+                rows = np.empty(0, np.int64)
+                if first <= last and rewinds == reader.rewinds:
+                    rows = links.back_from(last, first)
+            found = self._rows(rows) if len(rows) else None
+            if rewinds != reader.rewinds:  # the table is of rows that were taken back
+                found = self.get(id)
+            if found is not None and len(found):
                 yield id, found
 
     def _rows(self, rows: np.ndarray) -> TensorDict:
@@ -204,6 +213,11 @@ class Trajectories(Mapping[int, TensorDict]):
         """
         check_positive("num_slices", num_slices)
         check_positive("slice_len", slice_len)
+        return steadily(self._reader, lambda: self._slices(num_slices, slice_len, generator))
+
+    def _slices(
+        self, num_slices: int, slice_len: int, generator: torch.Generator | None
+    ) -> TensorDict:
         rows = draw(self._reader, num_slices, slice_len, generator)
         reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS
         arrays = reader.gather(rows)

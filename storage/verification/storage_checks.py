@@ -10,9 +10,12 @@ import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, DamagedTable, MissingLibrary
 from tallyroll.storage.files.checksums import mismatches
+from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import translated
+from tallyroll.storage.files.rewind_history import without_runs_from
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import REWARD, Key, spell
+from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import open_storage
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.verification.findings import Finding, Findings, Place, Report
@@ -80,7 +83,8 @@ def verify(
         )
     try:
         with open_storage(path, accept_copy=accept_copy) as storage:
-            return _Verification(storage.reader, skip, progress).report(str(path))
+            reader = storage.reader
+            return steadily(reader, lambda: _Verification(reader, skip, progress).report(str(path)))
     except CorruptStorage as error:
         found = Finding("files", str(error), 1, ())
         rest = {name: "the storage cannot be read" for name in CHECKS if name != "files"}
@@ -103,7 +107,7 @@ class _Verification:
         """Make all checks."""
         reader, findings = self._reader, self._findings
         at, record = self._last_commit()
-        manifest = reader.manifest
+        manifest = self._manifest(at)
         if "metadata" not in self._skip:
             self._check_metadata()
         runs = check_runs(manifest["runs"], at, findings)
@@ -140,6 +144,14 @@ class _Verification:
             notes,
             _HEALING if notes else None,
         )
+
+    def _manifest(self, head: int) -> Manifest:
+        """Return the manifest; of a rewind that was not finished, as the next writer leaves it."""
+        reader = self._reader
+        if not reader.rewinding:
+            return reader.manifest
+        self._cut_short.add("runs", "rows were taken back, and runs of theirs are still named")
+        return without_runs_from(reader.manifest, head)
 
     def _last_commit(self) -> tuple[int, tuple[int, bytes] | None]:
         """Return the rows that are committed, and the record that was written with them."""

@@ -1,0 +1,47 @@
+"""How many rows each rewind of a storage left, as its manifest keeps it. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.files.record_slots import Rewind
+
+_HISTORY = "rewinds"
+
+
+def least_kept(manifest: Manifest, since: int, until: int) -> int | None:
+    """Return the least number of rows that rewinds left; None if there was none.
+
+    Args:
+        manifest: has the numbers, of the first rewind first.
+        since: rewinds that are not asked for.
+        until: rewinds that there were.
+    """
+    history = manifest.get(_HISTORY)
+    left = history if isinstance(history, list) else []
+    # What a damaged manifest does not say may have left no row.
+    found = [
+        left[at] if at < len(left) and type(left[at]) is int else 0 for at in range(since, until)
+    ]
+    return min(found, default=None)
+
+
+def settled(manifest: Manifest, rewind: Rewind) -> Manifest:
+    """Return the manifest without the runs that have no rows left, and with the rewind."""
+    history = manifest.get(_HISTORY)
+    before = (history if isinstance(history, list) else [])[: rewind.number - 1]
+    before += [0] * (rewind.number - 1 - len(before))
+    return {**without_runs_from(manifest, rewind.rows), _HISTORY: [*before, rewind.rows]}
+
+
+def without_runs_from(manifest: Manifest, row: int) -> Manifest:
+    """Return the manifest without the runs that have no rows before ``row``."""
+    runs: list[Any] = manifest["runs"]
+    # A storage has one entry at least.
+    return {**manifest, "runs": [run for run in runs if run["first_row"] < row] or runs[:1]}
+
+
+def with_history_of(manifest: Manifest, source: Manifest) -> Manifest:
+    """Return a manifest with the history of another storage's."""
+    return {**manifest, _HISTORY: source.get(_HISTORY, [])}

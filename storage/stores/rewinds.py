@@ -1,0 +1,115 @@
+"""Rows of a storage that are taken back, so that it is as it was at an earlier commit.
+
+A rewind is decided by one store, of the head; what follows it here is done again by the next
+writer, if this one is killed. The manifest keeps, for each rewind in turn, how many rows it left:
+so a state of earlier rows can tell whether they are still those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tallyroll.storage.errors import RunUnderWay, StateMismatch
+from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.record_slots import Rewind
+from tallyroll.storage.files.rewind_history import least_kept, settled
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
+
+
+@dataclass(frozen=True)
+class TakenBack:
+    """What a rewind did."""
+
+    rows: int
+    """Rows that were taken back: those committed since."""
+    gone: int
+    """Earlier rows of a ring that they had replaced, and that are lost."""
+
+
+def require_kept(reader: RowReader, rows: int, rewinds: int, what: str) -> None:
+    """Raise `StateMismatch` if some of the first ``rows`` rows are others than they were.
+
+    ``rewinds`` is how often rows had been taken back then; ``what`` names the state for messages.
+    """
+    now = reader.rewinds
+    left = least_kept(reader.manifest, rewinds, now) if rewinds < now else None
+    if rewinds > now or (left is not None and left < rows):
+        why = (
+            f"rows were taken back from row {left} on since, and others may stand there"
+            if left is not None
+            else "it was written after rows had been taken back, and here they were not"
+        )
+        raise StateMismatch(
+            f"{what} has {rows} rows that are not those of {reader.path} any more: {why}. Use a "
+            "state that is older, or newer."
+        )
+
+
+@told
+def take_back(
+    writer: RowWriter | NoWriter, rows: int, record: tuple[int, bytes] | None, run: object = None
+) -> TakenBack:
+    """Take back all rows from ``rows`` on; the storage's record becomes ``record``.
+
+    What readers of other processes have of such rows changes when later rows come. A ring does not
+    get the rows back that were overwritten since.
+
+    Args:
+        writer: of the storage.
+        rows: how many are to be committed, as if no more had ever been.
+        record: the rows that it was written with, and its payload; None: there was none.
+        run: a collector's run that has the claim.
+
+    Raises:
+        StateMismatch: fewer rows are committed, or the storage was finalized with more.
+        RunUnderWay: another run is being written.
+        WriteError: this process may not write.
+    """
+    if isinstance(writer, NoWriter):
+        writer.refuse()
+    reader = writer.reader
+    with writer.turn:
+        engine = reader.running()
+        engine.right.require()
+        head = reader.head
+        first = min(max(reader.floor, rows - reader.ring), rows)  # at the time
+        _require_free(writer, run)
+        _require_rewindable(reader, rows)
+        if rows == head:
+            return TakenBack(0, 0)
+        at, payload = (rows, b"") if record is None else record
+        rewind = Rewind(reader.rewinds + 1, rows, at, payload)
+        writer.runs.settle()
+        # Before: it would tell of rows that are not there.
+        writer.files.inside.remove(writer.files.episodes_path)
+        engine.rewind(rewind, lambda: reader.write_manifest(settled(reader.manifest, rewind)))
+        writer.rows_changed()
+        return TakenBack(head - rows, min(reader.span.start, rows) - first if reader.ring else 0)
+
+
+def _require_free(writer: RowWriter, run: object) -> None:
+    if run is None or not writer.claim.is_of(run):
+        try:
+            writer.claim.require_none()
+        except RunUnderWay as error:
+            raise RunUnderWay(
+                f"a collector is writing a run to {writer.path}, and its rows cannot be taken back "
+                "under its feet. Give the checkpoint that collector, or shut it down before."
+            ) from error
+
+
+def _require_rewindable(reader: FileReader, rows: int) -> None:
+    if not 0 <= rows <= reader.head:
+        raise StateMismatch(
+            f"{rows} rows are to be left in {reader.path}, and it has {reader.head}. Restore the "
+            "storage from a copy that is as new as the state."
+        )
+    done = reader.manifest.get("finalized")
+    least = done.get("head") if isinstance(done, dict) else None
+    if isinstance(least, int) and rows < least:
+        raise StateMismatch(
+            f"{reader.path} was finalized with {least} rows, and rows from {rows} on are to be "
+            "taken back: what was finalized stays. Copy the rows that you want to another storage."
+        )
