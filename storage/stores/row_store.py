@@ -232,7 +232,8 @@ class RowStore:
         An int gives one row, batch size []; row numbers of shape S give new tensors, batch size
         S; a slice gives tensors of its own, too, batch size [n], which are read when they are
         used (a small slice is copied at once). Changes to them show in them alone. In a slice of
-        a ring, later rows of the writer may show until you have used it.
+        a ring, later rows of the writer may show until you have used it; so where rows are taken
+        back, as by a checkpoint that is loaded.
 
         Nested TensorDicts have the further batch dimensions of the rows that made the storage,
         after these; so has the root, if each row is an item with a time dimension.
