@@ -322,15 +322,6 @@ class MultiprocessCollector(Collector):
         if self._policy is not None:
             self._weights.publish(self._policy.module, self._policy.version)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; call it before iterating.
-
-        Raises:
-            StateError: this collector has collected already, or the state has other parts.
-        """
-        super().load_state_dict(state)
-        self._publish()
-
 
 def _check_part_stepping(options: WorkerOptions, reset_slots: bool, workers: int) -> None:
     if options.surplus == "never_step" and reset_slots and workers > 1:

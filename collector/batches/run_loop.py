@@ -19,9 +19,9 @@ from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.state.beginning import Beginning
+from tallyroll.collector.batches.state.restarting import Restarting
 from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.state.run_state import RunState
-from tallyroll.collector.batches.state.saved_state import saved_state, take_state_over
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.batches.undivided import Undivided, add_end_note
@@ -104,6 +104,7 @@ class Collector(Attributes, ABC):
         call["unobserved"] = [list(key) for key in source.unobserved]
         self._rollout = rollout
         self._run = self._beginning.state(description, call)
+        self.restarting = Restarting(self._run, self._beginning, rollout, self._publish)
         self._assembly = assemble(
             self._run,
             source,
@@ -281,6 +282,9 @@ class Collector(Attributes, ABC):
             raise ArgumentError("this collector draws random actions: it has no weights to update")
         self._policy.update_weights(weights)
 
+    def _publish(self) -> None:
+        """Hand the policy's weights to workers that act by copies."""
+
     def metrics(self, window: int = 100) -> dict[str, float]:
         """A flat dict for any logger: counts of the run so far, and means over its last episodes.
 
@@ -318,7 +322,7 @@ class Collector(Attributes, ABC):
         Environments cannot be saved: after loading, every lane starts a new trajectory, from a
         seed that was not used before. Transitions that wait for the next batch are discarded.
         """
-        return saved_state(self._run, self._beginning)
+        return self.restarting.saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a result of :meth:`state_dict`; call it before iterating.
@@ -326,7 +330,7 @@ class Collector(Attributes, ABC):
         Raises:
             StateError: this collector has collected already, or the state has other parts.
         """
-        take_state_over(state, self._run, self._beginning, self._rollout)
+        self.restarting.go_on_from(state)
 
 
 def _mean(values: Sequence[float]) -> float:

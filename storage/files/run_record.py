@@ -25,6 +25,8 @@ class RunRecord:
     """Trajectories that go on after these rows."""
     next_id: int
     """A number larger than any trajectory id so far; any number in a damaged record."""
+    policy_version: int = -1
+    """The largest policy version of rows that were taken back; no record of later rows says it."""
 
     @classmethod
     def parse(cls, record: tuple[int, bytes] | None) -> Self | None:
@@ -44,13 +46,31 @@ class RunRecord:
         seed, incarnation, open_ = (n if is_count(n) else -1 for n in numbers)
         next_id = value.get("next_id")
         next_id = next_id if type(next_id) is int else -1
-        return cls(at, first_row, before, seed, incarnation, ledger, open_, next_id)
+        version = value.get("policy_version")
+        version = version if is_count(version) else -1
+        return cls(at, first_row, before, seed, incarnation, ledger, open_, next_id, version)
 
     @property
     def is_whole(self) -> bool:
         """True if the record has all numbers that a run needs to be continued, all possible."""
         numbers = (self.first_row, self.stored_before, self.seed, self.incarnation, self.open)
         return all(0 <= number < 2**62 for number in (*numbers, *self.ledger.values()))
+
+
+def record_after(payload: bytes, *, next_id: int, incarnation: int, policy_version: int) -> bytes:
+    """Return the payload of an earlier record, for the time after its later rows were taken back.
+
+    Ids, incarnations and versions only grow: it gets those of today, where they are larger. The
+    payload of a record that no collector wrote stays as it is.
+    """
+    record = RunRecord.parse((0, payload))
+    if record is None:
+        return payload
+    value = json.loads(payload)
+    value["next_id"] = max(record.next_id, next_id)
+    value["incarnation"] = max(record.incarnation, incarnation)
+    value["policy_version"] = max(record.policy_version, policy_version)
+    return json.dumps(value).encode()
 
 
 @lru_cache

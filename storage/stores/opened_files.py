@@ -147,6 +147,12 @@ class OpenedFiles:
                 self.reader.engine.flush()
 
     @told
+    def settle(self) -> None:
+        """Return when all committed rows are on the disk."""
+        with self.turn:
+            self.reader.running().settle()
+
+    @told
     def leave(self, finish: Callable[[], None] | None = None) -> None:
         """Close the files as `Engine.close` does."""
         if (engine := self.reader.let_go()) is not None:

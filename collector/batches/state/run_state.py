@@ -1,6 +1,5 @@
 """The state of a run that its parts share: counts, lanes, whether it is over, and why."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from tallyroll.collector.batches.stored.writer import BatchWriter
@@ -31,7 +30,7 @@ class RunState:
         writer: BatchWriter,
         ledger: Ledger,
         lanes: LaneState,
-        provenance: Mapping[str, Any],
+        provenance: dict[str, Any],
     ) -> None:
         self.options, self.writer, self.ledger = options, writer, ledger
         self.lanes, self.provenance = lanes, provenance
@@ -50,6 +49,8 @@ class RunState:
         """Batches to be yielded next; more are made only when there are none."""
         self.waiting = 0
         """Number of batches that were ready when the call under way began."""
+        self.slots_before = ledger.slots
+        """Slots of the run before this collector."""
         self.given = ledger.stored
         """Transitions of the run that were stored before the call under way."""
         self._ended_by = ""

@@ -1,6 +1,7 @@
 """The state of a run that a later collector goes on from: made, checked and taken over."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tallyroll.collector.batches.state.beginning import Beginning
@@ -8,7 +9,6 @@ from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import StateError
-from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.source import TransitionSource
 
 _ENTRIES = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
@@ -28,34 +28,68 @@ def saved_state(run: RunState, beginning: Beginning) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Since:
+    """Numbers of a run that only grow, as they were before its later rows were taken back."""
+
+    first_row: int
+    """The first row of the run in its storage."""
+    incarnation: int = -1
+    policy_version: int = -1
+
+
 def take_state_over(
-    state: Mapping[str, Any], run: RunState, beginning: Beginning, rollout: TransitionSource
+    state: Mapping[str, Any],
+    run: RunState,
+    beginning: Beginning,
+    rollout: TransitionSource,
+    since: Since | None = None,
 ) -> None:
     """Let ``run``, which begins, and its ``rollout`` go on from the ``state`` of an earlier run.
+
+    ``since`` is given where the storage was taken back to that state, so that it has its rows.
 
     Raises:
         StateError: the run has begun, or the state has other parts.
     """
     policy, ledger, stored_run = beginning.policy, run.ledger, run.writer.stored_run
-    _require_fit(state, ledger, policy)
-    _go_on_counting(ledger, state)
+    require_fit(state, run, beginning, resumed=since is not None)
+    if since is not None:
+        stored_run.continues(since.first_row)
+    _go_on_counting(ledger, state, -1 if since is None else since.incarnation)
     first_id = max(int(state["next_id"]), stored_run.next_id())
     run.lanes = LaneState.fresh(run.lanes.lanes, first_id)
     beginning.seeds.seed(int(state["seed"]))
     beginning.envs.load(state["env"])
     if policy is not None:
         policy.load_state_dict(state["policy"])
+        if since is not None and since.policy_version > policy.version:
+            policy.version = since.policy_version + 1  # no number names two sets of weights
     beginning.seeds.load_generators(state["generators"])
     rollout.random_frames = beginning.random_frames
     rollout.restart_lanes(ledger)
     run.provenance = beginning.provenance()
+    if since is not None and since.policy_version >= 0:
+        run.provenance["after_version"] = since.policy_version
     stored_run.goes_on_from(ledger, run.provenance, first_id)
     run.over = run.met
 
 
-def _require_fit(state: Mapping[str, Any], ledger: Ledger, policy: Policy | None) -> None:
-    if ledger.slots:
-        raise StateError("load_state_dict: this collector has collected already")
+def require_fit(
+    state: Mapping[str, Any], run: RunState, beginning: Beginning, *, resumed: bool = False
+) -> None:
+    """Raise `StateError` unless ``run`` can go on from ``state``.
+
+    ``resumed``: it may have been begun to be a run in its storage that goes on.
+    """
+    policy = beginning.policy
+    if run.ledger.slots > (run.slots_before if resumed else 0):
+        raise StateError(
+            "load_state_dict: this collector has collected already"
+            if run.ledger.slots > run.slots_before
+            else "load_state_dict: this collector goes on with the run in its storage; to take "
+            "rows and counts back to a state of it, use save_checkpoint and load_checkpoint"
+        )
     missing = sorted(_ENTRIES - set(state))
     if missing:
         raise StateError(
@@ -69,10 +103,10 @@ def _require_fit(state: Mapping[str, Any], ledger: Ledger, policy: Policy | None
         )
 
 
-def _go_on_counting(ledger: Ledger, state: Mapping[str, Any]) -> None:
+def _go_on_counting(ledger: Ledger, state: Mapping[str, Any], incarnation: int) -> None:
     """Take the counts over, as of a run that was restarted: what waited is discarded."""
     ledger.load(state["ledger"])
-    ledger.incarnation += 1
+    ledger.incarnation = max(ledger.incarnation, incarnation) + 1
     ledger.discarded += ledger.carried
     ledger.carried = 0
     ledger.episodes_cut += state["open"]

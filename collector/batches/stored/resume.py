@@ -11,7 +11,7 @@ import numpy as np
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
-from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.files.run_record import RunRecord, is_count
 from tallyroll.storage.rows.keys import DONE, POLICY_VERSION, RANDOM_VERSION
 from tallyroll.storage.storages import DiskStorage, storage_class
 
@@ -168,7 +168,15 @@ def resumed_ledger(storage: DiskStorage, last: LastRun) -> tuple[Ledger, int]:
 
 
 def newest_version(storage: DiskStorage, first_row: int) -> int:
-    """Return the largest policy version of the rows from ``first_row`` on; -1 without any."""
+    """Return the largest policy version of a run's rows, also of rows taken back; -1 without any.
+
+    ``first_row`` is the first of the run.
+    """
     rows = np.arange(max(first_row, storage.span.start), storage.span.stop)
     own = storage.reader.column(POLICY_VERSION).take(rows)
-    return int(own.max()) if len(own) else RANDOM_VERSION
+    record = whole_record(storage)
+    known = [RANDOM_VERSION if record is None else record.policy_version]
+    for entry in storage.manifest["runs"]:
+        if entry.get("first_row_of_run") == first_row and is_count(entry.get("after_version")):
+            known.append(entry["after_version"])
+    return max(int(own.max(initial=RANDOM_VERSION)), *known)

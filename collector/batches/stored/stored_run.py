@@ -91,6 +91,30 @@ class StoredRun:
             return RANDOM_VERSION
         return newest_version(self._storage, self._last.first_row)
 
+    def continues(self, first_row: int) -> None:
+        """Go on with the run that began at ``first_row``, of which rows were taken back."""
+        storage, self._last = self._storage, None
+        assert storage is not None
+        if storage.head > first_row:
+            last = last_run_of(storage.manifest["runs"], storage.path, storage.head)
+            if last.first_row != first_row:
+                raise StateError(
+                    f"the last run in {storage.path} began at row {last.first_row}, and the "
+                    f"checkpoint is of the one that began at row {first_row}"
+                )
+            self._last, self._first_row = last, first_row
+        self._drawn_at = storage.head
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the run was begun before, in this storage."""
+        return self._last is not None
+
+    @property
+    def first_row(self) -> int:
+        """The first row of the run."""
+        return self._first_row
+
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
         """Go on from a loaded state: the run's earlier rows are not of this storage's run.
 

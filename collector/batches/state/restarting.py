@@ -1,0 +1,80 @@
+"""The state of a run as it is saved, and the ways to go on from it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tallyroll.collector.batches.state.beginning import Beginning
+from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.state.saved_state import (
+    Since,
+    require_fit,
+    saved_state,
+    take_state_over,
+)
+from tallyroll.collector.batches.stored.stored_run import StoredRun
+from tallyroll.collector.errors import StateError
+from tallyroll.collector.rollout.source import TransitionSource
+from tallyroll.storage.storages import DiskStorage
+
+
+class Restarting:
+    """Saves the state of a run, and goes on from one before the run collects.
+
+    Args:
+        run: its state.
+        beginning: gave it its seeds and its policy.
+        rollout: where its transitions come from.
+        publish: hands the policy's weights to workers that act by copies.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        beginning: Beginning,
+        rollout: TransitionSource,
+        publish: Callable[[], None],
+    ) -> None:
+        self._run, self._beginning, self._rollout = run, beginning, rollout
+        self._publish = publish
+
+    @property
+    def storage(self) -> DiskStorage | None:
+        """The storage that gets the rows, directly or through a replay buffer."""
+        return self._run.writer.storage
+
+    @property
+    def stored_run(self) -> StoredRun:
+        """The run in its storage."""
+        return self._run.writer.stored_run
+
+    def saved(self) -> dict[str, Any]:
+        """Return the state, with copies of all that a later step would change."""
+        return saved_state(self._run, self._beginning)
+
+    def require_fit(self, state: Mapping[str, Any], *, keep: bool) -> None:
+        """Raise `StateError` unless the run can go on from ``state``; nothing changes.
+
+        ``keep``: as :meth:`keep`, with the rows that its storage has.
+        """
+        require_fit(state, self._run, self._beginning, resumed=True)
+        if keep and not self.stored_run.goes_on:
+            raise StateError(
+                'rows="keep": expected a collector that goes on with the run in its storage; make '
+                "it with resume=True"
+            )
+
+    def go_on_from(self, state: Mapping[str, Any], since: Since | None = None) -> None:
+        """Take over counts, ids, seeds, policy and generators, as `take_state_over`."""
+        take_state_over(state, self._run, self._beginning, self._rollout, since)
+        self._publish()
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Take over policy and transforms; counts, ids and seeds go on from the newest row."""
+        policy = self._beginning.policy
+        self._beginning.envs.load(state["env"])
+        if policy is not None:
+            newest = policy.version
+            policy.load_state_dict(state["policy"])
+            policy.version = max(newest, policy.version)
+            policy.update_weights()  # no number names two sets of weights
+            self._publish()

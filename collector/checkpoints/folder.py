@@ -1,0 +1,235 @@
+"""A folder of checkpoints on disk: each is whole or not there, and the newest are kept."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from tallyroll.collector.errors import StateError
+from tallyroll.storage.files.paths import sync_above, translated
+from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
+
+STATE, ABOUT, ROWS = "state.pt", "checkpoint.json", "rows"
+FORMAT = "tallyroll.checkpoint"
+VERSION = 1
+
+_NAME = re.compile(r"(\d{6,})-at-(\d+)")
+_WRITING, _OLD = ".writing-", ".old-"
+_LOCK = ".lock"
+_PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """A checkpoint in a folder."""
+
+    number: int
+    """Which it was, counted over all that were ever saved there."""
+    transitions: int
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path) -> Self | None:
+        """Return that of a path; None where it is none."""
+        found = _NAME.fullmatch(path.name)
+        return None if found is None else cls(int(found[1]), int(found[2]), path)
+
+
+def entries_of(folder: Path) -> list[Entry]:
+    """Return the checkpoints in a folder, the oldest first."""
+    with translated(folder):
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+    return sorted(entry for name in names if (entry := Entry.of(folder / name)) is not None)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let no other process save to the folder meanwhile.
+
+    Raises:
+        StateError: another one does, and does not end.
+    """
+    file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StateError(
+                        f"another process has been saving a checkpoint to {folder} for "
+                        f"{_PATIENCE_SECONDS:.0f} s; give each run a folder of its own"
+                    ) from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(file)
+
+
+def write(
+    folder: Path,
+    transitions: int,
+    state: dict[str, Any],
+    about: dict[str, Any],
+    copy_rows: Callable[[Path], None] | None,
+    keep_last: int | None,
+) -> Path:
+    """Write a checkpoint aside, sync it, and give it its name; then drop old ones.
+
+    Args:
+        folder: where it goes, made if it is not there.
+        transitions: a part of its name.
+        state: plain values.
+        about: JSON, for readers.
+        copy_rows: copies rows to the path that it is given; None: none are.
+        keep_last: how many checkpoints stay; None: all.
+
+    Raises:
+        StateError: another process saves to the folder.
+        StorageError: the disk is full, or does not let us write.
+    """
+    with translated(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            _sweep(folder)
+            there = entries_of(folder)
+            number = there[-1].number + 1 if there else 1
+            aside = folder / f"{_WRITING}{number:06d}"
+            try:
+                aside.mkdir()
+                with open(aside / STATE, "xb") as file:
+                    torch.save(state, file)
+                if copy_rows is not None:
+                    copy_rows(aside / ROWS)
+                about = {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    **about,
+                    "nbytes": (aside / STATE).stat().st_size,
+                    "sha256": _sha256(aside / STATE),
+                }
+                (aside / ABOUT).write_text(json.dumps(about, indent=1))
+                _sync_tree(aside)
+                path = folder / f"{number:06d}-at-{transitions}"
+                aside.rename(path)
+            except BaseException:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
+            sync_above(path)
+            for entry in [] if keep_last is None else there[: max(0, len(there) + 1 - keep_last)]:
+                _remove(entry.path)
+    return path
+
+
+def read(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Return the checkpoint at a path, or the newest in the folder there: path, about, state.
+
+    Raises:
+        StateError: there is none, or it is damaged.
+        StorageError: it cannot be read.
+    """
+    chosen = _chosen(path)
+    inside = Inside(Path(os.path.abspath(chosen)))
+    with translated(chosen):
+        about = _about(inside, chosen)
+        with os.fdopen(inside.open(inside.root / STATE, os.O_RDONLY), "rb") as file:
+            size, nbytes = os.fstat(file.fileno()).st_size, about.get("nbytes")
+            if size != nbytes:
+                raise _damaged(chosen, f"{STATE} has {size} bytes, and {nbytes} were written")
+            if hashlib.file_digest(file, "sha256").hexdigest() != about.get("sha256"):
+                raise _damaged(chosen, f"{STATE} fails its check")
+            file.seek(0)
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            except OSError:
+                raise
+            except Exception as error:  # torch has many
+                raise _damaged(chosen, f"{STATE} cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise _damaged(chosen, f"{STATE} holds no mapping")
+    return chosen, about, state
+
+
+def _chosen(path: Path) -> Path:
+    if (path / ABOUT).exists():
+        return path
+    if entries := entries_of(path):
+        return entries[-1].path
+    raise StateError(
+        f"{path} holds no checkpoint: expected a folder that save_checkpoint made, or one of those "
+        "in it"
+    )
+
+
+def _about(inside: Inside, chosen: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(inside.read(inside.root / ABOUT, JSON_LIMIT))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(chosen, f"{ABOUT} is no JSON ({error})") from error
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise StateError(f"{chosen} is no checkpoint of Tallyroll: {ABOUT} is another program's")
+    if about.get("version") != VERSION:
+        raise StateError(
+            f"{chosen} is a checkpoint of version {about.get('version')!r}, and this Tallyroll "
+            f"reads version {VERSION}; use the Tallyroll that wrote it, {about.get('tallyroll')}"
+        )
+    return about
+
+
+def _damaged(path: Path, why: str) -> StateError:
+    others = [entry.path.name for entry in entries_of(path.parent) if entry.path != path]
+    older = f"; there are {', '.join(others)} beside it" if others else ""
+    return StateError(f"{path} is damaged: {why}{older}")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_tree(folder: Path) -> None:
+    """Return when all below a folder is on the disk, names too."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            _sync(os.path.join(place, name))
+        _sync(place)
+
+
+def _sync(path: str) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems sync no directories
+            raise
+    finally:
+        os.close(file)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a process left that was killed while it saved, or removed an old one."""
+    for name in os.listdir(folder):
+        if name.startswith((_WRITING, _OLD)):
+            shutil.rmtree(folder / name)
+
+
+def _remove(path: Path) -> None:
+    old = path.with_name(_OLD + path.name)  # at once: never half of one under its name
+    path.rename(old)
+    shutil.rmtree(old)
