@@ -213,8 +213,9 @@ def _rewound(
     """Take rows back, then counts; random numbers last, for what is restored before draws some."""
     own, since = None if collector is None else collector.restarting, None
     if storage is not None and at is not None:
-        back, since = at.go_back(storage, None if own is None else own.stored_run)
-        found = replace(found, rewound=back.rows, gone=back.gone)
+        run = None if own is None else own.stored_run
+        rewound, gone, since = at.go_back(storage, run)
+        found = replace(found, rewound=rewound, gone=gone)
     if collector is not None and own is not None:
         own.go_on_from(state["collector"], since)
         cut = state["collector"]["open"]

@@ -29,17 +29,18 @@ def to_plain(value: Any, where: str) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
-        return {_KIND: "array", "values": torch.from_numpy(np.ascontiguousarray(value).copy())}
+        return {_KIND: "array", "values": torch.from_numpy(np.array(value, order="C"))}
     if isinstance(value, (bytes, bytearray)):
         octets = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)
         return {_KIND: "bytes", "values": octets.to(torch.uint8)}
     if isinstance(value, Mapping):
         if wrong := [key for key in value if type(key) not in (str, int, float, bool, tuple)]:
             raise _refused(wrong[0], f"a key of {where}")
-        return {key: to_plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+        found = {key: to_plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+        return {_KIND: "mapping", "values": found} if _KIND in found else found
     if isinstance(value, (list, tuple)):
-        found = [to_plain(each, f"{where}[{at}]") for at, each in enumerate(value)]
-        return tuple(found) if isinstance(value, tuple) else found
+        each_of = [to_plain(each, f"{where}[{at}]") for at, each in enumerate(value)]
+        return tuple(each_of) if isinstance(value, tuple) else each_of
     raise _refused(value, where)
 
 
@@ -51,6 +52,8 @@ def from_plain(value: Any) -> Any:
             return value["values"].numpy()
         if kind == "bytes":
             return value["values"].numpy().tobytes()
+        if kind == "mapping":
+            value = value["values"]
         return {key: from_plain(each) for key, each in value.items()}
     if type(value) is list:
         return [from_plain(each) for each in value]

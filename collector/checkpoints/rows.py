@@ -14,7 +14,7 @@ from tallyroll.storage.files.run_record import RunRecord, is_count, record_after
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import TakenBack, require_kept, take_back
+from tallyroll.storage.stores.rewinds import require_kept, take_back
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class RowsAt:
     id: str
     rows: int
     rewinds: int
+    first: int
+    """The first row that was there: of a ring, the oldest."""
     first_row: int
     """The first row of the collector's run; -1 without one."""
     record: tuple[int, bytes] | None
@@ -41,6 +43,7 @@ class RowsAt:
                 reader.id or "",
                 reader.head,
                 reader.rewinds,
+                reader.span.start,
                 -1 if run is None else run.first_row,
                 reader.record,
             )
@@ -57,7 +60,7 @@ class RowsAt:
             StateError: it is none.
         """
         try:
-            numbers = [state[name] for name in ("rows", "rewinds")]
+            numbers = [state[name] for name in ("rows", "rewinds", "first")]
             record, first = state["record"], state["first_row"]
             sound = all(is_count(each) and each >= 0 for each in numbers) and is_count(first)
             sound &= isinstance(state["id"], str)
@@ -69,8 +72,8 @@ class RowsAt:
             sound = False
         if not sound:
             raise StateError("the checkpoint's storage is described by other values than it wrote")
-        rows, rewinds = numbers
-        return cls(str(state["path"]), state["id"], rows, rewinds, first, record)
+        rows, rewinds, oldest = numbers
+        return cls(str(state["path"]), state["id"], rows, rewinds, oldest, first, record)
 
     # --- going back -------------------------------------------------------------------------------
 
@@ -103,10 +106,14 @@ class RowsAt:
             )
         require_kept(reader, self.rows, self.rewinds, "the checkpoint")
 
-    def go_back(self, storage: DiskStorage, run: StoredRun | None) -> tuple[TakenBack, Since]:
-        """Take back the rows that came later; return how many, and the numbers that only grow."""
+    def go_back(self, storage: DiskStorage, run: StoredRun | None) -> tuple[int, int, Since]:
+        """Take back the rows that came later.
+
+        Return how many, how many of a ring's earlier rows they had replaced, and the numbers that
+        only grow.
+        """
         if not storage.reader.initialised or not self.id:
-            return TakenBack(0, 0), Since(0)
+            return 0, 0, Since(0)
         first_row = max(self.first_row, 0)
         since = _today(storage, first_row)
         record = self.record
@@ -122,7 +129,7 @@ class RowsAt:
             record = record[0], payload
         back = take_back(storage.writer, self.rows, record, run)
         buffers.seat_writers(storage)
-        return back, since
+        return back, min(storage.span.start, self.rows) - self.first, since
 
 
 def _today(storage: DiskStorage, first_row: int) -> Since:

@@ -7,8 +7,6 @@ so a state of earlier rows can tell whether they are still those.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tallyroll.storage.errors import RunUnderWay, StateMismatch
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.record_slots import Rewind
@@ -16,16 +14,6 @@ from tallyroll.storage.files.rewind_history import least_kept, settled
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
-
-
-@dataclass(frozen=True)
-class TakenBack:
-    """What a rewind did."""
-
-    rows: int
-    """Rows that were taken back: those committed since."""
-    gone: int
-    """Earlier rows of a ring that they had replaced, and that are lost."""
 
 
 def require_kept(reader: RowReader, rows: int, rewinds: int, what: str) -> None:
@@ -50,8 +38,8 @@ def require_kept(reader: RowReader, rows: int, rewinds: int, what: str) -> None:
 @told
 def take_back(
     writer: RowWriter | NoWriter, rows: int, record: tuple[int, bytes] | None, run: object = None
-) -> TakenBack:
-    """Take back all rows from ``rows`` on; the storage's record becomes ``record``.
+) -> int:
+    """Take back all rows from ``rows`` on, and return how many; the record becomes ``record``.
 
     What readers of other processes have of such rows changes when later rows come. A ring does not
     get the rows back that were overwritten since.
@@ -74,11 +62,10 @@ def take_back(
         engine = reader.running()
         engine.right.require()
         head = reader.head
-        first = min(max(reader.floor, rows - reader.ring), rows)  # at the time
         _require_free(writer, run)
         _require_rewindable(reader, rows)
         if rows == head:
-            return TakenBack(0, 0)
+            return 0
         at, payload = (rows, b"") if record is None else record
         rewind = Rewind(reader.rewinds + 1, rows, at, payload)
         writer.runs.settle()
@@ -86,7 +73,7 @@ def take_back(
         writer.files.inside.remove(writer.files.episodes_path)
         engine.rewind(rewind, lambda: reader.write_manifest(settled(reader.manifest, rewind)))
         writer.rows_changed()
-        return TakenBack(head - rows, min(reader.span.start, rows) - first if reader.ring else 0)
+        return head - rows
 
 
 def _require_free(writer: RowWriter, run: object) -> None:
