@@ -2,6 +2,7 @@
 
     pip install -c constraints.txt '.[mujoco]'
     python examples/sac.py --seed 1
+    python examples/sac.py --seed 1 --checkpoint runs/cheetah    # once more, if it was killed
 
 One step of eight lanes and two gradient steps, in turn: ``collect(8)`` puts exactly eight more
 transitions into a ring of memory-mapped files, in which new ones overwrite the oldest, and yields
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from torchrl.data import Bounded
 from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
-from tallyroll.collector import SyncCollector, evaluate
+from tallyroll.collector import SyncCollector, evaluate, load_checkpoint, save_checkpoint
 from tallyroll.storage import MemmapStorage
 
 LOSSES = ("loss_actor", "loss_qvalue", "loss_alpha")
@@ -65,6 +67,7 @@ class Args:
     lr: float = option(1e-3, "learning rate of actor, critics and temperature")
     tau: float = option(0.005, "how far the target critics follow in a gradient step")
     eval_episodes: int = option(16, "episodes of the evaluation at the end")
+    checkpoint: str = option("", "directory of ring and checkpoints, from which the run goes on")
 
 
 def parse() -> Args:
@@ -76,7 +79,7 @@ def parse() -> Args:
             "--" + each.name.replace("_", "-"),
             type=type(each.default),
             default=each.default,
-            help=f"{each.metadata['help']} (default: {each.default})",
+            help=f"{each.metadata['help']} (default: {each.default or 'none'})",
         )
     return Args(**vars(parser.parse_args()))
 
@@ -143,9 +146,13 @@ def train(storage: MemmapStorage, args: Args) -> ProbabilisticActor:
         frames_per_batch=args.frames_per_batch,
         total_frames=args.total_frames,
         init_random_frames=args.random_frames,
-        seed=args.seed,
+        seed=None if len(storage) else args.seed,
         storage=storage,
+        resume="auto",
     )
+    saved, parts = Path(args.checkpoint, "saved"), {"loss": loss, "optimizer": optimizer}
+    if len(storage):
+        print(load_checkpoint(saved, collector=collector, **parts))
     report = 1250 * args.frames_per_batch
     with collector:
         while collector.collect(args.frames_per_batch):
@@ -166,6 +173,8 @@ def train(storage: MemmapStorage, args: Args) -> ProbabilisticActor:
                     f"frames {stored:6d}  in the ring {len(storage):6d}  "
                     f"alpha {losses['alpha'].item():.3f}  return {metrics['return_mean']:8.1f}"
                 )
+                if args.checkpoint:
+                    save_checkpoint(saved, collector=collector, **parts)
 
     ledger = collector.ledger
     assert ledger.stored == args.total_frames
@@ -182,10 +191,11 @@ def main(args: Args) -> None:
     start = time.perf_counter()
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(args.seed)
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        MemmapStorage(Path(directory, "ring"), max_size=args.ring) as storage,
-    ):
+    with ExitStack() as stack:
+        folder = args.checkpoint or stack.enter_context(tempfile.TemporaryDirectory())
+        ring = Path(folder, "ring")
+        mode = "append" if ring.exists() else "create"
+        storage = stack.enter_context(MemmapStorage(ring, mode=mode, max_size=args.ring))
         actor = train(storage, args)
     print(f"{time.perf_counter() - start:.1f} s")
     result = evaluate(

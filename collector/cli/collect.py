@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from tallyroll.collector.batches.logs.run_log import EVERY, RunLog
 from tallyroll.collector.batches.logs.target import LogTarget, open_target
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.stored.resume import has_begun, last_run_of
+from tallyroll.collector.cli.checkpoints import RunCheckpoints, preemption, wrong_options
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
 from tallyroll.collector.cli.progress import Display, shown_progress
@@ -39,13 +40,14 @@ from tallyroll.storage.storages import DiskStorage
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP, taken over for a while.
+    """SIGINT, SIGTERM and SIGHUP, and ``more``, taken over for a while.
 
     The first one calls ``stop``, and KeyboardInterrupt is raised where there is nothing to stop
     yet; a second one always raises it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more: Sequence[signal.Signals] = ()) -> None:
+        self._numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *more)
         self.number = signal.SIGINT
         """The last one, where one was received."""
         self.stop: Callable[[], None] | None = None
@@ -56,7 +58,7 @@ class Signals:
         """Install the handlers, where that is possible: in the main thread."""
         before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in self._numbers:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
                     before[number] = signal.signal(number, self._handle)
         try:
@@ -98,6 +100,7 @@ class CollectRun:
         self.began, self.has_begun = 0, False
         """Rows that the run had before, and whether it stands in the manifest."""
         self.plan = self._planned()
+        self.checkpoints = RunCheckpoints(args, resumes=self.resumes, note=self.note)
         if wrong := wrong_workers(self.plan, args):
             raise CommandError(wrong)
 
@@ -205,6 +208,7 @@ class CollectRun:
             self._collector(plan.env, policy) as collector,
             self._logs(collector, targets) as logs,
         ):
+            self.checkpoints.load(collector)
             self.began, self.has_begun = collector.ledger.stored, True
             self._say_what_it_takes()
             if self.args.plan:
@@ -220,6 +224,8 @@ class CollectRun:
                         show()
                         for log in logs:
                             log.update()
+                        self.checkpoints.save(collector)
+                    self.checkpoints.save(collector, last=True)
                 finally:
                     show(last=True)
             seconds = time.monotonic() - started
@@ -355,12 +361,13 @@ class CollectRun:
 
     def _resume_command(self, plan: Plan) -> str:
         # All else stands in the manifest.
-        options = [*self._log_options(), *["--finalize"] * self.args.finalize]
+        options = [*self._kept_options(), *["--finalize"] * self.args.finalize]
         return Plan(env=plan.env, policy=plan.policy).command(self.out, "--resume", *options)
 
-    def _log_options(self) -> list[str]:
+    def _kept_options(self) -> list[str]:
         every = [] if self.args.log_every is None else ["--log-every", str(self.args.log_every)]
-        return [word for each in self.args.log or () for word in ("--log", each)] + every
+        logs = [word for each in self.args.log or () for word in ("--log", each)]
+        return [*logs, *every, *self.checkpoints.options()]
 
     def _say_what_an_error_left(self, error: Exception) -> None:
         """Say how to go on, too."""
@@ -384,7 +391,7 @@ class CollectRun:
         how = self._resume_command(self.plan)
         if not self.resumes and not self.has_begun:
             options = ["--format", self.args.format] if self.args.format else []
-            options += self._log_options()
+            options += self._kept_options()
             options += [f"--{name}" for name in ("append", "finalize") if getattr(self.args, name)]
             how = self.plan.command(self.out, *options)
         say(f"tallyroll: stopped by {name}; {kept}. Go on with", below=how)
@@ -459,7 +466,9 @@ def run(args: argparse.Namespace) -> int:
     # What a resumed run leaves out stands in its manifest.
     if not args.resume and (wrong := wrong_workers(Plan.of(args), args)):
         args.usage_error(wrong)
-    signals = Signals()
+    if wrong := wrong_options(args):
+        args.usage_error(wrong)
+    signals = Signals(preemption(args))
     with signals.taken_over():
         try:
             with open_output(args) as storage:

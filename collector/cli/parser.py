@@ -189,6 +189,8 @@ def _names(text: str) -> list[str]:
     return names
 
 
+_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGALRM")
+
 # Of each option: what reads its value (a function, or the values that there are; None: it is a
 # flag), and what --help says: a name for the value, and a text.
 # fmt: off
@@ -264,6 +266,17 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "a row of numbers now and then: a path that ends in .csv, tensorboard:DIR, or "
         "wandb:PROJECT (offline with WANDB_MODE=offline); may be given several times"),
     "--log-every": (_positive, "L", "transitions between two rows (default: 1000)"),
+    "--checkpoint": (_path, "DIR",
+        "save checkpoints in DIR now and then, when a signal ends the run, and at its end; with "
+        "--resume the run goes on from the newest one"),
+    "--checkpoint-every": (_positive, "C",
+        "transitions between two checkpoints (default: 10000)"),
+    "--checkpoint-on": (_SIGNALS, "",
+        "a signal that ends the run, beside SIGTERM, SIGINT and SIGHUP, as a scheduler sends it "
+        "before it takes the machine away"),
+    "--checkpoint-rows": (("rewind", "keep"), "",
+        "rows that came after the checkpoint; rewind: take them back, so that policy, counts and "
+        "rows are those of the checkpoint; keep: leave them (default: rewind)"),
     "--runs": (None, "", "only its runs: also their host, commit, hashes of the policy, returns"),
     "--trajectories": (None, "", "only its trajectories, a line each"),
     "--rows": (_count, "R", "rows to show (default: 5)"),
@@ -355,6 +368,8 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     logs = parser.add_argument_group("logs", texts.COLLECT_LOGS)
     _add(logs, "--log", action="append")
     _add(logs, "--log-every")
+    saved = parser.add_argument_group("checkpoints", texts.COLLECT_CHECKPOINTS)
+    _add(saved, "--checkpoint", "--checkpoint-every", "--checkpoint-on", "--checkpoint-rows")
     _add_output(parser, "--plan", "--quiet")
 
 

@@ -58,6 +58,11 @@ example: a row every 5,000 transitions, for a table and for TensorBoard
   tallyroll collect CartPole-v1 --frames 1e6 --out runs/pole --log-every 5e3 \\
     --log runs/pole.csv --log tensorboard:runs/curves
 """
+COLLECT_CHECKPOINTS = """\
+example: a job that a scheduler may end at any moment, and starts again with the same command
+  tallyroll collect CartPole-v1 --frames 1e6 --out runs/pole --resume \\
+    --checkpoint runs/saved --checkpoint-every 5e4 --checkpoint-on SIGUSR1
+"""
 COLLECT_EXAMPLES = """\
 examples:
   random actions, 8 environments side by side:

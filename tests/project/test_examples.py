@@ -373,11 +373,11 @@ def test_sequence_batches_notices_a_slice_of_two_trajectories(
         check(slices.set(key, wrong[None]))
 
 
-def test_sac_curve_evaluates_at_exactly_the_asked_transitions(
+def test_off_policy_restart_evaluates_at_exactly_the_asked_transitions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run_here(
-        "sac_curve.py",
+        "off_policy_restart.py",
         capsys,
         total_frames=50,
         random_frames=20,
@@ -397,10 +397,10 @@ def test_sac_curve_evaluates_at_exactly_the_asked_transitions(
     assert out.endswith("50 transitions, exactly; 20 of them with random actions\n")
 
 
-def test_sac_curve_says_what_it_cannot_write(
+def test_off_policy_restart_says_what_it_cannot_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = names_of("sac_curve.py")
+    names = names_of("off_policy_restart.py")
     curve, args = names["Curve"], names["Args"]
     (tmp_path / "old.csv").touch()
     with pytest.raises(SystemExit, match=r"--csv: .*old.csv exists; name a new file"):

@@ -1,13 +1,18 @@
-"""SAC learns Pendulum-v1; its curve, evaluated every 500 transitions, goes to CSV and TensorBoard.
+"""SAC learns Pendulum-v1, evaluated every 500 transitions; killed at any moment, it goes on.
 
-    python examples/sac_curve.py --seed 1 --csv curve.csv
-    python examples/sac_curve.py --seed 1 --tensorboard runs/pendulum
+    python examples/off_policy_restart.py --seed 1 --csv curve.csv
+    python examples/off_policy_restart.py --seed 1 --tensorboard runs/pendulum
+    python examples/off_policy_restart.py --seed 1 --folder runs/pendulum --csv curve.csv
 
 ``collect(n)`` stops at exactly n more transitions, whatever the number of lanes, so each point of
 the curve was learned from exactly 500, 1000, … of them. ``evaluate`` runs whole episodes in an
 environment of its own, always from the same starts, with deterministic actions; none of its
 transitions comes from the budget. A line is in the CSV file as soon as its point is known, so that
 a run that is killed leaves its curve.
+
+With ``--folder`` a checkpoint is saved there at each point, and when the run gets SIGTERM; the same
+command goes on from the newest. Networks, optimiser, random numbers, counts and rows are then those
+of that point: what came after it is taken back, from the curve as well.
 
 Measured with the defaults, mean return of ten episodes:
 
@@ -25,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import signal
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -37,7 +43,7 @@ from torchrl.data import Bounded
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
-from tallyroll.collector import SyncCollector, evaluate
+from tallyroll.collector import SyncCollector, evaluate, load_checkpoint, save_checkpoint
 from tallyroll.storage import MemmapStorage
 
 
@@ -53,7 +59,8 @@ class Args:
     random_frames: int = option(500, "transitions with random actions at the start, exactly")
     eval_every: int = option(500, "transitions between two points of the curve, exactly")
     eval_episodes: int = option(10, "whole episodes of a point")
-    csv: str = option("", "new file for the curve")
+    csv: str = option("", "file for the curve, new unless the run goes on")
+    folder: str = option("", "directory for rows and checkpoints, from which the run goes on")
     tensorboard: str = option("", "directory for TensorBoard")
     updates: int = option(2, "gradient steps after each step of all lanes")
     minibatch: int = option(128, "transitions of a gradient step")
@@ -74,7 +81,7 @@ class Curve:
 
     def __init__(self, args: Args) -> None:
         self.path = Path(args.csv) if args.csv else None
-        if self.path and self.path.exists():
+        if self.path and self.path.exists() and not args.folder:
             raise SystemExit(f"--csv: {self.path} exists; name a new file")
         self.board = None
         if args.tensorboard:
@@ -85,6 +92,15 @@ class Curve:
                     f"--tensorboard: {error}; pip install 'tallyroll[tensorboard]'"
                 ) from error
             self.board = SummaryWriter(args.tensorboard)
+
+    def go_on_from(self, frames: int) -> None:
+        """Drop the points from ``frames`` transitions on: they come again."""
+        if self.path and self.path.exists():
+            with self.path.open(newline="", encoding="utf-8") as file:
+                head, *lines = csv.reader(file)
+            with self.path.open("w", newline="", encoding="utf-8") as file:
+                kept = [line for line in lines if line and int(line[0]) < frames]
+                csv.writer(file).writerows([head, *kept])
 
     def add(self, frames: int, **point: float) -> None:
         print(f"frames {frames:5d}", *(f" {name} {value:8.2f}" for name, value in point.items()))
@@ -116,8 +132,12 @@ def main(args: Args) -> None:
     loss.make_value_estimator(gamma=0.95)
     target = SoftUpdate(loss, tau=0.02)
     optimizer = torch.optim.Adam(loss.parameters(), lr=3e-3)
+    rows = Path(args.folder, "rows") if args.folder else None
+    parts = {"loss": loss, "optimizer": optimizer}
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     with (
-        MemmapStorage(max_size=args.total_frames) as storage,
+        MemmapStorage(rows, mode="append" if rows and rows.exists() else "create") as storage,
         SyncCollector(
             "Pendulum-v1",
             TensorDictSequential(actor, selected_out_keys=["action"]),  # stored are actions only
@@ -126,11 +146,16 @@ def main(args: Args) -> None:
             total_frames=args.total_frames,
             init_random_frames=args.random_frames,
             storage=storage,
-            seed=args.seed,
+            seed=None if len(storage) else args.seed,
+            resume="auto",
         ) as collector,
     ):
-        frames = 0
-        while True:
+        saved = Path(args.folder, "checkpoints")
+        if len(storage):
+            print(load_checkpoint(saved, collector=collector, **parts))
+        frames = collector.ledger.stored
+        curve.go_on_from(frames)
+        while not ended:
             if frames % args.eval_every == 0 or frames == args.total_frames:
                 result = evaluate(
                     actor, "Pendulum-v1", num_envs=10, episodes=args.eval_episodes, seed=1000
@@ -142,6 +167,8 @@ def main(args: Args) -> None:
                     training=collector.metrics(window=10)["return_mean"],
                     seconds=time.perf_counter() - start,
                 )
+                if rows:
+                    save_checkpoint(saved, collector=collector, **parts)
             # One step of all lanes, or what is left until the next point.
             n = min(args.num_envs, args.eval_every - frames % args.eval_every)
             if not collector.collect(n):
@@ -154,7 +181,11 @@ def main(args: Args) -> None:
                 optimizer.step()
                 target.step()
             collector.update_policy_weights_()
+        if ended and rows:
+            print(f"saved {save_checkpoint(saved, collector=collector, **parts)}")
     ledger = collector.ledger
+    if ended:
+        raise SystemExit(f"ended by a signal at {ledger.stored} transitions")
     assert ledger.stored == args.total_frames
     print(f"{ledger.stored} transitions, exactly; {ledger.random} of them with random actions")
 
