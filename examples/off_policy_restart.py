@@ -80,7 +80,7 @@ class Curve:
     """Points of a learning curve: printed, and written where ``args`` says."""
 
     def __init__(self, args: Args) -> None:
-        self.path = Path(args.csv) if args.csv else None
+        self.path, self.newest = Path(args.csv) if args.csv else None, -1
         if self.path and self.path.exists() and not args.folder:
             raise SystemExit(f"--csv: {self.path} exists; name a new file")
         self.board = None
@@ -94,13 +94,14 @@ class Curve:
             self.board = SummaryWriter(args.tensorboard)
 
     def go_on_from(self, frames: int) -> None:
-        """Drop the points from ``frames`` transitions on: they come again."""
+        """Drop the points after ``frames`` transitions: they come again."""
         if self.path and self.path.exists():
             with self.path.open(newline="", encoding="utf-8") as file:
                 head, *lines = csv.reader(file)
             with self.path.open("w", newline="", encoding="utf-8") as file:
-                kept = [line for line in lines if line and int(line[0]) < frames]
+                kept = [line for line in lines if line and int(line[0]) <= frames]
                 csv.writer(file).writerows([head, *kept])
+                self.newest = int(kept[-1][0]) if kept else -1
 
     def add(self, frames: int, **point: float) -> None:
         print(f"frames {frames:5d}", *(f" {name} {value:8.2f}" for name, value in point.items()))
@@ -156,7 +157,8 @@ def main(args: Args) -> None:
         frames = collector.ledger.stored
         curve.go_on_from(frames)
         while not ended:
-            if frames % args.eval_every == 0 or frames == args.total_frames:
+            due = frames % args.eval_every == 0 or frames == args.total_frames
+            if due and frames > curve.newest:
                 result = evaluate(
                     actor, "Pendulum-v1", num_envs=10, episodes=args.eval_episodes, seed=1000
                 )

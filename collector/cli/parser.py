@@ -189,7 +189,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGALRM")
+_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 # Of each option: what reads its value (a function, or the values that there are; None: it is a
 # flag), and what --help says: a name for the value, and a text.
@@ -272,8 +272,8 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--checkpoint-every": (_positive, "C",
         "transitions between two checkpoints (default: 10000)"),
     "--checkpoint-on": (_SIGNALS, "",
-        "a signal that ends the run, beside SIGTERM, SIGINT and SIGHUP, as a scheduler sends it "
-        "before it takes the machine away"),
+        "a signal that ends the run, beside SIGINT and SIGHUP, as a scheduler sends it before it "
+        "takes the machine away (default: SIGTERM, which always does)"),
     "--checkpoint-rows": (("rewind", "keep"), "",
         "rows that came after the checkpoint; rewind: take them back, so that policy, counts and "
         "rows are those of the checkpoint; keep: leave them (default: rewind)"),

@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 import runpy
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -394,6 +395,24 @@ def test_off_policy_restart_evaluates_at_exactly_the_asked_transitions(
     for point in points:  # 200 steps of a pendulum cost so much
         assert -2000 < float(point["lowest"]) <= float(point["evaluation"]) < 0
     assert re.findall(r"^frames +(\d+)", out, re.MULTILINE) == ["0", "21", "42", "50"]
+    assert out.endswith("50 transitions, exactly; 20 of them with random actions\n")
+
+
+def test_off_policy_restart_goes_on_from_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"random_frames": 20, "eval_every": 21, "eval_episodes": 1, "updates": 1}
+    small |= {"minibatch": 8, "folder": str(tmp_path / "run"), "csv": str(tmp_path / "curve.csv")}
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        run_here("off_policy_restart.py", capsys, total_frames=25, **small)
+        out = run_here("off_policy_restart.py", capsys, total_frames=50, **small)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with (tmp_path / "curve.csv").open(newline="", encoding="utf-8") as file:
+        points = [point["frames"] for point in csv.DictReader(file)]
+    assert points == ["0", "21", "25", "42", "50"]
+    assert out.startswith(f"25 transitions from {tmp_path}")
     assert out.endswith("50 transitions, exactly; 20 of them with random actions\n")
 
 
