@@ -5,9 +5,13 @@ from tallyroll.collector.batches.layouts.trajectories import (
 )
 from tallyroll.collector.batches.logs.run_log import LogWarning as LogWarning
 from tallyroll.collector.batches.logs.run_log import RunLog as RunLog
-from tallyroll.collector.checkpoints.checkpoint import Loaded as Loaded
-from tallyroll.collector.checkpoints.checkpoint import load_checkpoint as load_checkpoint
-from tallyroll.collector.checkpoints.checkpoint import save_checkpoint as save_checkpoint
+from tallyroll.collector.batches.state.checkpoints.checkpoint import Loaded as Loaded
+from tallyroll.collector.batches.state.checkpoints.checkpoint import (
+    load_checkpoint as load_checkpoint,
+)
+from tallyroll.collector.batches.state.checkpoints.checkpoint import (
+    save_checkpoint as save_checkpoint,
+)
 from tallyroll.collector.counting.episode_log import Episode as Episode
 from tallyroll.collector.counting.ledger import Ledger as Ledger
 from tallyroll.collector.envs.fixed_width import FixedWidth as FixedWidth

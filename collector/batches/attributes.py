@@ -53,3 +53,6 @@ class Attributes:
         None before it, and where only a replay buffer over another storage knows.
         """
         return self._last_rows
+
+    def _publish(self) -> None:
+        """Hand the policy's weights to workers, which act by copies; here there are none."""

@@ -282,9 +282,6 @@ class Collector(Attributes, ABC):
             raise ArgumentError("this collector draws random actions: it has no weights to update")
         self._policy.update_weights(weights)
 
-    def _publish(self) -> None:
-        """Hand the policy's weights to workers that act by copies."""
-
     def metrics(self, window: int = 100) -> dict[str, float]:
         """A flat dict for any logger: counts of the run so far, and means over its last episodes.
 

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.checkpoints.checkpoint import Rows, load_checkpoint, save_checkpoint
-from tallyroll.collector.checkpoints.folder import entries_of
+from tallyroll.collector.batches.state.checkpoints.checkpoint import (
+    Rows,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tallyroll.collector.batches.state.checkpoints.folder import entries_of
 from tallyroll.collector.cli.output import CommandError
 
 EVERY = 10_000

@@ -11,6 +11,7 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from tallyroll.storage.errors import NotInitialised, StateMismatch
 from tallyroll.storage.files.paths import user_path
+from tallyroll.storage.files.rewind_history import with_history_of
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
@@ -89,6 +90,8 @@ def _copy_at(reader: RowReader, path: Any, mode: Mode) -> FileReader:
 
 
 def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
+    if isinstance(writer, NoWriter):
+        writer.refuse()
     manifest, target = source.manifest, writer.reader
     if target.ring != source.ring:
         raise StateMismatch(
@@ -109,20 +112,18 @@ def _bring_up(writer: RowWriter | NoWriter, source: RowReader) -> None:
     if rewound:
         if not source.ring:  # of a ring all rows are copied
             _require_kept(target, source)
-        writer.take_history(source)
+        _take_history(writer, source)
     _copy_rows(writer, source, all_of_ring=rewound)
     if (record := source.record) is not None and record[0] <= target.head:
         writer.put_record(record[1])
     writer.runs.write(manifest["runs"])
 
 
-def _copy_rows(
-    writer: RowWriter | NoWriter, source: RowReader, *, all_of_ring: bool = False
-) -> None:
+def _copy_rows(writer: RowWriter, source: RowReader, *, all_of_ring: bool = False) -> None:
     target, span = writer.reader, source.span
     if source.ring:
         if all_of_ring or _behind(target, source):
-            writer.replace(source)
+            _replace(writer, source)
         return
     if target.head < span.start:
         raise StateMismatch(
@@ -135,6 +136,25 @@ def _copy_rows(
         stop = min(start + step, span.stop)
         rows = {key: each.slice(start, stop) for key, each in columns.items()}
         writer.append(writer.given.checked(rows))
+
+
+def _replace(writer: RowWriter, source: RowReader) -> None:
+    """Take over all rows of a ring of the same size and schema, and their numbers."""
+    span, ring = source.span, source.ring
+    slots = min(span.stop, ring)
+    columns = [source.in_slots(key, 0, slots) for key in source.keys]
+    reserve = span.start + ring if span.start else span.stop
+    writer.reader.running().replace(columns, span.stop, reserve, source.floor)
+    writer.rows_changed()
+
+
+def _take_history(writer: RowWriter, source: RowReader) -> None:
+    """Know of the rewinds of a storage whose rows are copied."""
+    reader = writer.reader
+    engine = reader.running()
+    reader.write_manifest(with_history_of(reader.manifest, source.manifest))
+    engine.set_rewinds(source.rewinds)
+    writer.rows_changed()
 
 
 def _behind(target: RowReader, source: RowReader) -> bool:

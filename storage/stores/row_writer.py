@@ -20,7 +20,6 @@ from tallyroll.storage.errors import ReadOnlyStorage, StorageFull
 from tallyroll.storage.files.checksums import Progress, checksums
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.record_slots import check_record_size
-from tallyroll.storage.files.rewind_history import with_history_of
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.origin import Told, origin_of
@@ -213,23 +212,6 @@ class RowWriter:
     def _id_checks(self) -> IdChecks | None:
         """The checks of ids that callers write; None if rows have no ids."""
         return IdChecks.of(self.reader, self.reader.schema)
-
-    def replace(self, source: RowReader) -> None:
-        """Take over all rows of a ring of the same size and schema, and their numbers."""
-        span, ring = source.span, source.ring
-        slots = min(span.stop, ring)
-        columns = [source.in_slots(key, 0, slots) for key in source.keys]
-        reserve = span.start + ring if span.start else span.stop
-        self.reader.running().replace(columns, span.stop, reserve, source.floor)
-        self.rows_changed()
-
-    def take_history(self, source: RowReader) -> None:
-        """Know of the rewinds of a storage whose rows are copied here."""
-        reader = self.reader
-        engine = reader.running()
-        reader.write_manifest(with_history_of(reader.manifest, source.manifest))
-        engine.set_rewinds(source.rewinds)
-        self.rows_changed()
 
     def rows_changed(self) -> None:
         """Forget what was known of rows that are others now."""

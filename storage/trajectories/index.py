@@ -89,7 +89,7 @@ class TrajectoryIndex:
             )
 
     def _forget_rewound(self, reader: Reading) -> None:
-        """Begin anew if rows were taken back: numbers from there on mean other rows."""
+        """Begin again if rows were taken back: numbers from there on mean other rows."""
         if (rewinds := reader.rewinds) != self._rewinds:
             self._links = self.counted = None
             self._rewinds, self._in_file = rewinds, -1

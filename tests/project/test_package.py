@@ -32,6 +32,7 @@ PUBLIC: dict[str, set[str]] = {
         "Info",
         "Layout",
         "Ledger",
+        "Loaded",
         "LogWarning",
         "MultiprocessCollector",
         "Processes",
@@ -39,6 +40,8 @@ PUBLIC: dict[str, set[str]] = {
         "Supervision",
         "SyncCollector",
         "evaluate",
+        "load_checkpoint",
+        "save_checkpoint",
         "split_trajectories",
     },
     "tallyroll.storage": {

@@ -54,7 +54,8 @@ class StoredRun:
         self._last: LastRun | None = None
         self.ready = False
         """True once the storage, or the buffer, was made ready for rows."""
-        self._first_row = self._stored_before = 0
+        self.first_row = self._stored_before = 0
+        """The first row of the run; and its rows that are in another storage."""
         self.counts = RunCounts()
         self._drawn_at = -1
         """Rows in the storage when the next id was looked for."""
@@ -102,18 +103,13 @@ class StoredRun:
                     f"the last run in {storage.path} began at row {last.first_row}, and the "
                     f"checkpoint is of the one that began at row {first_row}"
                 )
-            self._last, self._first_row = last, first_row
+            self._last, self.first_row = last, first_row
         self._drawn_at = storage.head
 
     @property
     def goes_on(self) -> bool:
         """True if the run was begun before, in this storage."""
         return self._last is not None
-
-    @property
-    def first_row(self) -> int:
-        """The first row of the run."""
-        return self._first_row
 
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
         """Go on from a loaded state: the run's earlier rows are not of this storage's run.
@@ -159,7 +155,7 @@ class StoredRun:
         """Make the files, or check that the storage fits; nothing is written before it does."""
         storage, last = self._storage, self._last
         assert storage is not None
-        self._first_row = storage.head if last is None else last.first_row
+        self.first_row = storage.head if last is None else last.first_row
         if last is not None:
             same_source(last.environment, provenance["environment"])
         self._reserve(storage, schema)
@@ -171,7 +167,7 @@ class StoredRun:
 
     def _reserve(self, storage: DiskStorage, schema: Schema) -> None:
         if self._frames is not None and _fits(storage, schema):
-            stored = self._stored_before + storage.head - self._first_row
+            stored = self._stored_before + storage.head - self.first_row
             storage.reserve(max(1, storage.head + self._frames - stored))
 
     def begin(self, provenance: Mapping[str, Any]) -> int | None:
@@ -199,20 +195,20 @@ class StoredRun:
     ) -> None:
         """Note in the manifest at which row the run begins, or goes on."""
         if self._last is None:
-            self._first_row = storage.head
+            self.first_row = storage.head
         if self._loaded is not None:
-            self._stored_before = self._stored_elsewhere - (storage.head - self._first_row)
+            self._stored_before = self._stored_elsewhere - (storage.head - self.first_row)
         runs = storage.writer.runs
         if self._entry is not None:
             runs.withdraw(self._entry)
             self._entry = None
         if storage.reader.initialised and storage.head != self._drawn_at:
             self._reserve(storage, schema)
-        runs.begin(schema, {**provenance, "first_row_of_run": self._first_row})
+        runs.begin(schema, {**provenance, "first_row_of_run": self.first_row})
         self._entry = storage.manifest["runs"][-1]
         ledger, record = self._loaded, whole_record(storage)
         fresh = ledger is None and self._last is None
-        if fresh and record is not None and record.first_row == self._first_row:
+        if fresh and record is not None and record.first_row == self.first_row:
             # A run had begun here that has no rows: what it counted is not this one's.
             ledger = Ledger(seed=provenance["seed"], incarnation=provenance["incarnation"])
         if ledger is not None:
@@ -233,7 +229,7 @@ class StoredRun:
         if self._storage is None:
             return None
         # Computed from the run's own counts: to read the header takes four calls a batch.
-        behind = self._first_row - self._stored_before if self.ready else self.head - stored
+        behind = self.first_row - self._stored_before if self.ready else self.head - stored
         return range(behind + before, behind + stored)
 
     @property
@@ -242,7 +238,7 @@ class StoredRun:
         if self._storage is None:
             return "Rows of this run were yielded, or put into a replay buffer"
         head, path = self.head, self._storage.path
-        first = self._first_row if self.ready else head
+        first = self.first_row if self.ready else head
         if head <= first:
             return f"No rows of this run are committed in {path}"
         return f"Rows {first:,} to {head - 1:,} of {path} are committed, of this run"
@@ -262,7 +258,7 @@ class StoredRun:
     ) -> bytes:
         """Return the record of the run, which ``open_lanes`` trajectories go on in."""
         return record_bytes(COUNTS) % (
-            self._first_row,
+            self.first_row,
             self._stored_before,
             -1 if ledger.seed is None else ledger.seed,
             ledger.incarnation,
@@ -273,7 +269,7 @@ class StoredRun:
 
     def record_template(self, ledger: Ledger) -> bytes:
         """Return the record with ``%d`` for each number that changes from slot to slot."""
-        return record_template(COUNTS, self._first_row, self._stored_before, ledger.seed)
+        return record_template(COUNTS, self.first_row, self._stored_before, ledger.seed)
 
     def finish(self, ledger: Ledger, left: int) -> None:
         """Commit the final ledger, and update the files that other programs read.

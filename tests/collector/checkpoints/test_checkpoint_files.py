@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tallyroll.collector import load_checkpoint, save_checkpoint
-from tallyroll.collector.checkpoints import folder
-from tallyroll.collector.checkpoints.plain import from_plain, to_plain
+from tallyroll.collector.batches.state.checkpoints import folder
+from tallyroll.collector.batches.state.checkpoints.plain import from_plain, to_plain
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.storage import MemmapStorage
 from tallyroll.storage.errors import StorageError

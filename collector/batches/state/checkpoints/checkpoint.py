@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.checkpoints import folder, generators
-from tallyroll.collector.checkpoints.plain import from_plain, to_plain
-from tallyroll.collector.checkpoints.rows import RowsAt, copy_of_rows, restore_rows
+from tallyroll.collector.batches.state.checkpoints import folder, generators
+from tallyroll.collector.batches.state.checkpoints.plain import from_plain, to_plain
+from tallyroll.collector.batches.state.checkpoints.rows import RowsAt, copy_of_rows, restore_rows
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options.checks import positive
 from tallyroll.storage.package.versions import versions
@@ -26,7 +26,7 @@ Rows: TypeAlias = Literal["rewind", "keep"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load_checkpoint` did."""
+    """A report of `load_checkpoint`; print it."""
 
     path: Path
     """The checkpoint."""
