@@ -281,6 +281,8 @@ class GymnasiumSystem(System):
             return Step(values, (reward,), terminated, truncated)
         ended = np.logical_or(terminated, truncated)
         final = self._rows.finals(self.env, ended, obs, info["final_obs"])
+        if self._infoless:
+            return Step(self._rows.values(obs), (reward,), terminated, truncated, final)
         of_last = self.infos.new_rows()
         self.infos.write_final(of_last, info, ended)
         # Lanes that ended show the infos of their reset here.
