@@ -142,7 +142,7 @@ class OneCall:
         left, self._left = self._left, None
         if left is not None:
             self._rollout.put_back()
-            left.log()
+            self._run.episodes.take()  # or there may be no room for more
 
     def take_raised(self) -> BaseException | None:
         """Return the exception raised while lanes were stepped; raise one that came later."""
@@ -171,6 +171,7 @@ class OneCall:
         assert isinstance(storage, DiskStorage)
         assert isinstance(storage.reader, FileReader)
         assert isinstance(storage.writer, RowWriter)
+        ring = self._run.episodes.ring(slab.slots * slab.lanes)
         rows = writer.slots(
             table.fixed(storage.schema),
             self._ledger,
@@ -178,15 +179,16 @@ class OneCall:
             checks=bounds,
             slab=few.table(),
             held=few.held.counts,
+            log=ring.counts,
             amounts=amounts(self._counts.of_rows(1)).tobytes(),
         )
         self._made = plain = PlainSlots(
-            table,
             rows,
             few,
             storage.writer,
             storage.reader,
             self._run.episodes,
+            ring,
             self._acting,
             state,
             checks.eased,

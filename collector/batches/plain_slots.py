@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
 from tallyroll.collector.batches.layouts.small_batches import SmallBatches
-from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
 from tallyroll.collector.compat import set_gradients
 from tallyroll.collector.counting.episode_log import EpisodeLog
+from tallyroll.collector.counting.episode_ring import EpisodeRing
 from tallyroll.collector.counting.ledger import COUNTS
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.policies.acting import Acting
@@ -33,9 +32,8 @@ require_names("LEDGER", COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class PlainSlots:
-    """The objects by which the plain slots of a slab are filled, stored and logged."""
+    """The objects by which the plain slots of a slab are filled and stored."""
 
-    table: CompiledRows
     rows: SlotRows
     """Rows that were made for this ``state``, ``eased`` and ``seed``."""
     few: FewSlots
@@ -43,6 +41,8 @@ class PlainSlots:
     reader: FileReader
     """The reader of the storage; it has no engine after the storage was closed."""
     episodes: EpisodeLog
+    ring: EpisodeRing
+    """The ring in which ``rows`` note episodes, which ``episodes`` takes from there."""
     acting: Acting
     state: LaneState
     eased: int
@@ -88,17 +88,6 @@ class PlainSlots:
         else:
             with deferred():  # replay buffers hear of all rows that are stored
                 stored = append(rows)
-        if rows.run.ended:
-            self.log()
+        if self.ring.counts.due:
+            self.episodes.take()
         return bool(stored)
-
-    def log(self) -> None:
-        """Log the episodes that ended, unless they were logged before."""
-        run = self.rows.run
-        if run.ended:
-            with deferred():
-                ended = self.table.ended(run.ended)
-                if self.rows.batch is not None:
-                    ended = ended[np.argsort(ended["lane"], kind="stable")]
-                self.episodes.extend(ended, self.rows.ledger.stored - self.rows.count)
-                run.ended = 0

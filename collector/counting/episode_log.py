@@ -2,29 +2,18 @@
 
 import csv
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tallyroll.collector.counting.episode_ring import EPISODE, EpisodeRing
 from tallyroll.storage.trajectories.by_lane import grown
 
 ENDS = ("truncated", "terminated")
-EPISODE = np.dtype(
-    [
-        ("traj_id", np.int64),
-        ("lane", np.int32),
-        ("return", np.float64),
-        ("length", np.int64),
-        ("terminated", np.bool_),
-        ("first_version", np.int64),
-        ("last_version", np.int64),
-        ("ended_at", np.int64),
-    ]
-)
-"""The fields of an episode; while its rows are not counted, ``ended_at`` is within their block."""
 
 
 @dataclass(frozen=True)
@@ -60,40 +49,115 @@ def episodes_of(*columns: NDArray[Any]) -> NDArray[np.void]:
     return records
 
 
+class _Kept(NamedTuple):
+    """The content of a log. Another takes its place at once, so that none is seen half changed."""
+
+    rows: NDArray[np.void]
+    size: int
+    """How many of these are episodes; they are never written over."""
+    total: int
+    ring: EpisodeRing | None = None
+    taken: int = 0
+    """Records that were taken from the ring."""
+
+    def plus(self, episodes: NDArray[np.void], limit: int | None) -> "_Kept":
+        """Return this with further records; at least ``limit`` of all."""
+        new, stop = len(episodes), self.size + len(episodes)
+        rows, total = grown(self.rows, stop), self.total + new
+        rows[self.size : stop] = episodes
+        if limit is not None and stop >= 2 * limit:
+            # As many as if they had come one by one, whatever the size of blocks.
+            kept = limit + (stop % limit if limit else 0)
+            newest = np.empty(2 * limit, EPISODE)
+            newest[:kept] = rows[stop - kept : stop]
+            rows, stop = newest, kept
+        return self._replace(rows=rows, size=stop, total=total)
+
+
 class EpisodeLog(Sequence[Episode]):
     """The finished episodes in the order in which they were delivered; 53 bytes each.
 
+    Those that the extension notes wait in a ring until someone asks, or it is half full.
+
     Args:
-        limit: how many are kept, the most recent ones, so that a long run's memory stays flat;
-            None keeps all. A storage holds the rows of every one.
+        limit: how many of the most recent ones are kept at least, and less than twice as many, so
+            that a long run's memory stays flat; None keeps all. A storage holds the rows of every
+            one.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self._rows: NDArray[np.void] = np.zeros(64, EPISODE)
-        self._count = 0
         self._limit = limit
-        self.total = 0
-        """Episodes ever added, those that are no longer kept included."""
+        self._kept = _Kept(np.zeros(64, EPISODE), 0, 0)
+        self._turn = threading.RLock()
+
+    def ring(self, most: int) -> EpisodeRing:
+        """Return a ring for calls in each of which at most so many episodes end.
+
+        The extension notes no more of them in an earlier one.
+        """
+        with self._turn:
+            kept = self.take()
+            ring = kept.ring
+            if ring is None or ring.counts.room < 2 * most:
+                ring = EpisodeRing(most)
+                self._kept = kept._replace(ring=ring, taken=0)
+            return ring
+
+    def take(self) -> _Kept:
+        """Take what waits in the ring, and return all that is there.
+
+        Threads take turns. A signal's handler, which may come at any point of it, may have taken
+        the same: then that stays.
+        """
+        kept = self._kept
+        if kept.ring is None or kept.ring.counts.noted == kept.ring.counts.taken:
+            return kept
+        with self._turn:
+            kept = self._kept
+            assert kept.ring is not None
+            episodes = kept.ring.since(kept.taken)
+            if self._kept is kept:  # else they may be others by now
+                after = kept.plus(episodes, self._limit)
+                after = after._replace(taken=kept.taken + len(episodes))
+                if self._kept is kept:
+                    self._kept = after
+            kept = self._kept
+            assert kept.ring is not None
+            kept.ring.counts.taken = kept.taken
+            return kept
 
     def extend(self, episodes: NDArray[np.void], counted: int) -> None:
         """Add `EPISODE` records of a block; ``counted`` transitions were stored before it."""
-        stop = self._count + len(episodes)
-        self._rows = grown(self._rows, stop)
-        self._rows[self._count : stop] = episodes
-        self._rows["ended_at"][self._count : stop] += counted
-        self._count = stop
-        self.total += len(episodes)
-        if self._limit is not None and stop >= 2 * self._limit:
-            self._rows[: self._limit] = self._rows[stop - self._limit : stop].copy()
-            self._count = self._limit
+        added = episodes.copy()
+        added["ended_at"] += counted
+        with self._turn:
+            self._kept = self.take().plus(added, self._limit)
+
+    @property
+    def total(self) -> int:
+        """Episodes ever added, those that are no longer kept included."""
+        return self.take().total
+
+    @property
+    def _rows(self) -> NDArray[np.void]:
+        """The records of those that are kept."""
+        kept = self.take()
+        return kept.rows[: kept.size]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle what is kept; a copy gets no further episodes."""
+        kept = self.take()
+        alone = _Kept(kept.rows[: kept.size].copy(), kept.size, kept.total)
+        return type(self), (self._limit,), {"_kept": alone}
 
     def __repr__(self) -> str:
-        newest = f", the newest: {self[-1]}" if len(self) else ""
-        return f"{type(self).__name__}({len(self):,} episodes{newest})"
+        rows = self._rows
+        newest = f", the newest: {_episode(rows[-1])}" if len(rows) else ""
+        return f"{type(self).__name__}({len(rows):,} episodes{newest})"
 
     def __len__(self) -> int:
         """Episodes that are kept."""
-        return self._count
+        return self.take().size
 
     @overload
     def __getitem__(self, index: int) -> Episode: ...
@@ -101,21 +165,22 @@ class EpisodeLog(Sequence[Episode]):
     def __getitem__(self, index: slice) -> list[Episode]: ...
     def __getitem__(self, index: int | slice) -> Episode | list[Episode]:
         """One episode, or a list of them."""
+        rows = self._rows
         if isinstance(index, slice):
-            return [_episode(row) for row in self._rows[: self._count][index]]
-        if not -self._count <= index < self._count:
-            raise IndexError(f"episode {index} of {self._count}")
-        return _episode(self._rows[index % self._count])
+            return [_episode(row) for row in rows[index]]
+        if not -len(rows) <= index < len(rows):
+            raise IndexError(f"episode {index} of {len(rows)}")
+        return _episode(rows[index])
 
     @property
     def returns(self) -> NDArray[np.float64]:
         """Return of each episode, ``[episode]``."""
-        return self._rows["return"][: self._count].copy()
+        return self._rows["return"].copy()
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Length of each episode in transitions, ``[episode]``."""
-        return self._rows["length"][: self._count].copy()
+        return self._rows["length"].copy()
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Return the episodes as lists by name, as ``pandas.DataFrame`` takes them.
@@ -123,7 +188,7 @@ class EpisodeLog(Sequence[Episode]):
         The names are those of :class:`Episode`, with ``first_version`` and ``last_version`` for
         its ``policy_versions``.
         """
-        rows = self._rows[: self._count]
+        rows = self._rows
         return {
             "ended_at": rows["ended_at"].tolist(),
             "traj_id": rows["traj_id"].tolist(),

@@ -23,7 +23,9 @@
                                                       too; sources: the slab's columns
      store_slots             SlotRows.plan: a tuple   as the tables in the plan, listed above
      the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger,
-                                                      Rollout (held); SlotRows refers to all four
+                                                      Rollout (held), EpisodeRing (log; it also has
+                                                      its records, and PlainSlots keeps it); SlotRows
+                                                      refers to all five
      put_step                a step of a Stepper      the slab, whose slot the step writes
      step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane)
                                                       LaneResults (finals, entries of infos) */
@@ -390,20 +392,20 @@ enum { NUMBERING_WORDS = sizeof(Numbering) / sizeof(int64_t) };
 #define EPISODE(WORD)                                                                              \
     WORD(traj_id) WORD(lane) WORD(return) WORD(length) WORD(terminated) WORD(first_version)        \
     WORD(last_version) WORD(ended_at)
-#define EPISODE_NBYTES 53
+enum { EPISODE_LANE = 8, EPISODE_ENDED_AT = 45, EPISODE_NBYTES = 53 };
 
 /* Write an episode that ended, with `nth` among the rows that are numbered as its last one. */
 static void tell(char *to, int64_t id, int32_t lane, double total, int64_t length, char terminated,
                  int64_t first, int64_t last, int64_t nth)
 {
     memcpy(to, &id, 8);
-    memcpy(to + 8, &lane, 4);
+    memcpy(to + EPISODE_LANE, &lane, 4);
     memcpy(to + 12, &total, 8);
     memcpy(to + 20, &length, 8);
     to[28] = terminated;
     memcpy(to + 29, &first, 8);
     memcpy(to + 37, &last, 8);
-    memcpy(to + 45, &nth, 8);
+    memcpy(to + EPISODE_ENDED_AT, &nth, 8);
 }
 
 /* Number the rows of the first slots, and return begun << 32 | ended. It writes to the columns of
@@ -577,18 +579,21 @@ static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t
 }
 
 /* The counts that slots change beside those of COMMIT: blocks of words of the BatchWriter's run, of
-   the Ledger, and of the Rollout, which holds rows of the last slot that are not stored yet, and
-   lanes whose next slot is a reset. Python reads and sets the same words by name. */
-#define RUN(WORD) WORD(next_id) WORD(ended)
+   the Ledger, of the Rollout, which holds rows of the last slot that are not stored yet, and lanes
+   whose next slot is a reset, and of a ring of `room` records of episodes, which lie at the address
+   `records`. Python reads and sets the same words by name. */
+#define RUN(WORD) WORD(next_id)
 #define LEDGER(WORD)                                                                               \
     WORD(slots) WORD(executed) WORD(reset_slots) WORD(stored) WORD(discarded) WORD(carried)        \
     WORD(lost) WORD(random) WORD(policy_calls_on_reset_slots) WORD(ticks) WORD(reset_ticks)        \
     WORD(episodes_complete) WORD(episodes_cut) WORD(incarnation) WORD(respawned)                   \
     WORD(agent_transitions)
 #define HELD(WORD) WORD(rows) WORD(resets)
+#define LOG(WORD) WORD(noted) WORD(taken) WORD(room) WORD(records) WORD(due)
 typedef struct { RUN(MEMBER) } Run;
 typedef struct { LEDGER(MEMBER) } Ledger;
 typedef struct { HELD(MEMBER) } Held;
+typedef struct { LOG(MEMBER) } Log;
 
 enum { LEDGER_WORDS = sizeof(Ledger) / sizeof(int64_t) };
 #define LARGEST_COUNT ((int64_t)1 << 62) /* sums of larger ones might not fit */
@@ -607,7 +612,7 @@ enum { SLAB_WORDS = sizeof(Slab) / sizeof(int64_t) };
 
 enum { P_NUMBERING, P_CHECKS, P_SLAB, P_COLUMNS, P_HEADER, P_AMOUNTS, P_BLOCKS, P_TABLES,
        P_RECORD = P_TABLES, P_RING, P_PARTS };
-enum { COMMIT_BLOCK, RUN_BLOCK, LEDGER_BLOCK, HELD_BLOCK, BLOCKS };
+enum { COMMIT_BLOCK, RUN_BLOCK, LEDGER_BLOCK, HELD_BLOCK, LOG_BLOCK, BLOCKS };
 
 /* A plan while it is used. SlotRows owns the plan, and keeps its tables and blocks alive. */
 typedef struct {
@@ -619,6 +624,7 @@ typedef struct {
     Run *run;
     Ledger *ledger;
     Held *held;
+    Log *log;
     const char *record;
     Py_ssize_t length;
     int64_t ring;
@@ -652,6 +658,7 @@ static int open_plan(PyObject *parts, Plan *plan)
     plan->run = (Run *)at(blocks[RUN_BLOCK]);
     plan->ledger = (Ledger *)at(blocks[LEDGER_BLOCK]);
     plan->held = (Held *)at(blocks[HELD_BLOCK]);
+    plan->log = (Log *)at(blocks[LOG_BLOCK]);
     plan->ring = PyLong_AsLongLong(PyTuple_GetItem(parts, P_RING));
     char *record = NULL;
     if (PyErr_Occurred() ||
@@ -811,11 +818,21 @@ static int64_t slot_of(const Plan *plan)
     return plan->ring ? head % plan->ring : head;
 }
 
+/* Return whether the log has room for as many episodes as may end in the slots. */
+static int can_note(const Plan *plan, const Slots *slots)
+{
+    const Log *log = plan->log;
+    const int64_t waiting = log->noted - log->taken;
+    return 0 <= waiting && log->noted >= 0 &&
+           slots->used <= (log->room - waiting) / plan->numbering->lanes;
+}
+
 /* Return whether the slots need nothing more than `store`, but for the ledger: there is room for the
-   rows and a record, values are within their bounds, and the caller need not see them before. */
+   rows, a record and episodes, values are within their bounds, and the caller need not see them
+   before. */
 static int are_plain(const Plan *plan, const Slots *slots, int64_t room, int watched)
 {
-    return can_commit(plan->commit) &&
+    return can_commit(plan->commit) && can_note(plan, slots) &&
            slot_of(plan) + slots->count <= room &&
            plan->length + NUMBER_NBYTES * RECORD_NUMBERS <= RECORD_NBYTES &&
            !(watched && are_eventful(plan->numbering, slots->used)) &&
@@ -903,6 +920,45 @@ static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
     }
 }
 
+/* Write the episodes that `number` found ended to the ring of the log, in its order or lane by lane;
+   `stored` rows were stored before theirs. They are not counted there yet. `can_note` found room for
+   them. SlabRows owns the records that are read, and `begun`, which has a word a lane at least, and
+   whose own numbers are not needed here. */
+static void note(const Plan *plan, int64_t ended, int64_t stored, int by_lane)
+{
+    const Numbering *t = plan->numbering;
+    const char *record = at(t->episodes);
+    int64_t *next = (int64_t *)at(t->begun); /* of each lane: the place of its next episode */
+    const int32_t first = *(const int32_t *)at(t->lane);
+    int32_t lane;
+    if (by_lane) {
+        int64_t before = 0;
+        memset(next, 0, (size_t)t->lanes * sizeof *next);
+        for (int64_t i = 0; i < ended; i++) {
+            memcpy(&lane, record + i * EPISODE_NBYTES + EPISODE_LANE, sizeof lane);
+            next[lane - first]++;
+        }
+        for (int64_t each = 0; each < t->lanes; each++) {
+            const int64_t own = next[each];
+            next[each] = before;
+            before += own;
+        }
+    }
+    for (int64_t i = 0; i < ended; i++, record += EPISODE_NBYTES) {
+        int64_t place = i, ended_at;
+        if (by_lane) {
+            memcpy(&lane, record + EPISODE_LANE, sizeof lane);
+            place = next[lane - first]++;
+        }
+        const int64_t slot = (plan->log->noted + place) % plan->log->room;
+        char *to = at(plan->log->records) + slot * EPISODE_NBYTES;
+        memcpy(&ended_at, record + EPISODE_ENDED_AT, sizeof ended_at);
+        ended_at += stored;
+        memcpy(to, record, EPISODE_ENDED_AT);
+        memcpy(to + EPISODE_ENDED_AT, &ended_at, sizeof ended_at);
+    }
+}
+
 /* Number, commit and count the rows, lay the `batch` out where there is one, and return how many
    episodes ended. Nothing fails here, and no handler of a signal runs. `ledger` has the counts after
    it, but for episodes. */
@@ -928,9 +984,12 @@ static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64
     if (batch)
         lay_out(batch, slots->count, marked);
     carry(plan, slots);
+    if (ended)
+        note(plan, ended, plan->ledger->stored, batch && slots->used > 1);
     *plan->ledger = *ledger;
     plan->run->next_id = next_id;
-    plan->run->ended += ended;
+    plan->log->noted += ended;
+    plan->log->due = plan->log->noted - plan->log->taken > plan->log->room / 2;
     return ended;
 }
 
@@ -1654,6 +1713,7 @@ static int name_words(PyObject *module)
         PyModule_AddStringConstant(module, "COMMIT", COMMIT(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "HELD", HELD(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "LOG", LOG(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "SLAB", SLAB(NAME)) < 0)
         return -1;
     return PyModule_AddStringConstant(module, "LEDGER", LEDGER(NAME));

@@ -81,8 +81,10 @@ class Kernel(Protocol):
 
         The rows are the held ones, in slot 0, and the transitions of the other slots, in slot
         order; those of the last slot that are left are held for the next call. The call does the
-        work of `are_inside`, `number_slots`, `Ledger`, `RunRecord` and `commit_rows`, and makes the
-        slab ready for the next slot. No handler of a signal runs in between.
+        work of `are_inside`, `number_slots`, `Ledger`, `RunRecord` and `commit_rows`, makes the
+        slab ready for the next slot, and writes the episodes that ended to a ring of records, in
+        the order of the rows and with their numbers in the run. No handler of a signal runs in
+        between.
 
         ``plan`` is that of `SlotRows`, ``room`` the number of rows that there is space for, and
         ``version`` the policy's in the last slot. With ``watched`` the caller must see rows before

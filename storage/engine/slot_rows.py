@@ -12,13 +12,17 @@ from tallyroll.storage.engine.new_rows import NewRows
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.counts import Counts, counts_of
 
-RunCounts = counts_of("next_id", "ended")
-"""Counts of a collector's run beside those of its ledger.
-
-``next_id`` is larger than any trajectory id, and ``ended`` the number of episodes that ended and
-that the collector has not logged yet.
-"""
+RunCounts = counts_of("next_id")
+"""Counts of a run beside those of its ledger: ``next_id`` is larger than any trajectory id."""
 require_names("RUN", RunCounts.names)
+LogCounts = counts_of("noted", "taken", "room", "records", "due")
+"""Counts of a ring of records of episodes that ended.
+
+``noted`` ones were written, of which the collector has ``taken`` the first; ``room`` is that of the
+ring, and ``records`` its address. ``due`` is 1 if it is time to take them, because more than half
+of the room is full.
+"""
+require_names("LOG", LogCounts.names)
 HeldCounts = counts_of("rows", "resets")
 """Rows in slot 0 that an earlier call left, and lanes whose next slot is a reset."""
 require_names("HELD", HeldCounts.names)
@@ -54,6 +58,8 @@ class SlotRows(NewRows):
     """The block of the ledger's counts."""
     held: Counts
     """A block of `HeldCounts`."""
+    log: Counts
+    """A block of `LogCounts`; the caller keeps the ring itself alive."""
     amounts: bytes
     """The number that a row adds to each count of the ledger, int64; slots, resets, episodes and
     carried rows are counted by the kernel."""
@@ -88,7 +94,7 @@ class SlotRows(NewRows):
         return kernel.store_slots(self._plan, used, count, room, version, watched, batch) >= 0
 
     def _make_plan(self, columns: Columns, header: Header) -> None:
-        blocks = header.known, self.run, self.ledger, self.held
+        blocks = header.known, self.run, self.ledger, self.held, self.log
         addresses = table_of(block.address for block in blocks)
         tables = self.numbering, self.checks, self.slab, columns.table_of(self.rows)
         places = header.addresses, self.amounts, addresses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -50,3 +51,28 @@ def traced(
         yield
     finally:
         sys.settrace(before)
+
+
+_CHECKED = {
+    dis.opmap[name]
+    for name in ("CALL", "CALL_FUNCTION_EX", "CALL_FUNCTION_KW")
+    if name in dis.opmap
+}
+
+
+@contextmanager
+def at_checks(folder: str, look: Look) -> Iterator[None]:
+    """Call ``look`` with the frame where Python looks for signals, in code of ``folder``.
+
+    That is where a function begins, and behind each call.
+    """
+
+    def look_behind_calls(frame: Any) -> None:
+        code, last = frame.f_code.co_code, frame.f_lasti - 2
+        while last > 0 and code[last] == 0:  # caches of the instruction before
+            last -= 2
+        if last >= 0 and code[last] in _CHECKED:
+            look(frame)
+
+    with traced(folder, look_behind_calls, begin=look):
+        yield

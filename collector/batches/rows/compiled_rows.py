@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
-from tallyroll.collector.counting.episode_log import EPISODE
+from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
@@ -22,8 +22,6 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
 )
-
-require_names("EPISODE", EPISODE.names or ())
 
 
 def rows_of_slab(slab: Slab, plan: SlabPlan) -> SlabRows:
@@ -68,10 +66,6 @@ class CompiledRows(SlabRows):
         if state is not self._state:
             self._state, self._table = state, self._table_for(state)
         return self._table
-
-    def ended(self, count: int) -> NDArray[np.void]:
-        """Return log entries of the ``count`` episodes that `Kernel.number_slots` found ended."""
-        return self._ended[:count]
 
     def _table_for(self, state: LaneState) -> bytes:
         """Return the addresses and numbers that the kernel needs, in the order of its words.

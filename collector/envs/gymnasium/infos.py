@@ -55,8 +55,8 @@ class InfoColumns:
         self._lanes = lanes
         self.first_lane = 0
         """The number of the first lane in the run: for messages."""
-        self.steps = np.zeros(lanes, np.int64)
-        """``[lane]``, transitions of the trajectory that were made, or :data:`RESET_SLOT`."""
+        self._steps, self._uncounted = np.zeros(lanes, np.int64), 0
+        """Steps as of the last end, and steps of all lanes since."""
         self._roots = frozenset(info.key[0] for info in self.infos)
         self._may_lack_all = all(info.fill is not None for info in self.infos)
         self._lacking: Sequence[Array] | None = None
@@ -67,6 +67,14 @@ class InfoColumns:
 
     def __bool__(self) -> bool:
         return bool(self.infos)
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """``[lane]``, transitions of the trajectory that were made, or :data:`RESET_SLOT`."""
+        if self._uncounted:
+            self._steps += self._uncounted
+            self._uncounted = 0
+        return self._steps
 
     @property
     def declared(self) -> bool:
@@ -145,15 +153,15 @@ class InfoColumns:
         """Fill the entries of ``lanes`` (None: all) with the infos of their reset."""
         self._put(rows, partial(lookup, info), lanes, True)
 
-    def write_first(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
-        """Fill the root in SAME_STEP with the reset's infos, and none of the step before it."""
-        look = partial(lookup, info)
-        self._put(rows, lambda path: None if of_step(info, path) else look(path), ended, True)
-
     def write_shown(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
         """Fill the root in SAME_STEP: infos of the step, and of resets in ``ended`` lanes."""
+        if self._may_lack_all and all(_is_final(info, each.key, ended) for each in self.infos):
+            self.write(rows, {})
+            return
         self.write(rows, info, ~ended)
-        self.write_first(rows, info, ended)
+        # Of ended lanes those of the reset, and none of the step before it.
+        look = partial(lookup, info)
+        self._put(rows, lambda path: None if of_step(info, path) else look(path), ended, True)
 
     def write_final(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
         """SAME_STEP: the infos of the step that ended an episode are in ``final_info``."""
@@ -162,11 +170,16 @@ class InfoColumns:
             rows, lambda path: lookup(info if of_step(info, path) else final, path), ended, False
         )
 
-    def count(self, ended: Mask, then: int = 0) -> None:
-        """Count a step call; the count of lanes that ``ended`` becomes ``then``."""
-        self.steps += 1
+    def count(self, ended: Mask, cut: Mask | None = None, then: int = 0) -> None:
+        """Count a step call; the count of lanes that ``ended``, or were ``cut``, becomes ``then``.
+
+        Most calls change one number alone.
+        """
+        self._uncounted += 1
         if count_true(ended):
             np.putmask(self.steps, ended, then)
+        if cut is not None and count_true(cut):
+            np.putmask(self.steps, cut, then)
 
     def _put(
         self,
@@ -175,7 +188,9 @@ class InfoColumns:
         lanes: Mask | None,
         reset: bool,
     ) -> None:
-        at, self._lacking = 0, None
+        at = 0
+        if rows is self._lacking:
+            self._lacking = None
         kernel = compiled() if self._is_compiled else None
         self._fills = self._fills or _fills_of(self.infos)
         for info, fill in zip(self.infos, self._fills, strict=True):
@@ -314,6 +329,14 @@ def _fills_of(infos: Sequence[Info]) -> list[bytes | None]:
         None if info.fill is None else np.full(info.shape, info.fill, info.dtype).tobytes()
         for info in infos
     ]
+
+
+def _is_final(info: Mapping[str, Any], path: Key, ended: Mask) -> bool:
+    """Return whether only lanes that ``ended`` have an entry in a step's info, a final one."""
+    if path[0] not in info:
+        return True
+    found = lookup(info, path) if of_step(info, path) else None
+    return found is not None and found[1] is not None and not count_true(found[1] > ended)
 
 
 def _leave_out(row: Array, given: Array, fill: Any, lanes: Mask | None) -> None:

@@ -231,7 +231,7 @@ class GymnasiumSystem(System):
                 lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
                 out = self._in_turn.step(action[0], lent)
                 if not self._infoless:
-                    self.infos.count(out.terminated | out.truncated, self._after_end)
+                    self.infos.count(out.terminated, out.truncated, self._after_end)
                 return out
             return self._step_vector(action[0])
         except ValueRefused as error:
@@ -276,16 +276,18 @@ class GymnasiumSystem(System):
             values = [obs] if self._plain else self._rows.values(obs)
             if not self._infoless:
                 self.infos.write(self._infos_of_step, info)
-                self.infos.count(np.logical_or(terminated, truncated), self._after_end)
+                self.infos.count(terminated, truncated, self._after_end)
                 values += self._infos_of_step
             return Step(values, (reward,), terminated, truncated)
         ended = np.logical_or(terminated, truncated)
         final = self._rows.finals(self.env, ended, obs, info["final_obs"])
+        if self._infoless:
+            return Step(self._rows.values(obs), (reward,), terminated, truncated, final)
         of_last = self.infos.new_rows()
         self.infos.write_final(of_last, info, ended)
         # Lanes that ended show the infos of their reset here.
         values = self._with_infos(obs, partial(self.infos.write_shown, info=info, ended=ended))
-        self.infos.count(ended, self._after_end)
+        self.infos.count(terminated, truncated, self._after_end)
         return Step(values, (reward,), terminated, truncated, final + of_last)
 
     def _step_some(self, action: NDArray[Any], lanes: NDArray[np.intp]) -> Step:

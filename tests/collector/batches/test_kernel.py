@@ -25,7 +25,7 @@ from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage import MemmapStorage, ways
 from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows
 from tallyroll.storage.engine.kernel import KINDS, Kernel, compiled, table_of
-from tallyroll.storage.engine.slot_rows import HeldCounts, RunCounts
+from tallyroll.storage.engine.slot_rows import HeldCounts, LogCounts, RunCounts
 from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.rows.keys import DONE, NEXT_VALID, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
@@ -356,7 +356,7 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
 def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:
     lanes = np.zeros(64, np.int64)
     numbering = table_of([1, 1, *[lanes.ctypes.data] * 20])
-    counts = CommitCounts(), RunCounts(), LedgerCounts(), HeldCounts()
+    counts = CommitCounts(), RunCounts(), LedgerCounts(), HeldCounts(), LogCounts()
     blocks = table_of(block.address for block in counts)
     whole = b"%d" * (len(COUNTS) + 3)
 

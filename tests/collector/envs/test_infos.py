@@ -20,6 +20,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import StepCounter, TransformedEnv
 
 from tallyroll.collector import GymnasiumVectorEnv, Info, MultiprocessCollector, SyncCollector
+from tallyroll.collector.envs.gymnasium.infos import InfoColumns
 from tallyroll.collector.errors import ArgumentError, NameRefused, TransitionError
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.slab.lossless import cast
@@ -202,6 +203,24 @@ def test_episode_statistics_of_the_vector_wrapper_stand_at_ends(mode: AutoresetM
 
 
 # --- values that do not fit -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("having", [[0], [0, 1], [1, 2], [], None])
+def test_a_group_of_a_wrapper_is_shown_of_lanes_that_go_on(having: list[int] | None) -> None:
+    """In SAME_STEP; in lanes that ended it is of the step that ended them, and not of the reset."""
+    infos = InfoColumns([Info("episode/r", dtype="float64", fill=-1)], 3)
+    values, ended, rows = np.array([5.0, 6.0, 7.0]), np.arange(3) == 0, infos.new_rows()
+    info: dict[str, Any] = {"episode": {"r": values}}
+    has = np.ones(3, np.bool_)
+    if having is not None:
+        info["_episode"] = has = np.isin(np.arange(3), having)
+    for _ in range(2):
+        infos.write(rows, {})
+        assert (rows[0] == -1).all()
+        infos.write_final(infos.new_rows(), info, has & ended)
+        infos.write_shown(rows, info, ended)
+        np.testing.assert_array_equal(rows[1], has & ~ended)
+        np.testing.assert_array_equal(rows[0], np.where(rows[1], values, -1))
 
 
 class Saying(OracleEnv):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import gc
 import os
 import random
@@ -50,7 +49,7 @@ from collect_kit import ByObservation, assert_same, balanced
 from oracles import check_rows
 from random_runs import flat
 from self_reset_kit import vector
-from traced_code import Interruption, traced
+from traced_code import Interruption, at_checks
 from worker_kit import (
     DISABLED,
     LANES,
@@ -191,19 +190,12 @@ def test_the_header_says_after_each_call_what_is_there(tmp_path: Path) -> None:
 
 # --- what comes in between ------------------------------------------------------------------------
 
-_CHECKED = {
-    dis.opmap[name]
-    for name in ("CALL", "CALL_FUNCTION_EX", "CALL_FUNCTION_KW")
-    if name in dis.opmap
-}
-
 
 @contextmanager
 def at_check(number: int) -> Iterator[list[int]]:
     """Raise SIGTERM where Python looks for signals, for that time in the code of the package.
 
-    That is where a function begins, and behind each call. Yields a list whose only element
-    counts these places.
+    Yields a list whose only element counts these places.
     """
     count = [0]
 
@@ -212,14 +204,7 @@ def at_check(number: int) -> Iterator[list[int]]:
         if count[0] == number:
             signal.raise_signal(signal.SIGTERM)
 
-    def look_behind_calls(frame: Any) -> None:
-        code, last = frame.f_code.co_code, frame.f_lasti - 2
-        while last > 0 and code[last] == 0:  # caches of the instruction before
-            last -= 2
-        if last >= 0 and code[last] in _CHECKED:
-            look(frame)
-
-    with traced(PACKAGE, look_behind_calls, begin=look):
+    with at_checks(PACKAGE, look):
         yield count
 
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tallyroll.collector.counting.episode_log import EPISODE
+from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.ledger import COUNTS
 from tallyroll.collector.rollout.few_slots import SLAB
 from tallyroll.storage import ways
 from tallyroll.storage.engine import kernel
-from tallyroll.storage.engine.slot_rows import HeldCounts, RunCounts
+from tallyroll.storage.engine.slot_rows import HeldCounts, LogCounts, RunCounts
 from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.files.counts import counts_of
@@ -29,6 +29,7 @@ BLOCKS: dict[str, tuple[str, ...]] = {
     "RUN": RunCounts.names,
     "LEDGER": COUNTS,
     "HELD": HeldCounts.names,
+    "LOG": LogCounts.names,
     "SLAB": SLAB,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -547,23 +548,29 @@ class Told(gymnasium.Wrapper):  # type: ignore[type-arg]
 
 def test_infos_of_a_bare_vector_are_read_without_copies_and_it_is_left_as_it_was() -> None:
     vector, beside = (DummyVecEnv([Told] * 2) for _ in range(2))
-    system, own = Sb3System(vector), vector.buf_infos
+    system, own, arrays = Sb3System(vector), vector.buf_infos, vector.buf_obs
     system.reset(None, [3, 4])
     beside.seed(3)
     beside._seeds = [3, 4]
     beside.reset()
+    kept = []
     for _ in range(40):
         action = np.array([0, 1])
         out, (obs, reward, done, _) = system.step([action]), beside.step(action)
         np.testing.assert_array_equal(out.obs[0], obs)
         np.testing.assert_array_equal(out.reward[0], reward)
         np.testing.assert_array_equal(out.terminated | out.truncated, done)
+        kept.append((out.obs[0], obs))
         assert vector.buf_infos is own
+        assert vector.buf_obs is arrays
         assert [*own[0]] == [*beside.buf_infos[0]]
+    for mine, theirs in kept:  # later steps left them as they were
+        np.testing.assert_array_equal(mine, theirs)
     assert [each.told.copies for each in vector.envs] == [0, 0]
     assert [each.told.copies for each in beside.envs] == [40, 40]
-    infos = vector.step(np.array([0, 1]))[-1]
+    obs, *_, infos = vector.step(np.array([0, 1]))
     assert infos is not vector.buf_infos
+    assert obs is not vector.buf_obs[None]
     assert [each.told.copies for each in vector.envs] == [1, 1]
 
 
@@ -578,9 +585,11 @@ def test_a_bare_vector_keeps_its_list_of_infos_when_a_lane_fails() -> None:
     assert vector.buf_infos is own
     assert type(own) is list
     assert own[1] is before
-    vector.buf_infos = system._lent  # as an interrupt may leave it
-    system.step([np.array([0, 0])])
+    vector.buf_infos, vector.buf_obs = system._lent, system._lent_obs  # as an interrupt may
+    obs = system.step([np.array([0, 0])]).obs[0]
     assert type(vector.buf_infos) is list
+    assert type(vector.buf_obs) is OrderedDict
+    np.testing.assert_array_equal(vector.buf_obs[None], obs)
 
 
 def test_wrappers_of_a_vector_get_infos_of_their_own() -> None:

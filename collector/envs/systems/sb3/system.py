@@ -1,6 +1,7 @@
 """Stable-Baselines3's `VecEnv`, which resets lanes in its step and returns finals."""
 
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self
@@ -9,7 +10,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.compat import seed_next_reset
+from tallyroll.collector.compat import count_true, seed_next_reset
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.envs.gymnasium.make import making
@@ -24,6 +25,13 @@ _FINAL, _CUT = "terminal_observation", "TimeLimit.truncated"
 
 class _Lent(list[dict[str, Any]]):
     """Infos of all lanes that are read before the next step, and that no copy is made of."""
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+class _LentObs(OrderedDict[Any, NDArray[Any]]):
+    """Observations of all lanes, by leaf, of which copies are made behind the step alone."""
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -61,9 +69,9 @@ class Sb3System(TellingSystem):
         self._getters = [leaf.getter() for leaf in self._leaves]
         action = action_leaf(env.action_space, lanes)
         self._never = np.zeros(lanes, np.bool_)
-        self._lent = _Lent()
+        self._lent, self._lent_obs = _Lent(), _LentObs()
         package = sys.modules["stable_baselines3.common.vec_env"]
-        self._copies_infos = type(env) is package.DummyVecEnv
+        self._copies = type(env) is package.DummyVecEnv
         self._declare(self._leaves, action, lanes, at_end="first", finals="extra", resets="all")
 
     @classmethod
@@ -114,7 +122,9 @@ class Sb3System(TellingSystem):
         """Step all lanes."""
         obs, reward, done, infos = self._stepped(action[0])
         values = [get(obs) for get in self._getters]
-        if not np.count_nonzero(done):
+        if self._copies:
+            values = [value.copy() for value in values]
+        if not count_true(done):
             step = Step(values, (reward,), done, self._never)
             return self._with_infos(step, done, infos) if self._infos else step
         ended = np.nonzero(done)[0].tolist()
@@ -128,20 +138,26 @@ class Sb3System(TellingSystem):
         return self._with_infos(step, done, infos) if self._infos else step
 
     def _stepped(self, action: NDArray[Any]) -> Any:
-        """Step the vector; a bare `DummyVecEnv` without the copies of infos that it returns."""
-        env, lent = self.env, self._lent
-        if not self._copies_infos:
+        """Step the vector; a bare `DummyVecEnv` without the copies that it returns.
+
+        Those of infos are not needed, and copies of observations are made in a quicker way.
+        """
+        env, lent, seen = self.env, self._lent, self._lent_obs
+        if not self._copies:
             return env.step(action)
-        own = env.buf_infos
+        own, arrays = env.buf_infos, env.buf_obs
         if own is lent:  # an interrupt came before the end
             own = [*lent]
+        if arrays is seen:
+            arrays = OrderedDict(seen)
         lent[:] = own
+        seen.update(arrays)
         try:
-            env.buf_infos = lent
+            env.buf_infos, env.buf_obs = lent, seen
             return env.step(action)
         finally:
             own[:] = lent
-            env.buf_infos = own
+            env.buf_infos, env.buf_obs = own, arrays
 
     def _with_infos(
         self, step: Step, done: NDArray[np.bool_], infos: Sequence[dict[str, Any]]

@@ -1,0 +1,45 @@
+"""Episodes that ended in slots which the extension stored, until the log takes them."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.storage.engine.kernel import require_names
+from tallyroll.storage.engine.slot_rows import LogCounts
+
+EPISODE = np.dtype(
+    [
+        ("traj_id", np.int64),
+        ("lane", np.int32),
+        ("return", np.float64),
+        ("length", np.int64),
+        ("terminated", np.bool_),
+        ("first_version", np.int64),
+        ("last_version", np.int64),
+        ("ended_at", np.int64),
+    ]
+)
+"""The fields of an episode; while its rows are not counted, ``ended_at`` is within their block."""
+require_names("EPISODE", EPISODE.names or ())
+
+LEAST_ROOM = 256
+"""Records of a ring at least; more would drive other memory out of the caches."""
+
+
+class EpisodeRing:
+    """Records that `Kernel.store_slots` writes one after the other, and round again.
+
+    Args:
+        most: the most episodes that end in a call; there is room for twice as many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.counts = LogCounts()
+        """The counts of what the extension noted, and of what the log has ``taken``."""
+        room = max(2 * most, LEAST_ROOM)
+        self._records: NDArray[np.void] = np.zeros(room, EPISODE)
+        self.counts.room, self.counts.records = room, self._records.ctypes.data
+
+    def since(self, taken: int) -> NDArray[np.void]:
+        """Return copies of the records after the first ``taken`` ones, in their order."""
+        nth = np.arange(taken, self.counts.noted)
+        return self._records[nth % len(self._records)]
