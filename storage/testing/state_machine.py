@@ -30,12 +30,14 @@ from tallyroll.storage.errors import (
     NotAnAppend,
     ReadOnlyStorage,
     RowsMismatch,
+    StateMismatch,
     StorageClosed,
     StorageFull,
     StorageLocked,
     UnknownTrajectory,
 )
 from tallyroll.storage.rows.keys import CUT, Key
+from tallyroll.storage.stores.rewinds import take_back
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 _MOST_ROWS = 12
@@ -53,13 +55,22 @@ class RowsModel:
     def __init__(self, ring: int, steps: int) -> None:
         self.ring, self.steps = ring, steps
         self.columns: dict[Key, np.ndarray] = {}
-        self.record: tuple[int, bytes] | None = None
+        self.records: list[tuple[int, bytes]] = []
         self.head = self.floor = 0
         """Rows ever committed, and how many of them `empty` took."""
+        self.rewinds = self.finalized = self._used = 0
+        """How often rows were taken back, rows when it was finalized, and rows that took slots."""
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        """The newest record, with the rows that it was written with."""
+        return self.records[-1] if self.records else None
 
     def next_rows(self, count: int) -> TensorDict:
-        """Return the rows that come next."""
-        return trajectory_rows(self.head, count, steps=self.steps)
+        """Return the rows that come next; after a rewind they are others than before."""
+        rows = trajectory_rows(self.head, count, steps=self.steps)
+        rows["next", "reward"] += 1000 * self.rewinds
+        return rows
 
     def append(self, rows: TensorDictBase, record: bytes | None = None) -> None:
         """Commit rows, and a record if there is one."""
@@ -67,17 +78,28 @@ class RowsModel:
         old = self.columns or {key: array[:0] for key, array in new.items()}
         self.columns = {key: np.concatenate([old[key], new[key]]) for key in new}
         self.head += len(rows)
+        self._used = max(self._used, self.head)
         if record is not None:
-            self.record = self.head, record
+            self.records.append((self.head, record))
 
     def empty(self) -> None:
         """Take away every row; the numbers of later rows go on."""
         self.floor = self.head
 
+    def take_back(self, rows: int) -> None:
+        """Take back all rows from ``rows`` on."""
+        if rows < self.head:
+            self.columns = {key: array[:rows] for key, array in self.columns.items()}
+            self.records = [each for each in self.records if each[0] <= rows]
+            self.head, self.rewinds = rows, self.rewinds + 1
+            if not self.ring or self._used >= rows + self.ring or self.floor > rows:
+                self._used, self.floor = rows, rows if self.ring else 0
+
     @property
     def span(self) -> range:
         """The numbers of the rows that are left."""
-        return range(max(self.floor, self.head - self.ring if self.ring else 0), self.head)
+        used = self._used - self.ring if self.ring else 0
+        return range(min(self.head, max(self.floor, used)), self.head)
 
     @property
     def by_index(self) -> np.ndarray:
@@ -204,6 +226,19 @@ class StorageMachine(RuleBasedStateMachine):
             buffer.empty()
             self.model.empty()
 
+    @precondition(lambda self: self.has_columns and self.storage.mode != "read")
+    @rule(share=st.floats(0, 1))
+    def take_back(self, share: float) -> None:
+        """Take rows back, which a finalized storage refuses."""
+        model, rows = self.model, round(share * self.model.head)
+        record = next((each for each in reversed(model.records) if each[0] <= rows), None)
+        if rows < model.finalized:
+            with pytest.raises(StateMismatch):
+                take_back(self.storage.writer, rows, record)
+        else:
+            assert take_back(self.storage.writer, rows, record) == model.head - rows
+            model.take_back(rows)
+
     # -- opening and closing
 
     @rule(mode=st.sampled_from(["append", "append", "read"]), finalize=st.booleans())
@@ -214,11 +249,14 @@ class StorageMachine(RuleBasedStateMachine):
             if not storage.grows:
                 self._close_reader()
             storage.finalize()
+            self.model.finalized = self.model.head
         storage.close()
         storage.close()
         with pytest.raises(StorageClosed):
             storage.get(0)
         self.storage = self._make(mode=mode) if has_columns else self._make(capacity=9)
+        if self.model.ring and mode == "append":
+            self.model.finalized = 0  # a ring that goes on forgets that it was
 
     @precondition(lambda self: self.has_columns)
     @rule()

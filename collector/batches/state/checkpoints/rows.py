@@ -154,5 +154,7 @@ def restore_rows(storage: DiskStorage, path: Path) -> bool:
     """Fill a storage that has no files yet from a copy; whether there was one to fill it from."""
     if storage.reader.initialised or not path.exists():
         return False
+    if path.is_symlink():
+        raise StateError(f"{path} is a link, and a checkpoint holds its rows itself")
     DiskStorageCheckpointer().loads(storage, path)
     return True
