@@ -12,6 +12,8 @@ from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv as Gymn
 from tallyroll.collector.errors import *  # noqa: F403
 from tallyroll.collector.evaluation.evaluating import Evaluation as Evaluation
 from tallyroll.collector.evaluation.evaluating import evaluate as evaluate
+from tallyroll.collector.evaluation.reporting.report import RunsReport as RunsReport
+from tallyroll.collector.evaluation.reporting.report import report as report
 from tallyroll.collector.multiprocess import MultiprocessCollector as MultiprocessCollector
 from tallyroll.collector.options.objects import Checks as Checks
 from tallyroll.collector.options.objects import Columns as Columns

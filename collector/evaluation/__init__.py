@@ -1,4 +1,4 @@
-"""What a policy achieves: evaluations on a budget of their own, and reports over stored runs."""
+"""Achievements of policies: evaluations on a budget of their own, reports over stored runs."""
 
 from tallyroll.storage.package.moved_paths import moved_names
 
