@@ -20,7 +20,7 @@ from tallyroll.collector.evaluation.reporting.statistics import (
 )
 
 Scale = Mapping[str, tuple[float, float]]
-"""Of an environment the returns that become 0 and 1."""
+"""The returns of an environment that become 0 and 1, by its name."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ two that it has, and all that comes from elsewhere.
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -51,12 +52,19 @@ def render(report: RunsReport) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "interval": interval, "short": short_name}
+    folder = common_folder([run.place for run in report.runs])
+    environment.filters |= {
+        "number": number,
+        "interval": interval,
+        "short": short_name,
+        "local": lambda path: path.removeprefix(folder),
+    }
     scripts = [_file("uplot/uPlot.iife.min.js"), _file("charts.js")]
     panels = panels_of(report.groups)
     markup = needs("markupsafe", "report", "reports").Markup
     text: str = environment.from_string(_file("page.html")).render(
         report=report,
+        folder=folder,
         panels=panels,
         curves=[_curves_of(panel) for panel in panels],
         mark=markup(MARK),
@@ -92,6 +100,15 @@ def _numbers(groups: Iterable[Group]) -> Iterable[float]:
         for each in (group.mean, group.interquartile_mean):
             if each is not None:
                 yield from (v for v in (each.low, each.value, each.high) if v is not None)
+
+
+def common_folder(paths: Sequence[str]) -> str:
+    """Return the folder, with a slash behind it, that all paths begin with; "" without one."""
+    try:
+        folder = os.path.commonpath([os.path.dirname(each) for each in paths])
+    except ValueError:  # without paths, or of absolute and other ones
+        return ""
+    return os.path.join(folder, "") if folder else ""
 
 
 def short_name(group: Group) -> str:

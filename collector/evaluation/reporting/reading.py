@@ -74,7 +74,7 @@ class Run:
     same batch.
     """
     returns: NDArray[np.float64]
-    """Of each episode, in the same order."""
+    """The return of each episode, in the same order."""
     without_returns: str = ""
     """Why there are none."""
     begins_late: bool = False

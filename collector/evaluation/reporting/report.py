@@ -190,21 +190,6 @@ def report(
     Raises:
         ArgumentError: an argument is none that can be.
         MissingExtra: scipy or jinja2 is not installed.
-
-    Examples:
-        >>> from tallyroll.collector import SyncCollector, report
-        >>> for seed in range(2):
-        ...     with SyncCollector(
-        ...         "CartPole-v1",
-        ...         frames_per_batch=500,
-        ...         total_frames=500,
-        ...         seed=seed,
-        ...         storage=f"runs/random-{seed}",
-        ...     ) as collector:
-        ...         stored = collector.collect(500)
-        >>> found = report("runs")
-        >>> found.groups[0].name, len(found.runs), found.table[0]["stored"]
-        ('CartPole-v1 · random', 2, 500)
     """
     fields, given = checked_fields(group_by), _checked_paths(paths)
     if type(window) is not int or window < 1:

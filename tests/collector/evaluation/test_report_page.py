@@ -73,7 +73,8 @@ def test_the_page_shows_the_numbers_and_loads_nothing(tmp_path: Path, made: Any)
     found = report(made[0])
     html, parsed = page_of(found, tmp_path)
     for line in found.table:
-        assert line["run"] in parsed.texts
+        assert Path(line["run"]).name in parsed.texts
+    assert f"{made[0]}/" in parsed.texts
     for group in found.groups:
         assert group.interquartile_mean is not None
         assert number(group.interquartile_mean) in parsed.texts
@@ -169,6 +170,13 @@ def test_what_is_not_in_the_numbers_is_on_the_page(tmp_path: Path, made: Any) ->
     _, parsed = page_of(one, tmp_path)
     assert "1 run in 1 group" in parsed.texts
     assert "Nothing: all have the same versions" in parsed.text
+
+
+def test_the_folder_of_all_storages() -> None:
+    assert page_module.common_folder(["a/b/c1", "a/b/c2"]) == "a/b/"
+    assert page_module.common_folder(["a/b1", "c/b2"]) == page_module.common_folder(["a"]) == ""
+    assert page_module.common_folder([]) == ""
+    assert page_module.common_folder(["/a", "/b/c"]) == "/"
 
 
 def test_numbers_and_text() -> None:
