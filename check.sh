@@ -13,8 +13,8 @@
 #   ./check.sh --apart NAME   one of these environments alone, by hand
 #   ./check.sh --newest       the tests with the newest torch and the next TorchRL, without
 #                             constraints, in .venv-newest
-#   ./check.sh --browser      look at the pages of the site with Debian's chromium (CHROMIUM names
-#                             another); with --shots FOLDER pictures of them are left there
+#   ./check.sh --browser      look at the pages of the site, and at a report's, with Debian's chromium
+#                             (CHROMIUM names another); with --shots FOLDER pictures of them are left there
 #   ./check.sh -k ring        any of them, and pytest gets the arguments that are left
 #
 # PYTHON names the interpreter to build environments with (default: python3, at least 3.11).
@@ -135,7 +135,8 @@ pages() {
 look_at_pages() { # in an environment of its own: playwright alone, which drives the browser
     if [[ ! -x .venv-browser/bin/python ]]; then "$python" -m venv .venv-browser; fi
     .venv-browser/bin/python -m pip install -qq -c constraints.txt playwright || return
-    .venv-browser/bin/python docs/browser.py "$venv/pages" "$@"
+    $bin/python docs/report_page.py "$venv/report.html" || return
+    .venv-browser/bin/python docs/browser.py "$venv/pages" --page "$venv/report.html" "$@"
 }
 if [[ $browser ]]; then
     step "pages" pages

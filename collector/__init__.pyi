@@ -17,8 +17,10 @@ from tallyroll.collector.counting.ledger import Ledger as Ledger
 from tallyroll.collector.envs.fixed_width import FixedWidth as FixedWidth
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv as GymnasiumVectorEnv
 from tallyroll.collector.errors import *  # noqa: F403
-from tallyroll.collector.evaluation import Evaluation as Evaluation
-from tallyroll.collector.evaluation import evaluate as evaluate
+from tallyroll.collector.evaluation.evaluating import Evaluation as Evaluation
+from tallyroll.collector.evaluation.evaluating import evaluate as evaluate
+from tallyroll.collector.evaluation.reporting.report import RunsReport as RunsReport
+from tallyroll.collector.evaluation.reporting.report import report as report
 from tallyroll.collector.multiprocess import MultiprocessCollector as MultiprocessCollector
 from tallyroll.collector.options.objects import Checks as Checks
 from tallyroll.collector.options.objects import Columns as Columns

@@ -1,7 +1,8 @@
 """Look at each page of the built site with Debian's chromium: `./check.sh --browser`.
 
-At the width of a phone and of a desk, in light and dark: errors, what is missing or comes from the
-network, what is cut off or too small to read, and whether the search answers. Needs playwright.
+And at a report's, which `report_page.py` makes. At the width of a phone and of a desk, in light and
+dark: errors, what is missing or comes from the network, what is cut off or too small to read, what
+is not drawn, and whether the search answers. Needs playwright.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ FAULTS = """([desk, smallest]) => {
         if (!image.naturalWidth) say("the image does not load", image)
         else if (image.width < smallest * image.naturalWidth) say("it is shown too small", image)
     }
+    const drawn = (canvas) => {
+        const of = [0, 0, canvas.width, canvas.height]
+        return canvas.width && canvas.getContext("2d").getImageData(...of).data.some(Boolean)
+    }
+    for (const chart of document.querySelectorAll(".chart"))
+        if (![...chart.querySelectorAll("canvas")].some(drawn)) say("nothing is drawn in it", chart)
     for (const code of desk ? document.querySelectorAll("article pre") : [])
         if (code.scrollWidth > code.clientWidth + 1) say("code is wider than its box", code)
     return found
@@ -47,7 +54,7 @@ FAULTS = """([desk, smallest]) => {
 
 BROKEN = """<!doctype html><body><article><p style="width: 2000px">wide</p><img src="none.svg">
 <img width="90" src="wide.svg"><pre style="width: 9em">a line of code that is too long for it</pre>
-</article><script>
+<div class="chart"></div></article><script>
 console.error("said"); fetch("https://example.invalid"); undefined.name</script>"""
 WIDE = '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="9"/>'
 OF_BROKEN = (
@@ -58,6 +65,7 @@ OF_BROKEN = (
     "it is cut off",
     "the image does not load",
     "it is shown too small",
+    "nothing is drawn in it",
     "code is wider",
 )
 
@@ -120,9 +128,11 @@ def check_itself(looker: Looker) -> Iterator[str]:
             yield f"a page with this fault passes: {fault}"
 
 
-def look_at(browser: Any, site: Path, shots: Path | None) -> Iterator[str]:
-    """Yield the faults of all pages, a line each."""
-    pages = sorted(site.glob("*.html"))
+def look_at(
+    browser: Any, site: Path, shots: Path | None, more: Sequence[Path] = ()
+) -> Iterator[str]:
+    """Yield the faults of all pages of the site, and of more, a line each."""
+    pages = [*sorted(site.glob("*.html")), *more]
     for device in WIDTHS:
         for scheme in SCHEMES:
             looker = Looker(browser, scheme, device)
@@ -143,6 +153,9 @@ def main() -> None:
     """Look at the site; exit with 1 if a page has a fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("site", type=Path, nargs="?", help="the folder of the built site")
+    parser.add_argument(
+        "--page", type=Path, action="append", default=[], help="a page to look at beside the site"
+    )
     parser.add_argument("--shots", type=Path, help="a folder for pictures of all pages")
     args = parser.parse_args()
     browser_path = chromium()
@@ -160,7 +173,9 @@ def main() -> None:
     with sync_playwright() as driver:
         # Chromium's sandbox refuses to start as root; the pages are ours.
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        for fault in look_at(browser, args.site.resolve(), args.shots):
+        for fault in look_at(
+            browser, args.site.resolve(), args.shots, [each.resolve() for each in args.page]
+        ):
             faults += 1
             sys.stdout.write(f"{fault}\n")
         browser.close()

@@ -22,9 +22,9 @@ from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.stored.resume import has_begun, last_run_of
 from tallyroll.collector.cli.checkpoints import RunCheckpoints, preemption, wrong_options
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
+from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
 from tallyroll.collector.cli.progress import Display, shown_progress
-from tallyroll.collector.cli.report import Page
 from tallyroll.collector.envs import registry
 from tallyroll.collector.multiprocess import MultiprocessCollector
 from tallyroll.collector.slab.info import parsed

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from tallyroll.collector.cli.output import as_json, emit
+from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.cli.report import Page
 from tallyroll.storage import Differences, diff
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from rich.table import Table
 
 from tallyroll.collector.cli.output import CommandError, emit
-from tallyroll.collector.cli.report import Page
+from tallyroll.collector.cli.page import Page
 from tallyroll.collector.envs import registry
 from tallyroll.collector.errors import ArgumentError, MissingExtra
 from tallyroll.storage.package.near_names import did_you_mean

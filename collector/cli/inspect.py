@@ -10,15 +10,19 @@ import numpy as np
 from rich.filesize import decimal
 
 from tallyroll.collector.cli.output import as_json, emit
-from tallyroll.collector.cli.plan import part
+from tallyroll.collector.cli.page import Page, times
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.cli.report import Page, times
 from tallyroll.collector.cli.trajectories import (
     by_version,
     count_rows,
-    lines_of,
     show,
     spreads,
+)
+from tallyroll.collector.evaluation.reporting.stored_runs import (
+    lines_of,
+    part,
+    runs_of,
+    whole_number,
 )
 from tallyroll.storage import CorruptStorage, content_hash, open_storage
 from tallyroll.storage.errors import ColumnsMissing
@@ -31,7 +35,7 @@ from tallyroll.storage.files.copied_runs import (
     runs_left_out,
 )
 from tallyroll.storage.files.manifest import exported
-from tallyroll.storage.files.run_record import RunRecord, is_count
+from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import (
@@ -76,7 +80,7 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
     span, manifest = storage.span, storage.manifest
     record = RunRecord.parse(storage.record)
     entries = manifest["runs"] if hosts else [exported(run) for run in manifest["runs"]]
-    runs = _runs(entries, span)
+    runs = runs_of(entries, span)
     return {
         "path": str(storage.path),
         "format": manifest["format"],
@@ -114,34 +118,6 @@ def _finalized(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"at": "?", "rows": None, "content": None}
     content = done.get("content")
     return {"at": at, "rows": rows, "content": content if type(content) is str else None}
-
-
-def _runs(entries: list[dict[str, Any]], span: range) -> list[dict[str, Any]]:
-    """One entry a run: those that a resume added are put together.
-
-    ``rows`` are those of ``span`` that it wrote.
-    """
-    runs: list[dict[str, Any]] = []
-    for entry in entries:
-        run = {**entry, "first_row": _whole(entry, "first_row_of_run", entry["first_row"])}
-        run.pop("first_row_of_run", None)
-        at: list[int] = []
-        if runs and runs[-1]["first_row"] == run["first_row"] and _whole(run, "incarnation") > 0:
-            at = [*runs.pop()["resumed_at"], entry["first_row"]]
-        resumed = max(0, _whole(run, "incarnation") - _whole(run, "respawned"))
-        runs.append({**run, "resumed": resumed, "resumed_at": at})
-    ends = [run["first_row"] for run in runs[1:]] + [span.stop]
-    for run, end in zip(runs, ends, strict=True):
-        run["rows"] = len(range(max(run["first_row"], span.start), min(end, span.stop)))
-    return runs
-
-
-# What a manifest says is shown as far as it can be: `verify` says what is wrong with it.
-
-
-def _whole(run: Mapping[str, Any], name: str, default: int = 0) -> int:
-    value: Any = run.get(name)
-    return value if is_count(value) else default
 
 
 def _episodes(storage: DiskStorage, span: range, runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -323,7 +299,7 @@ def _run_line(run: Mapping[str, Any]) -> str:
 def _told(run: Mapping[str, Any], span: str | None = None, resumed: str | None = None) -> str:
     """Words on a run's environment, lanes, seed, budget and policy."""
     environment, call = part(run, "environment"), part(run, "call")
-    workers = _whole(call, "num_workers")
+    workers = whole_number(call, "num_workers")
     asked = {**call, **part(run, "command")}
     names = ("total_frames", "total_episodes", "frames_per_batch", "max_frames_per_traj")
     parts = [

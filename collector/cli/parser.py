@@ -182,6 +182,19 @@ def _infos(text: str) -> list[str]:
     return names
 
 
+def _scale(text: str) -> tuple[str, tuple[float, float]]:
+    name, equals, ends = text.rpartition("=")
+    try:
+        low, high = map(float, ends.split(":"))
+    except ValueError:
+        low = high = math.nan
+    if not name or not equals or not low < high or math.inf in (-low, high):
+        raise argparse.ArgumentTypeError(
+            f"expected ENV=LOW:HIGH, as CartPole-v1=0:500, got {text!r}"
+        )
+    return name, (low, high)
+
+
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
@@ -287,6 +300,18 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "each, the second of each and so on, by their ids, as in copies with ids of their own "
         "(default: kept)"),
     "--hash": (None, "", "read all rows, and show the hash of their content"),
+    "--group-by": (str, "A,B",
+        "what runs of a group have in common: environment, label, folder, policy, or the name of a "
+        "value in a run's entry, such as call.frames_per_batch (default: environment,label)"),
+    "--window": (_positive, "E",
+        "a run's return is the mean of its last E episodes, and so is each point of a curve "
+        "(default: 100)"),
+    "--scale": (_scale, "ENV=LOW:HIGH",
+        "returns of ENV that become 0 and 1, for groups of several environments; may be given "
+        "several times"),
+    "--html": (_path, "FILE", "also write a page: one file, which needs no network"),
+    "--force": (None, "", "let --html replace a file that is no report"),
+    "--csv": (None, "", "print a line a run as CSV instead of text"),
     "--json": (None, "", "print one JSON object instead of text"),
     "--plan": (None, "", "say which way each part of the run goes, and why not a faster one"),
     "--quiet": (None, "", "no progress, no report"),
@@ -335,6 +360,17 @@ def make_parser() -> argparse.ArgumentParser:
     _add(inspect, "--rows", default=5)
     _add(inspect, "--hash", "--accept-copy")
     _add_output(inspect, "--json")
+    report = command("report", "report over many runs: a table, and a page")
+    paths = report.add_argument(
+        "paths", nargs="+", type=_path, metavar="PATH", help="storages, or folders that have some"
+    )
+    paths.complete = _FILE  # type: ignore[attr-defined]
+    _add(report, "--group-by", default="environment,label")
+    _add(report, "--window", default=100)
+    _add(report, "--scale", action="append")
+    _add(report, "--html", "--force", "--accept-copy")
+    _add(report.add_mutually_exclusive_group(), "--csv", "--json")
+    _add_output(report, "--quiet")
     verify = command("verify", "check that every row of a storage is as it was written")
     _add_path(verify)
     _add(verify, "--skip", "--accept-copy")

@@ -20,6 +20,7 @@ import cloudpickle
 
 from tallyroll.collector.batches.stored.resume import opened_or_created
 from tallyroll.collector.cli.output import CommandError, pasteable
+from tallyroll.collector.evaluation.reporting.stored_runs import part as part
 from tallyroll.collector.options import MOST_LANES
 from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.collector.policies.sb3_models import as_policy
@@ -112,12 +113,6 @@ class Plan:
             else:
                 words += ["--" + name.replace("_", "-"), _word(value)]
         return pasteable(shlex.join([*words, "--out", out, *options]))
-
-
-def part(run: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A mapping in a run's entry, empty where there is none, or something else."""
-    value = run.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 _MAY_BE_0 = ("seed", "workers", "respawns")

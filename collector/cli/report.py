@@ -1,99 +1,104 @@
-"""The page that a report is written on."""
+"""``tallyroll report``: a table, and one page, over the runs of many storages."""
 
-import io
-import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+import argparse
+import json
+from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from tallyroll.collector.cli.output import visible
-
-FILE_WIDTH = 160
-_LEDGER = {
-    "slots": ("slots", "= executed + reset slots"),
-    "executed": ("  executed", "= stored + discarded + carried + lost"),
-    "stored": ("    stored", "transitions in the storage"),
-    "discarded": ("    discarded", "beyond the budget or given up"),
-    "carried": ("    carried", "waiting for a next batch"),
-    "lost": ("    lost", "died with a process, uncommitted"),
-    "reset_slots": ("  reset slots", "never stored, never counted"),
-    "ticks": ("ticks", "of the simulator, in stored transitions"),
-    "episodes_complete": ("episodes complete", ""),
-    "episodes_cut": ("episodes cut", "left unfinished"),
-}
-"""Counts that are always shown: their labels, and what they mean."""
-_AGENTS = ("agent transitions", "of agents that lived or had their turn, in stored transitions")
+from tallyroll.collector.cli.output import CommandError, as_json, emit, say
+from tallyroll.collector.cli.page import Page
+from tallyroll.collector.cli.progress import shown_progress
+from tallyroll.collector.evaluation.reporting.files import require_report
+from tallyroll.collector.evaluation.reporting.page import interval, number
+from tallyroll.collector.evaluation.reporting.report import RunsReport, report
 
 
-class Page(Console):
-    """A report to stdout, made as text first. All that is printed to it is made visible.
-
-    What goes to a file or a pipe is not folded to 80 columns. Styles are its own.
-    """
-
-    def __init__(self) -> None:
-        on_terminal = sys.stdout.isatty()
-        super().__init__(
-            file=io.StringIO(),
-            force_terminal=on_terminal,
-            width=None if on_terminal else FILE_WIDTH,
-            soft_wrap=True,
-            markup=False,
-            highlight=False,
-            emoji=False,
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``tallyroll report``; returns the exit status."""
+    scale = dict(args.scale or ())
+    try:
+        if args.html:  # before all rows are read
+            require_report(args.html, force=args.force)
+    except OSError as error:
+        raise _unwritten(args.html, error) from error
+    with shown_progress("rows counted", args.quiet or args.json, "{:,}".format) as progress:
+        found = report(
+            args.paths,
+            group_by=args.group_by,
+            window=args.window,
+            scale=scale,
+            progress=progress,
+            accept_copy=args.accept_copy,
         )
+    if args.json:
+        emit(json.dumps(as_json(found.to_dict()), indent=2, allow_nan=False) + "\n")
+    elif args.csv:
+        emit(found.as_csv())
+    elif found.runs:
+        emit(as_text(found))
+    for each in found.problems:
+        say(f"tallyroll: not in the numbers: {each}")
+    if args.html and found.runs:
+        try:
+            found.to_html(args.html, force=args.force)
+        except OSError as error:
+            raise _unwritten(args.html, error) from error
+    if not found.runs:
+        raise CommandError("there is no run to report: expected paths of storages with rows")
+    return 1 if found.problems else 0
 
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Make text of all that `Console` is given here."""
-        return super().render_str(visible(text), **options)
 
-    def head(self, text: str) -> None:
-        """Begin a section."""
-        self.print()
-        self.print(text, style="bold")
+def _unwritten(path: str, error: OSError) -> CommandError:
+    return CommandError(f"--html {path} cannot be written: {error.strerror}")
 
-    def table(self, header: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-        """A column of names, and columns of values to the right."""
-        name, *values = header
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column(name, no_wrap=True)
-        for value in values:
-            table.add_column(value, justify="right", overflow="fold")
-        for row in rows:
-            table.add_row(*(f"{each:,}" if type(each) is int else str(each) for each in row))
-        self.print(table)
 
-    def ledger(self, counts: Mapping[str, int], episodes: str = "") -> None:
-        """The counts of a run, a line each; ``episodes`` stands beside those that are complete."""
-        shown = {**_LEDGER, "episodes_complete": ("episodes complete", episodes)}
-        for name, count in counts.items():
-            if count and name not in ("incarnation", "respawned"):
-                plain = (name.replace("_", " "), "")
-                shown.setdefault(name, _AGENTS if name == "agent_transitions" else plain)
-        for name, (label, meaning) in shown.items():
-            self.print(f"{label:<17} {counts.get(name, 0):>15,}  {meaning}".rstrip())
-        if respawned := counts.get("respawned", 0):
-            self.print(
-                f"workers were replaced {times(respawned)}; what they had not handed over is lost, "
-                "and was collected again"
+def as_text(found: RunsReport) -> str:
+    """The report for people."""
+    page = Page()
+    page.head(f"Returns: mean of the last {found.window} episodes of each run, 95 % intervals")
+    page.table(
+        ("group", "runs", "interquartile mean", "interval", "mean", "interval"),
+        (
+            (
+                group.name,
+                _of(len(group.scores), len(group.runs)),
+                number(group.interquartile_mean),
+                interval(group.interquartile_mean),
+                number(group.mean),
+                interval(group.mean),
             )
-        # Not every start was a resumption.
-        if (resumed := counts.get("incarnation", 0) - respawned) > 0:
-            self.print(
-                f"resumed {times(resumed)}; of a process that was killed, the counts are those of "
-                "its last commit"
+            for group in found.groups
+        ),
+    )
+    page.head("Runs")
+    names = ("seed", "asked", "stored", "state", "resumed", "discarded", "lost", "episodes")
+    page.table(
+        ("run", *names, "return"),
+        (
+            (
+                line["run"],
+                *("-" if line[name] is None else line[name] for name in names),
+                number(line["return"]),
             )
+            for line in found.table
+        ),
+    )
+    if found.differences:
+        page.head("What differs between the runs")
+        for name, values in found.differences.items():
+            page.print(f"{name}: {'; '.join(_shares(values))}")
+    if found.notes:
+        page.head("To know")
+        for note in found.notes:
+            page.print(str(note))
+    return page.text
 
-    @property
-    def text(self) -> str:
-        """Text that was printed to it."""
-        assert isinstance(self.file, io.StringIO)
-        return self.file.getvalue()
+
+def _of(some: int, every: int) -> str:
+    return str(every) if some == every else f"{some} of {every}"
 
 
-def times(count: int) -> str:
-    """A number of times in words: once, 2 times."""
-    return "once" if count == 1 else f"{count} times"
+def _shares(values: dict[str, list[str]]) -> Sequence[str]:
+    return [
+        f"{value} ({len(paths)} run{'' if len(paths) == 1 else 's'})"
+        for value, paths in values.items()
+    ]

@@ -158,6 +158,33 @@ examples:
   tallyroll inspect runs/pole --json | jq .returns.mean
 """
 
+REPORT_USAGE = "%(prog)s PATH [PATH ...] [options]"
+REPORT = """\
+Report over the runs of many storages: transitions that were asked for and
+stored, ledgers, returns with intervals over seeds, learning curves, and what
+differs between the runs. Runs of one environment and one label are a group,
+and are its seeds; runs/ppo-3 and runs/ppo/3 have the label ppo. Folders are
+looked through. Needs the extra: pip install 'tallyroll[report]'.
+"""
+REPORT_EXAMPLES = """\
+examples:
+  a table, and one page with learning curves that needs no network:
+    tallyroll report runs/* --html report.html
+  what a batch size changes:
+    tallyroll report runs --group-by environment,call.frames_per_batch
+  several environments together, with returns scaled to 0 and 1:
+    tallyroll report runs --group-by label --scale CartPole-v1=0:500 \\
+      --scale Pendulum-v1=-1500:-150
+  for other programs:
+    tallyroll report runs/* --csv > runs.csv
+    tallyroll report runs/* --json | jq '.groups[].interquartile_mean'
+
+exit status:
+  0  all is in the numbers
+  1  something could not be read, or is not in them; the rest is reported
+  2  a wrong argument
+"""
+
 VERIFY_USAGE = "%(prog)s PATH [options]"
 VERIFY = """\
 Read every row of a storage, and report rows that are inconsistent: counts that

@@ -7,24 +7,17 @@ from typing import Any
 import numpy as np
 
 from tallyroll.collector.cli.output import as_json, emit
+from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.cli.report import Page
-from tallyroll.storage import CorruptStorage
+from tallyroll.collector.evaluation.reporting.stored_runs import Table, lines_of
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.rows.keys import POLICY_VERSION, REWARD
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.trajectories.episodes import (
-    END_NAMES,
-    END_OPEN,
-    END_TERMINATED,
-    END_TRUNCATED,
-)
+from tallyroll.storage.trajectories.episodes import END_NAMES
 
 _AT_ONCE = 5_000
 """Lines that are made into text at once: a million take no more memory than these."""
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-Table = np.ndarray[Any, Any]
 
 
 def count_rows(storage: DiskStorage) -> None:
@@ -34,22 +27,6 @@ def count_rows(storage: DiskStorage) -> None:
         return
     with shown_progress("rows counted", False, "{:,}".format) as progress:
         reader.trajectory_index.episodes(reader, lambda rows: progress(rows, reader.head))
-
-
-def lines_of(storage: DiskStorage, span: range) -> tuple[Table, Table] | None:
-    """Return the table of the rows ``span``, and which lines are of whole episodes that ended.
-
-    None if rows do not say which trajectory they belong to, or the table is damaged.
-    """
-    try:
-        table = storage.trajectories.table
-    except (ColumnsMissing, CorruptStorage):  # `verify` says what is wrong
-        return None
-    table = table[(table["first_row"] < span.stop) & (table["last_row"] >= span.start)]
-    # A writer may have committed more rows meanwhile: those trajectories were open.
-    table["end"][table["last_row"] >= span.stop] = END_OPEN
-    ended = np.isin(table["end"], (END_TERMINATED, END_TRUNCATED))
-    return table, ended & (table["first_row"] >= span.start) & (table["first_step"] == 0)
 
 
 def spreads(storage: DiskStorage, lines: Table) -> dict[str, Any]:

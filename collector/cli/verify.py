@@ -6,8 +6,8 @@ import json
 import time
 
 from tallyroll.collector.cli.output import emit
+from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.cli.report import Page
 from tallyroll.storage import Finding, Report, verify
 
 

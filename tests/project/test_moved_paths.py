@@ -33,6 +33,8 @@ MODULES = {
     "tallyroll.collector.envs.info": "Info",
 }
 NAMES = {
+    "tallyroll.collector.evaluation.Evaluation",
+    "tallyroll.collector.evaluation.evaluate",
     "tallyroll.storage.engine.Durability",
     "tallyroll.storage.formats.FORMATS",
     "tallyroll.storage.formats.open_storage",

@@ -107,13 +107,18 @@ def wheel(dist: Path) -> Path:
     return found
 
 
+def is_of_reports(path: Path) -> bool:
+    """Return whether a file is a part of the page of reports, or the licence of one."""
+    return path.suffix in (".css", ".html", ".js") or path.name == "LICENSE"
+
+
 def source_files() -> set[str]:
     """Every file that the wheel must hold, by its path there."""
     files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
     return {"tallyroll/__init__.py", "tallyroll/py.typed"} | {
         f"tallyroll/{path.relative_to(ROOT)}"
         for path in files
-        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi") or path.name == "py.typed" or is_of_reports(path)
     }
 
 
@@ -122,7 +127,8 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
     code = {name for name in names if ".dist-info/" not in name}
     assert code - {KERNEL} == source_files()
     assert (KERNEL in code) == (shutil.which("cc") is not None)
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+    licences = {name.partition("licenses/")[2] for name in names if "licenses/" in name}
+    assert licences == {"LICENSE", "collector/evaluation/reporting/uplot/LICENSE"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,63 @@
+"""A report's file: written beside its place and renamed, and in no other file's place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from typing import Final
+
+from tallyroll.collector.errors import ArgumentError
+
+MARK: Final = '<meta name="generator" content="tallyroll report">'
+CSV_BEGINNING: Final = "run,group,environment,seed,"
+_HEAD_NBYTES = 512
+
+
+def require_report(path: str, *, force: bool = False) -> None:
+    """Refuse a place where something else than a report is.
+
+    Raises:
+        ArgumentError: it is no regular file, or none of a report and ``force`` is False.
+        OSError: it cannot be looked at.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        folder = os.path.dirname(os.path.realpath(path))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            why = "may not be written to" if os.path.isdir(folder) else "is no folder"
+            raise ArgumentError(f"the report cannot be written to {path}: {folder} {why}") from None
+        return
+    if not stat.S_ISREG(mode):
+        raise ArgumentError(f"expected a file for the report, and {path} is none; give another")
+    if force:
+        return
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_NBYTES)
+    if head and MARK.encode() not in head and not head.startswith(CSV_BEGINNING.encode()):
+        raise ArgumentError(
+            f"{path} is there and is no report: give another path, or --force (force=True) to "
+            "replace it"
+        )
+
+
+def write_report(path: str, text: str, *, force: bool = False) -> None:
+    """Write a report's file whole, or not at all; raise as `require_report`."""
+    require_report(path, force=force)
+    place = os.path.realpath(path)
+    file, aside = tempfile.mkstemp(prefix=".report-", suffix=".tmp", dir=os.path.dirname(place))
+    try:
+        # Letters that no encoding has, of names of files, are shown as they are escaped.
+        with open(file, "w", encoding="utf-8", errors="backslashreplace", newline="") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.umask(mask := os.umask(0o077))
+        os.chmod(aside, 0o666 & ~mask)
+        os.replace(aside, place)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside)
+        raise

@@ -1,0 +1,67 @@
+"""Storages at paths: those that are named, and those in folders that are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tallyroll.storage.errors import NotAStorage, StorageError, StorageMissing
+from tallyroll.storage.storages import open_storage
+
+_DEEPEST = 8
+_FILES = (".h5", ".hdf5")
+
+
+def storages_at(
+    path: str, accept_copy: bool = False
+) -> Iterator[tuple[str, StorageError | OSError | None]]:
+    """Yield each storage at ``path`` or in folders below it, with why it cannot be opened.
+
+    A folder that is no storage is looked through; files in it count by their suffix.
+    """
+    refused = _refusal(path, accept_copy)
+    if not isinstance(refused, NotAStorage) or not os.path.isdir(path):
+        yield path, refused
+        return
+    found = [*_below(path, _DEEPEST, {os.path.realpath(path)}, accept_copy)]
+    yield from found or [(path, refused)]
+
+
+def _below(
+    folder: str, depth: int, seen: set[str], accept_copy: bool
+) -> Iterator[tuple[str, StorageError | OSError | None]]:
+    """Yield the storages in a folder; ``seen`` are folders that were looked through."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        yield folder, error
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        is_folder = os.path.isdir(path)
+        if not is_folder and Path(name).suffix.lower() not in _FILES:
+            continue
+        refused = _refusal(path, accept_copy)
+        if not isinstance(refused, NotAStorage | StorageMissing):
+            yield path, refused
+        elif is_folder and depth and (real := os.path.realpath(path)) not in seen:
+            seen.add(real)
+            yield from _below(path, depth - 1, seen, accept_copy)
+
+
+def _refusal(path: str, accept_copy: bool) -> StorageError | OSError | None:
+    """Return why no storage can be opened there, None if one can."""
+    try:
+        open_storage(path, accept_copy=accept_copy).close()
+    except (StorageError, OSError) as error:
+        return error
+    return None
+
+
+def distinct(paths: Iterable[str]) -> list[str]:
+    """Return the paths without those that are the same place as one before."""
+    places: dict[str, str] = {}
+    for path in paths:
+        places.setdefault(os.path.realpath(path), path)
+    return [*places.values()]
