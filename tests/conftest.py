@@ -136,7 +136,7 @@ def nothing_left_behind() -> Iterator[None]:
     while (left := _children().keys() - children.keys()) and time.monotonic() < deadline:
         time.sleep(0.02)
     lines = []
-    for pid, child in _children().items():
+    for pid, child in _children().items() if left else ():
         if pid in left:
             lines.append(f"{pid}: {' '.join(child.cmdline())}")
             child.kill()

@@ -124,12 +124,17 @@ def made(source: str, kind: str, workers: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_run_is_what_it_was(source: str, tmp_path: Path) -> None:
+    """Every other one of its runs, so that each storage has each number of workers thrice."""
     found = {}
-    for kind, workers in itertools.product(STORAGES, WORKERS):
+    runs = [*itertools.product(STORAGES, WORKERS)]
+    if not WRITE:
+        # Three numbers of workers: neighbours of a kind take turns, and kinds do.
+        runs = runs[SOURCES.index(source) % 2 :: 2]
+    for kind, workers in runs:
         name = f"{kind}, {workers} workers"
         (tmp_path / name).mkdir()
         found[name] = made(source, kind, workers, tmp_path / name)
-    compare(source.lower(), found)
+    compare(source.lower(), found, *found)
 
 
 @pytest.mark.parametrize("off", [(), ("kernel",)], ids=["kernel", "numpy"])
@@ -150,12 +155,13 @@ def test_a_header_and_its_records_are_what_they_were(off: tuple[str, ...], tmp_p
     compare("header", found)
 
 
-def compare(name: str, found: dict[str, Any]) -> None:
-    """Compare with the golden file of that name, or write it."""
+def compare(name: str, found: dict[str, Any], *parts: str) -> None:
+    """Compare with the golden file of that name, or with these parts of it, or write it."""
     file = GOLDEN / f"{name}.json"
     if WRITE:
         file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    assert found == json.loads(file.read_text())
+    golden = json.loads(file.read_text())
+    assert found == {part: golden[part] for part in parts or golden}
 
 
 # --- public names ---------------------------------------------------------------------------------

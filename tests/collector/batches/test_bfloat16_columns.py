@@ -105,9 +105,12 @@ def run_to(path: Path | None, workers: int, **kwargs: Any) -> Run:
         return collect_all(start(makes, ByObservation(), **options))
 
 
-@pytest.mark.parametrize("slots", [3, 4096])
 @pytest.mark.parametrize(
-    ("mode", "workers"), [("sync", 0), ("sync", 1), ("sync", 3), ("async", 1), ("async", 3)]
+    ("mode", "workers", "slots"),
+    [
+        *(("sync", 0, 3), ("sync", 0, 4096), ("sync", 3, 3), ("sync", 1, 4096)),
+        *(("async", 3, 3), ("async", 1, 4096)),
+    ],
 )
 def test_every_number_is_the_one_of_its_row(
     mode: str, workers: int, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -303,8 +303,13 @@ def test_large_rewards_are_looked_at_and_always_yielded(yields: bool, tmp_path: 
 # --- workers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("workers", "slots"), [(1, 3), (3, 3), (3, 4096)])
-@pytest.mark.parametrize("source", [*MODES, "torch"])
+OF_WORKERS = [
+    *((source, 3, (3, 4096)[turn % 2]) for turn, source in enumerate([*MODES, "torch"])),
+    (NEXT, 1, 3),
+]
+
+
+@pytest.mark.parametrize(("source", "workers", "slots"), OF_WORKERS)
 def test_workers_in_step_give_what_one_process_gives(
     source: str, workers: int, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,8 +321,7 @@ def test_workers_in_step_give_what_one_process_gives(
     assert_alike(one, run)
 
 
-@pytest.mark.parametrize(("workers", "slots"), [(1, 3), (3, 3), (3, 4096)])
-@pytest.mark.parametrize("source", [*MODES, "torch"])
+@pytest.mark.parametrize(("source", "workers", "slots"), OF_WORKERS)
 def test_workers_that_run_free(
     source: str, workers: int, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.storage import TrajectorySliceSampler, open_storage
 
 from agents_kit import AGENTS, GROUP, AgentsEnv
+from pairs import each_pair
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,9 +95,9 @@ def by_trajectory(module: Any, rows: TensorDictBase) -> torch.Tensor:
     return embed
 
 
-@pytest.mark.parametrize("frames", [30, LANES])
-@pytest.mark.parametrize("layout", ["rows", "lanes", "trajectories", "torchrl"])
-@pytest.mark.parametrize("make", [gru, lstm])
+@each_pair(
+    make=[gru, lstm], layout=["rows", "lanes", "trajectories", "torchrl"], frames=[30, LANES]
+)
 def test_batches_give_what_a_loop_over_each_lane_gives(make: Any, layout: str, frames: int) -> None:
     module = make()
     begun_later = 0

@@ -26,6 +26,7 @@ from tallyroll.storage import MemmapStorage, open_storage, verify
 
 from collect_kit import assert_same, balanced
 from counting_kit import LANES, SLOTS, Counting
+from pairs import each_pair
 from toy_systems import TOYS, First, Toy
 
 WHOLE = 4 * 6
@@ -111,9 +112,11 @@ def assert_equal(plain: Any, ahead: Any) -> None:
 # --- the same rows --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [(1,), (0, 1), (3, 0, 0)])
-@pytest.mark.parametrize("policy", [None, by_sum])
-@pytest.mark.parametrize("name", ["Toy", "First", "SomeFinals", "Lost", "InParts"])
+@each_pair(
+    name=["Toy", "First", "SomeFinals", "Lost", "InParts"],
+    policy=[None, by_sum],
+    times=[(1,), (0, 1), (3, 0, 0)],
+)
 def test_batches_are_the_same(
     name: str, policy: Any, times: Sequence[int], taken: list[int]
 ) -> None:
@@ -181,7 +184,7 @@ def test_what_is_stored_is_the_same(suffix: str, taken: list[int], tmp_path: Pat
     assert any(taken)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(1, 60), st.integers(5, 9), st.integers(0, 99))
 def test_budgets_of_episodes(episodes: int, slots: int, seed: int) -> None:
     """The last batches have slots of which some lanes are no rows."""
@@ -191,7 +194,7 @@ def test_budgets_of_episodes(episodes: int, slots: int, seed: int) -> None:
         assert_equal(*both(Toy, None, frames_per_batch=4 * slots, **how))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     calls=st.lists(st.integers(0, 40), max_size=12),
     times=st.lists(st.integers(0, 2), min_size=1, max_size=3),
@@ -275,7 +278,7 @@ def test_a_wrong_value_is_found_in_the_same_place(
     assert any(taken) is (at > SLOTS)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     at=st.integers(1, 30),
     slots=st.integers(1, 9),

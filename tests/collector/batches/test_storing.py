@@ -37,6 +37,7 @@ from oracles import (
     check_rows,
     make_oracle_vec,
 )
+from pairs import each_pair
 
 
 def vec(mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> GymnasiumVectorEnv:
@@ -55,9 +56,7 @@ DRIVERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["rows", "lanes", "trajectories"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("driver", list(DRIVERS))
+@each_pair(driver=list(DRIVERS), kind=KINDS, layout=["rows", "lanes", "trajectories"])
 def test_stored_rows_are_the_yielded_ones(
     driver: str, kind: Any, layout: Any, tmp_path: Any
 ) -> None:
@@ -229,9 +228,7 @@ WRONG: dict[str, tuple[type[BaseException], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("what", list(WRONG))
-@pytest.mark.parametrize("at", [0, 1, 6, 13])
+@each_pair(at=[0, 1, 6, 13], what=list(WRONG), mode=list(AutoresetMode))
 def test_all_slots_before_an_error_are_stored(
     mode: AutoresetMode, what: str, at: int, tmp_path: Any
 ) -> None:

@@ -9,10 +9,12 @@ import shlex
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.cli import main, without_ours
 from tallyroll.collector.cli.inspect import as_text, examine
 from tallyroll.collector.cli.plan import Plan
@@ -248,6 +250,25 @@ def test_a_worker_that_hangs_is_ended(server: WarmServer, here: Path) -> None:
     require_resumable(server, command, 5)
 
 
+def test_respawns_reach_the_collector(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they do there, tests of workers say."""
+    given: list[dict[str, Any]] = []
+
+    class Noted(MultiprocessCollector):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given.append(kwargs)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("tallyroll.collector.cli.collect.MultiprocessCollector", Noted)
+    words = ["collect", "CartPole-v1", "--frames", "9", "--workers", "1", "--transport", "thread"]
+    for more in (["--respawns", "3"], []):
+        assert main([*words, *more, "--out", f"data{len(more)}", "--quiet"]) == 0
+    limits = [(each["on_worker_death"], each["max_respawns"]) for each in given]
+    assert limits == [("respawn", 3), ("raise", 0)]
+
+
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_as_often_as_it_was_asked_for(
     server: WarmServer, here: Path
 ) -> None:

@@ -29,6 +29,7 @@ import random_runs
 import toy_systems
 from collect_kit import ByObservation, assert_same
 from oracles import OracleTorchEnv, check_row, check_rows, make_oracle_vec
+from pairs import each_pair
 from random_configurations import Configuration
 from random_drawing import configuration
 from random_runs import Run, carry_out, flat
@@ -63,7 +64,7 @@ def collects(config: Configuration) -> bool:
     return on_disk and not config.phase and config.mode == "sync" and not lane.self_reset
 
 
-NUMBERS = list(itertools.islice((n for n in itertools.count() if collects(configuration(n))), 40))
+NUMBERS = list(itertools.islice((n for n in itertools.count() if collects(configuration(n))), 20))
 
 
 def calls_of(config: Configuration) -> Iterator[int]:
@@ -131,9 +132,7 @@ def lanes_of(mode: str, lanes: int) -> Any:
     return GymnasiumVectorEnv(make_oracle_vec(lanes, LENGTHS, mode=AutoresetMode[mode]))
 
 
-@pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
-@pytest.mark.parametrize("lanes", [1, 3, 8])
-@pytest.mark.parametrize("is_compiled", [True, False])
+@each_pair(is_compiled=[True, False], lanes=[1, 3, 8], mode=["DISABLED", "NEXT_STEP", "SAME_STEP"])
 def test_rows_are_stored_in_the_order_in_which_they_were_made(
     mode: str, lanes: int, is_compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from oracles import (
     make_oracle_vec,
     reward_of,
 )
+from pairs import each_pair
 
 MODES = list(AutoresetMode)
 
@@ -58,9 +59,7 @@ def taken(batches: Batches) -> Iterator[tuple[int, int, int]]:
     return zip(rows.lane.tolist(), rows.episode.tolist(), rows.step.tolist(), strict=True)
 
 
-@pytest.mark.parametrize("per_batch", [1, 5, 1000])
-@pytest.mark.parametrize("driver", list(DRIVERS))
-@pytest.mark.parametrize("count", [1, 2, 3, 11])
+@each_pair(count=[1, 2, 3, 11], driver=list(DRIVERS), per_batch=[1, 5, 1000])
 def test_a_budget_in_episodes_takes_those_that_start_first_whole(
     driver: str, count: int, per_batch: int
 ) -> None:

@@ -24,6 +24,7 @@ from oracles import (
     expected_ledger,
     make_oracle_vec,
 )
+from pairs import each_pair
 
 Driver = Literal["next", "avoid", "same", "disabled", "native", "torch"]
 DRIVERS: list[Driver] = ["next", "avoid", "same", "disabled", "native", "torch"]
@@ -137,9 +138,7 @@ def test_a_trajectory_id_says_lane_and_ordinal(
     assert (rows["collector", "traj_ids"].numpy() == checked.episode * lanes + checked.lane).all()
 
 
-@pytest.mark.parametrize("slots", [1, 4, 7])
-@pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("random_frames", [0, 17])
+@each_pair(random_frames=[0, 17], driver=DRIVERS, slots=[1, 4, 7])
 def test_batches_longer_than_the_slab_are_the_same(
     driver: Driver, slots: int, random_frames: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

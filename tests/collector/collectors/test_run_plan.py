@@ -33,7 +33,9 @@ from tallyroll.storage import MemmapStorage, ways
 from tallyroll.storage.engine.kernel import compiled
 
 from collect_kit import assert_same
+from fork_server import warm_fork_server
 from random_runs import flat
+from worker_kit import QUICK
 
 LANES = 3
 KERNEL = compiled() is not None
@@ -274,6 +276,9 @@ def test_what_changes_while_it_runs_is_read_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["process", "thread"])
 def test_workers_say_how_they_step(transport: Any) -> None:
     options: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 12, "num_workers": 1}
+    if transport == "process":
+        warm_fork_server()
+        options |= QUICK
     with (
         ways.switched_off("network"),
         MultiprocessCollector(vector, module(), transport=transport, **options) as collector,

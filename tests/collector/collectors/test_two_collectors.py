@@ -1,6 +1,6 @@
 """Collectors that are open at once over one storage: each id is one trajectory's, or it is refused.
 
-``TALLYROLL_INTERLEAVINGS`` says how many random orders are tried, 12 by default.
+``TALLYROLL_INTERLEAVINGS`` says how many random orders are tried, 6 by default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tallyroll.storage.errors import RunUnderWay
 
 from worker_kit import DISABLED, factory, in_threads, sync_collector, worker_collector
 
-ORDERS = int(os.environ.get("TALLYROLL_INTERLEAVINGS", "12"))
+ORDERS = int(os.environ.get("TALLYROLL_INTERLEAVINGS", "6"))
 IDS, STEP, LANE = (("collector", name) for name in ("traj_ids", "step", "lane"))
 
 

@@ -13,6 +13,7 @@ from tallyroll.collector import SyncCollector
 
 from collect_kit import ByObservation
 from oracles import length_of, reward_of
+from pairs import each_pair
 from worker_kit import (
     DISABLED,
     LANES,
@@ -33,9 +34,7 @@ def whole_return(lane: int, episode: int) -> float:
     return sum(reward_of(lane, episode, step, (lane + episode + step) % 2) for step in steps)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [7, 11])
-@pytest.mark.parametrize("source", [DISABLED, NEXT, SAME, "torch"])
+@each_pair(source=[DISABLED, NEXT, SAME, "torch"], size=[7, 11], workers=[0, 2])
 def test_returns_and_lengths_include_what_was_discarded(
     source: str, size: int, workers: int
 ) -> None:

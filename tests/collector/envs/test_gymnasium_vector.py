@@ -32,6 +32,7 @@ from oracles import (
     check_rows,
     make_oracle_vec,
 )
+from pairs import each_pair
 
 MODES = list(AutoresetMode)
 
@@ -59,10 +60,9 @@ def test_specs_of_a_native_vector_hold(kind: Any) -> None:
     check_env_specs(GymnasiumVectorEnv(OracleVectorEnv(3, LENGTHS, kind=kind)))
 
 
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("kind", ["float", "uint8", "dict", "tuple"])
-@pytest.mark.parametrize("reset_slots", ["mask", "avoid"])
-@pytest.mark.parametrize("mode", MODES)
+@each_pair(
+    mode=MODES, reset_slots=["mask", "avoid"], kind=["float", "uint8", "dict", "tuple"], ends=ENDS
+)
 def test_torchrls_own_rollout_holds_true_transitions_only(
     mode: AutoresetMode, reset_slots: Any, kind: Any, ends: Any
 ) -> None:

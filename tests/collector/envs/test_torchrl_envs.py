@@ -39,6 +39,7 @@ from tallyroll.collector.errors import EnvironmentRefused
 
 from collect_kit import LENGTHS, ByObservation, assert_same, collect, joined, stream
 from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
+from pairs import each_pair
 from policies_kit import plain_states, recurrent
 from self_reset_kit import AutoResetGym
 
@@ -170,9 +171,11 @@ def test_a_primer_is_reset_with_its_lane() -> None:
 # --- recurrent policies -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [LSTMModule, GRUModule])
-@pytest.mark.parametrize("primed", [True, False])
-@pytest.mark.parametrize("base", [name for name in BASES if name != "parallel"])
+@each_pair(
+    base=[name for name in BASES if name != "parallel"],
+    primed=[True, False],
+    cls=[LSTMModule, GRUModule],
+)
 def test_recurrent_states_are_each_lanes_own_and_carried_over_batches(
     base: str, cls: Any, primed: bool
 ) -> None:

@@ -76,7 +76,17 @@ RUNS: dict[str, Callable[..., Collector]] = {
     "lost": partial(sync_collector, SAME, finals="lost"),
     "tracked": tracked,
 }
-SIZES = [1, LANES - 2, LANES, 2 * LANES + 1, 4 * LANES]
+SIZES = [
+    *((size, None) for size in (1, LANES - 2, LANES, 2 * LANES + 1, 4 * LANES)),
+    *((LANES, 23), (2 * LANES + 1, 23)),
+]
+"""Rows of a batch, and of a ring."""
+SOME = [
+    (name, *SIZES[(turn + more) % len(SIZES)])
+    for turn, name in enumerate(RUNS)
+    for more in (0, 2, 5)
+]
+"""Each run with three sizes, each size with several runs."""
 
 
 @contextmanager
@@ -130,10 +140,7 @@ def iterated(make: Callable[..., Collector], size: int, storage: DiskStorage, fe
         return kept, rows, storage.record, collector.ledger.counts(), [*collector.episodes]
 
 
-@pytest.mark.parametrize(
-    ("size", "ring"), [*((size, None) for size in SIZES), (LANES, 23), (2 * LANES + 1, 23)]
-)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "size", "ring"), SOME)
 def test_batches_and_rows_are_those_of_the_longer_way(
     name: str, size: int, ring: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,8 +225,9 @@ def handled(
     return count[0], got
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["random", "resets, policy"])
+@pytest.mark.parametrize(
+    ("name", "sent"), [("random", signal.SIGTERM), ("resets, policy", signal.SIGINT)]
+)
 def test_what_a_handler_raises_loses_nothing_and_the_run_goes_on(
     name: str, sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

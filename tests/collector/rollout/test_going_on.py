@@ -255,22 +255,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("uninterrupted")
 
 
-def ways() -> Iterator[tuple[str, str]]:
-    """Of the runs, but where each call is a batch of another size."""
+def cases() -> Iterator[Any]:
+    """Of the runs, but where each call is a batch of another size; the signals by turns."""
+    turn = 0
     for name in RUNS:
         for way in ("iterate", "store", "collect"):
-            if way != "collect" or name not in ("reset", "discard"):
-                yield name, way
+            if way == "collect" and name in ("reset", "discard"):
+                continue
+            yield name, way, ("Ctrl-C", "SIGTERM")[turn % 2]
+            for cause in ("SIGUSR1", "anything"):
+                yield pytest.param(name, way, cause, marks=pytest.mark.slow)
+            turn += 1
 
 
-@pytest.mark.parametrize(
-    "cause",
-    [
-        pytest.param(each, marks=[pytest.mark.slow] * (each in ("SIGUSR1", "anything")))
-        for each in CAUSES
-    ],
-)
-@pytest.mark.parametrize(("name", "way"), [*ways()])
+@pytest.mark.parametrize(("name", "way", "cause"), [*cases()])
 def test_it_goes_on_or_says_why_not(
     name: str, way: str, cause: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -351,8 +349,9 @@ def named(kind: str, number: int, cause: str) -> tuple[int, TensorDictBase | Non
     return count[0], torch.cat([each.reshape(-1) for each in got]) if got else None, bool(said)
 
 
-@pytest.mark.parametrize("cause", ["Ctrl-C", "SIGTERM"])
-@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize(
+    ("kind", "cause"), [(kind, ("Ctrl-C", "SIGTERM")[turn % 2]) for turn, kind in enumerate(NAMED)]
+)
 def test_by_torchrl_s_names(kind: str, cause: str) -> None:
     count, whole, _ = named(kind, 0, cause)
     assert whole is not None

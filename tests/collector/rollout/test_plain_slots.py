@@ -47,6 +47,7 @@ from tallyroll.storage.storages import DiskStorage
 
 from collect_kit import ByObservation, assert_same, balanced
 from oracles import check_rows
+from pairs import each_pair
 from random_runs import flat
 from self_reset_kit import vector
 from traced_code import Interruption, at_checks
@@ -121,9 +122,7 @@ def finish(collector: Collector, n: int = LANES) -> None:
 # --- beside the longer way ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ring", [None, 23, 40])
-@pytest.mark.parametrize("calls", CALLS)
-@pytest.mark.parametrize("name", RUNS)
+@each_pair(name=RUNS, calls=CALLS, ring=[None, 23, 40])
 def test_what_is_stored_is_the_same(
     name: str, calls: str, ring: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

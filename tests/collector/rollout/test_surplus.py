@@ -25,6 +25,7 @@ from collect_kit import (
     joined,
 )
 from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
+from pairs import each_pair
 
 NUMBERS = (("collector", "step"), ("collector", "traj_ids"))
 
@@ -95,9 +96,9 @@ def never_stepping(kind: str) -> Any:
     return batched(SerialEnv if kind == "serial" else ParallelEnv)
 
 
-@pytest.mark.parametrize("random", [False, True])
-@pytest.mark.parametrize("kind", ["vector", "vector, no copy", "serial"])
-@pytest.mark.parametrize("per_batch", [1, 2, 4, 7])
+@each_pair(
+    per_batch=[1, 2, 4, 7], kind=["vector", "vector, no copy", "serial"], random=[False, True]
+)
 def test_never_step_executes_nothing_beyond_the_batch(
     kind: str, per_batch: int, random: bool
 ) -> None:

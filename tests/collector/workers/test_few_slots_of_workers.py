@@ -27,6 +27,7 @@ from tallyroll.storage.engine.kernel import compiled
 import worker_faults_kit
 from collect_kit import assert_same, balanced
 from oracles import check_rows
+from pairs import each_pair
 from random_runs import flat
 from traced_code import Interruption
 from worker_faults_kit import Fault, Faults, How, check_ledger, check_lives, no_process_left
@@ -83,10 +84,9 @@ def collected(make: Callable[..., Collector], calls: str, storage: MemmapStorage
     return rows, storage.record, collector.ledger.counts(), [*collector.episodes]
 
 
-@pytest.mark.parametrize("ring", [None, 40])
-@pytest.mark.parametrize("calls", CALLS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("source", [DISABLED, NEXT, SAME, "avoided", "torch"])
+@each_pair(
+    source=[DISABLED, NEXT, SAME, "avoided", "torch"], policy=POLICIES, calls=CALLS, ring=[None, 40]
+)
 def test_rows_are_those_of_one_process(
     source: str, policy: str, calls: str, ring: int | None, tmp_path: Path, at_once: list[int]
 ) -> None:
@@ -134,8 +134,7 @@ def test_calls_and_batches_take_turns(tmp_path: Path, at_once: list[int]) -> Non
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("n", [4, 8, 6])
-@pytest.mark.parametrize("how", ["raise", "exit"])
+@pytest.mark.parametrize(("how", "n"), [("raise", 4), ("exit", 8), ("exit", 6)])
 def test_workers_that_fail_are_replaced(
     how: How, n: int, tmp_path: Path, at_once: list[int]
 ) -> None:
@@ -200,7 +199,7 @@ def test_a_worker_that_was_killed_is_noticed_at_once(
         os.kill(pid, signal.SIGKILL)
 
     within = when == "within a step"
-    with killable(tmp_path, 0.4 if within else 0.0) as collector:
+    with killable(tmp_path, 0.15 if within else 0.0) as collector:
         for _ in range(4 if within else 30):
             collector.collect(4)
         assert at_once[0]
@@ -253,8 +252,7 @@ def test_an_exception_of_a_handler_leaves_workers_at_rest(slots: int, tmp_path: 
         check_lives(storage.get(slice(0, storage.head)), 4)
 
 
-@pytest.mark.parametrize("transport", ["process", "thread"])
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(("slots", "transport"), [(1, "process"), (3, "process"), (3, "thread")])
 def test_after_a_signal_the_run_goes_on(
     slots: int, transport: str, tmp_path: Path, at_once: list[int]
 ) -> None:
@@ -263,7 +261,7 @@ def test_after_a_signal_the_run_goes_on(
     raised = 0
     try:
         with killable(tmp_path, 0.02, transport=transport) as collector:
-            for number in range(40):
+            for number in range(20):
                 timer = threading.Timer(0.03, os.kill, [os.getpid(), signal.SIGTERM])
                 if number % 4 == 3:
                     timer.start()
@@ -278,8 +276,8 @@ def test_after_a_signal_the_run_goes_on(
             assert collector.plan.commits.way == "one call"
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert raised == 10
-    assert at_once[0] > 15
+    assert raised == 5
+    assert at_once[0] > 7
     assert balanced(ledger)
     assert ledger.lost == 0
     with open_storage(tmp_path / "rows") as storage:

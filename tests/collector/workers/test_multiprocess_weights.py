@@ -16,6 +16,7 @@ from tallyroll.collector.errors import ArgumentError
 
 from collect_kit import joined
 from oracles import check_rows
+from pairs import each_pair
 from worker_kit import (
     DISABLED,
     LANES,
@@ -119,9 +120,7 @@ def test_in_step_new_weights_arrive_before_a_slot_in_parts(source: str, size: in
         assert (version == number).all()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("source", [SAME, "serial"])
-@pytest.mark.parametrize("random", [3, 8])
+@each_pair(random=[3, 8], source=[SAME, "serial"], mode=["sync", "async"])
 def test_new_weights_are_there_before_a_slot_of_both_kinds(
     source: str, random: int, mode: str
 ) -> None:

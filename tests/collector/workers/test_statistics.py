@@ -27,7 +27,7 @@ from tallyroll.collector.envs.driven.statistics import StatisticsWarning, Statis
 from tallyroll.collector.errors import EnvironmentRefused
 
 from oracles import OracleTorchEnv
-from worker_kit import in_threads
+from worker_kit import in_threads, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,11 +107,11 @@ def test_several_workers_are_refused_or_warned_of_once(workers: int, layout: Any
     if workers > 1 and layout == "rows":
         said = r"VecNormV2: expected statistics of all lanes.* 2 workers.*freeze\(\)"
         with pytest.raises(EnvironmentRefused, match=said):
-            MultiprocessCollector(makes, None, **options)
+            start(makes, None, **options)
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with MultiprocessCollector(makes, None, **options) as collector:
+        with start(makes, None, **options) as collector:
             collector.set_seed(4)
             assert sum(batch.numel() for batch in collector) == 16
     told = [str(each.message) for each in caught if each.category is StatisticsWarning]

@@ -28,6 +28,7 @@ from tallyroll.storage import open_storage, verify
 from collect_kit import ByObservation
 from fork_server import warm_fork_server
 from oracles import check_rows
+from pairs import each_pair
 from worker_kit import (
     DISABLED,
     LENGTHS,
@@ -106,9 +107,7 @@ def assert_as_before(files: int, held: set[int]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=["EIO", "Ctrl-C", "EAGAIN"])
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("stage", ["start", "started", "watch"])
+@each_pair(stage=["start", "started", "watch"], at=[0, 2], error=ERRORS)
 def test_nothing_is_left_of_a_crew_that_cannot_be_started(
     stage: str, at: int, error: BaseException, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ from tallyroll.storage.formats.hdf5.user_block import (
 from hostile_kit import GIB, KINDS, ROWS, WAYS, collect, in_a_child, told_or_done
 
 MORE = int(os.environ.get("TALLYROLL_NUMBERS", "1"))
-TRIALS = 4
+TRIALS = 2
 
 WHOLE = [
     *(-1, 0, 1, 2, 7, 255, 4096),

@@ -1,6 +1,6 @@
 """Storages under attack: killed writers, forks, bit flips, full disks. Nothing committed is lost.
 
-``TALLYROLL_KILLS`` says how many kills each format gets at random moments, 24 by default,
+``TALLYROLL_KILLS`` says how many kills each format gets at random moments, 16 by default,
 and an eighth of it is at how many lines of each scenario they are killed.
 """
 
@@ -58,7 +58,7 @@ from killed_storages_kit import (
 )
 from storage_damage import make_small_disk
 
-KILLS = int(os.environ.get("TALLYROLL_KILLS", "24"))
+KILLS = int(os.environ.get("TALLYROLL_KILLS", "16"))
 LINES = max(1, KILLS // 8)
 
 

@@ -3,7 +3,7 @@
 Real storages are written, and disks made of what was recorded, see `power_cuts`. The controls show
 that losses would be found: with syncs left out, and with ``durability="process"``.
 
-``TALLYROLL_POWER_CUTS`` says how many disks in all, 128 by default.
+``TALLYROLL_POWER_CUTS`` says how many disks in all, 64 by default.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tallyroll.storage.storages import DiskStorage
 
 from power_cuts import Recorder, Syncs
 
-CUTS = int(os.environ.get("TALLYROLL_POWER_CUTS", "128"))
+CUTS = int(os.environ.get("TALLYROLL_POWER_CUTS", "64"))
 CUTS_OF_CONTROLS = 9
 RING = 40
 STEPS = 7

@@ -52,6 +52,7 @@ from hostile_kit import (
     told_or_done,
 )
 from open_files import descriptors
+from pairs import each_pair
 
 KINDS: dict[str, tuple[type[DiskStorage], dict[str, Any]]] = {
     "memmap": (MemmapStorage, {}),
@@ -60,7 +61,7 @@ KINDS: dict[str, tuple[type[DiskStorage], dict[str, Any]]] = {
     "zarr": (ZarrStorage, {}),
 }
 MORE = int(os.environ.get("TALLYROLL_DISK_ERRORS", "1"))
-TRIALS = 3
+TRIALS = 2
 SECONDS = 1.0 * min(MORE, 30)
 PLACES = 3
 WIDE = 2048  # float64: such rows go through the files, as large ones do
@@ -600,9 +601,9 @@ def move(path: Path) -> None:
         each.rename(away / each.name)
 
 
-@pytest.mark.parametrize("happens", [delete, move])
-@pytest.mark.parametrize("name", ["rows", "rows.h5", "rows.zarr"])
-@pytest.mark.parametrize("durability", ["process", "power"])
+@each_pair(
+    durability=["process", "power"], name=["rows", "rows.h5", "rows.zarr"], happens=[delete, move]
+)
 def test_a_storage_that_goes_while_it_is_open(
     name: str, happens: Callable[[Path], None], durability: Any, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from tallyroll.collector.workers.local import processes
 from tallyroll.collector.workers.local.lifetime import kill_when_closed
 from tallyroll.storage import open_storage
 
+from pairs import each_pair
 from worker_faults_kit import (
     EXITCODES,
     FAULTS,
@@ -113,13 +114,20 @@ def check_facts(error: WorkerError, faults: Faults, fault: Fault) -> None:
         assert error.exitcode == EXITCODES.get(fault.how)
 
 
-@pytest.mark.parametrize("mode", MODES)
+IN_THE_MIDDLE: list[tuple[Where, How]] = [
+    *(("step", how) for how in FAULTS),
+    *(("policy", how) for how in ("raise", "exit", "gil")),
+    *(("reset", how) for how in ("raise", "kill", "sleep")),
+]
+
+
 @pytest.mark.parametrize(
-    ("where", "how"),
+    ("where", "how", "mode"),
     [
-        *(("step", how) for how in FAULTS),
-        *(("policy", how) for how in ("raise", "exit", "gil")),
-        *(("reset", how) for how in ("raise", "kill", "sleep")),
+        *((where, how, MODES[turn % 2]) for turn, (where, how) in enumerate(IN_THE_MIDDLE)),
+        # One of each error in both modes.
+        *(("step", how, mode) for how, mode in (("raise", "async"), ("kill", "async"))),
+        ("step", "sleep", "async"),
     ],
 )
 def test_a_worker_fails_in_the_middle(where: Where, how: How, mode: str, tmp_path: Path) -> None:
@@ -242,8 +250,8 @@ def signalled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize(
     ("where", "how", "mode"),
     [
-        ("reset", "kill", "sync"),
-        ("step", "segfault", "async"),
+        ("step", "segfault", "sync"),
+        pytest.param("reset", "kill", "async", marks=pytest.mark.slow),
         pytest.param("factory", "exit", "async", marks=pytest.mark.slow),
         pytest.param("policy", "gil", "async", marks=pytest.mark.slow),
     ],
@@ -319,10 +327,10 @@ def planned(chance: random.Random, kind: str) -> list[Fault]:
     ("kind", "mode"),
     [
         ("next_step", "sync"),
-        ("next_step", "async"),
+        pytest.param("next_step", "async", marks=pytest.mark.slow),
         ("same_step", "sync"),
         ("disabled", "async"),
-        ("torchrl", "sync"),
+        pytest.param("torchrl", "sync", marks=pytest.mark.slow),
         ("torchrl", "async"),
     ],
 )
@@ -490,9 +498,7 @@ def test_a_bug_that_is_in_every_start_ends_the_run(tmp_path: Path) -> None:
 # --- deaths that nobody waits for -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("death", ["raise", "respawn"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("victims", [1, 2])
+@each_pair(victims=[1, 2], mode=MODES, death=["raise", "respawn"])
 def test_killed_between_two_batches(
     victims: int, mode: str, death: Literal["raise", "respawn"], tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ from tallyroll.storage.storages import DiskStorage, storage_class
 
 from collect_kit import balanced
 from fork_server import SERVER
+from pairs import each_pair
 from worker_faults_kit import (
     SECONDS,
     TESTS,
@@ -379,16 +380,16 @@ def check_end(parent: Parent, before: Iterable[int], *, rows: int = 40) -> None:
     assert look(parent.folder / "data") >= rows
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(
-    ("script", "status", "said"),
+    ("script", "status", "said", "mode"),
     [
-        (never_shuts_down, 1, "in the loop"),
-        (shuts_down, 1, "in the loop"),
-        (exits, 4, ""),
-        (breaks, 0, ""),
-        (forgets, 0, ""),
-        (never_iterates, 0, ""),
+        (never_shuts_down, 1, "in the loop", "sync"),
+        (shuts_down, 1, "in the loop", "async"),
+        (exits, 4, "", "sync"),
+        (breaks, 0, "", "async"),
+        (forgets, 0, "", "async"),
+        (forgets, 0, "", "sync"),
+        (never_iterates, 0, "", "async"),
     ],
 )
 def test_a_script_ends(
@@ -402,8 +403,15 @@ def test_a_script_ends(
     check_end(parent, before, rows=0 if script is never_iterates else 72)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "mode"),
+    [
+        (signal.SIGINT, "sync"),
+        (signal.SIGINT, "async"),
+        (signal.SIGTERM, "async"),
+        (signal.SIGKILL, "sync"),
+    ],
+)
 def test_a_signal_in_mid_run(number: signal.Signals, mode: str, tmp_path: Path) -> None:
     before = descendants()
     parent = Parent(tmp_path, partial(goes_on, mode=mode))
@@ -416,9 +424,7 @@ def test_a_signal_in_mid_run(number: signal.Signals, mode: str, tmp_path: Path) 
     check_end(parent, before)
 
 
-@pytest.mark.parametrize("how", ["sleep", "regex", "gil"])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@each_pair(kind=["sync", "async"], mode=["sync", "async"], how=["sleep", "regex", "gil"])
 def test_a_parent_is_killed_while_a_worker_hangs(
     kind: str, mode: str, how: How, tmp_path: Path
 ) -> None:

@@ -13,6 +13,8 @@ from torchrl.data import ReplayBuffer
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
 from tallyroll.storage.storages import DiskStorage
 
+from fork_server import warm_fork_server
+
 ROWS = 40
 
 
@@ -56,8 +58,12 @@ def same(item: Any) -> Any:
     ],
 )
 def test_workers_read_rows_and_trajectories(kind: Any, start: str, tmp_path: Path) -> None:
+    if start == "forkserver":
+        warm_fork_server()
     with open_storage(write(kind, tmp_path / "rows")) as storage:
-        options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": start}
+        # One that imports torch takes seconds.
+        options: dict[str, Any] = {"num_workers": 2 if start == "fork" else 1}
+        options["multiprocessing_context"] = start
         rows: Any = DataLoader(
             storage,  # type: ignore[arg-type]
             batch_size=8,

@@ -26,6 +26,7 @@ from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, open_storag
 from tallyroll.storage.storages import FORMATS
 
 from oracles import check_rows, length_of, make_oracle_vec, reward_of
+from pairs import each_pair
 
 LENGTHS = [[7, 12, 5], [9, 6], [11, 4, 8]]
 LANES = 3
@@ -61,9 +62,11 @@ def assert_true_rows(sample: Any) -> None:
     check_rows(sample[torch.from_numpy(first)], LENGTHS, contiguous=False)
 
 
-@pytest.mark.parametrize("directly", [True, False])
-@pytest.mark.parametrize("sampler_class", [RandomSampler, SamplerWithoutReplacement])
-@pytest.mark.parametrize("buffer_class", [ReplayBuffer, TensorDictReplayBuffer])
+@each_pair(
+    buffer_class=[ReplayBuffer, TensorDictReplayBuffer],
+    sampler_class=[RandomSampler, SamplerWithoutReplacement],
+    directly=[True, False],
+)
 def test_collectors_write_and_samplers_read(
     storage: Any, buffer_class: type[ReplayBuffer], sampler_class: Any, directly: bool
 ) -> None:

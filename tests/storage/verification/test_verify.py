@@ -1062,8 +1062,13 @@ def test_a_path_that_is_no_storage_raises(tmp_path: Path) -> None:
 # --- in chunks, and while somebody writes ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-@pytest.mark.parametrize("flip", ["an id from afar", "a lane", "a step", "a version", "terminated"])
+@pytest.mark.parametrize(
+    ("flip", "chunk"),
+    [
+        *(("an id from afar", 1), ("an id from afar", 100), ("a lane", 7)),
+        *(("a step", 1), ("a step", 7), ("a version", 100), ("terminated", 7)),
+    ],
+)
 def test_chunks_do_not_matter(
     sound: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, flip: str
 ) -> None:
