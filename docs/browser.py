@@ -72,7 +72,7 @@ OF_BROKEN = (
 
 def chromium() -> str:
     """Return the path of the browser; without one this is the end of the program."""
-    wanted = os.environ.get("CHROMIUM", "chromium")
+    wanted = os.environ.get("CHROMIUM") or "chromium"
     found = shutil.which(wanted)
     if found is None:
         sys.exit(f"no {wanted} is installed: apt-get install chromium, or CHROMIUM=/path/to/it")

@@ -9,7 +9,7 @@ observations go, masks, seeds of lanes, contexts; `SystemEnv` is TorchRL's own p
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -291,6 +291,10 @@ class System(ABC):
         return None
 
 
+def _choices(kind: Any) -> str:
+    return ", ".join(map(repr, get_args(kind)))
+
+
 def require_consistent(declares: Declares, keys: Iterable[Key] = ()) -> None:
     """Raise if a system's declaration cannot be true.
 
@@ -303,8 +307,16 @@ def require_consistent(declares: Declares, keys: Iterable[Key] = ()) -> None:
         "expected at least one observation, one action and one reward": not (
             d.observation and d.action and d.reward
         ),
+        f"at_end: expected one of {_choices(AtEnd)}, got {d.at_end!r}": (
+            d.at_end not in get_args(AtEnd)
+        ),
+        f"finals: expected one of {_choices(Finals)}, got {d.finals!r}": (
+            d.finals not in get_args(Finals)
+        ),
+        'at_end="first": say where the final observation is, by finals="extra" (in Step.final), '
+        '"some" (there in some lanes) or "lost"': d.at_end == "first" and d.finals == "returned",
         f'finals="{d.finals}": only with at_end="first", got at_end="{d.at_end}"': (
-            (d.finals != "returned") == (d.at_end != "first")
+            d.finals != "returned" and d.at_end != "first"
         ),
         'at_end="final" needs resets="mask", for a lane that ended waits for its reset': (
             d.at_end == "final" and d.resets != "mask"

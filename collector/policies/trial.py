@@ -49,7 +49,7 @@ def settle_inputs(
     if inputs is None:
         return
     actions = [as_key(key) for key in env.full_action_spec.keys(True, True)]
-    with generators_restored():
+    with generators_restored(), _noting_what_it_got(td):
         count = outputs_of(for_trial(policy).module, inputs, td)
     if count < len(actions):
         raise PolicyError(
@@ -75,7 +75,7 @@ def try_out(
     """
     probe = for_trial(policy)
     try:
-        with generators_restored():
+        with generators_restored(), _noting_what_it_got(td):
             out = probe(td)
     except KeyError as error:
         known = sorted(spell(as_key(key)) for key in td.keys(True, True))
@@ -83,7 +83,7 @@ def try_out(
             f"policy: {error.args[0]}; what it is given has the keys {known}"
         ) from error
     if not is_tensor_collection(out):
-        raise no_tensordict(out)
+        raise no_tensordict(out, _given(td))
     actions = {as_key(key): spec for key, spec in env.full_action_spec.items(True, True)}
     for key, spec in actions.items():
         action = _action_of(policy, key, spec, out, td, len(env.batch_size))
@@ -113,12 +113,47 @@ def try_out(
     return extra
 
 
-def no_tensordict(got: object) -> PolicyError:
-    """The error for a policy that returns something else."""
+def no_tensordict(got: object, given: Collection[Key] = ()) -> PolicyError:
+    """The error for a policy that returns something else; ``given`` are its observations."""
+    named = (
+        ", or, for a function of tensors, name its arguments like observations: "
+        f"{', '.join(map(spell, given))}"
+    )
     return PolicyError(
         f"policy: expected a TensorDict back, got {type(got).__name__}; return the tensordict with "
-        "the action set"
+        f"the action set{named if given and isinstance(got, torch.Tensor) else ''}"
     )
+
+
+_FLAGS = {"done", "terminated", "truncated"}
+
+
+def _given(td: TensorDictBase) -> dict[Key, torch.Tensor]:
+    """The tensors in ``td`` that a policy may learn from."""
+    found = {as_key(key): value for key, value in td.items(True, True)}
+    return {
+        key: value
+        for key, value in found.items()
+        if key[-1] not in _FLAGS and isinstance(value, torch.Tensor)
+    }
+
+
+@contextmanager
+def _noting_what_it_got(td: TensorDictBase) -> Iterator[None]:
+    """A context in which a policy is called; its errors get a note of the observations."""
+    try:
+        yield
+    except Exception as error:
+        given = _given(td)
+        columns = [
+            f"{spell(key)} {SlabColumn(value.dtype, tuple(value.shape))}"
+            for key, value in given.items()
+        ]
+        note = f"tallyroll: raised by the policy, on the first {', '.join(columns)}"
+        if any(value.dtype is torch.float64 for value in given.values()):
+            note += "; rows keep the environment's float64: let the policy call .float() on it"
+        error.add_note(note)
+        raise
 
 
 def _action_of(

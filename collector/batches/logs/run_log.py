@@ -20,6 +20,13 @@ class LogWarning(UserWarning):
     """Warning: rows of a log cannot be written. Collecting goes on, and they are kept to retry."""
 
 
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"log: expected numbers, got {name}={value!r:.100}") from error
+
+
 class RunLog:
     """Writes a row of a collector's numbers every so many transitions.
 
@@ -120,7 +127,7 @@ class RunLog:
         }
         if taken := [name for name in self._more if name in row]:
             raise ArgumentError(f"log: expected names of your own, got {', '.join(taken)} of ours")
-        row |= {name: float(value) for name, value in self._more.items()}
+        row |= {name: _number(name, value) for name, value in self._more.items()}
         self._waiting.append(row)
         self._write()
 

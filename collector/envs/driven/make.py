@@ -71,7 +71,8 @@ def make_env(create: CreateEnv, options: Options) -> Made:
         if options.num_envs is not None and not isinstance(made, gymnasium.Env):
             raise ArgumentError(
                 f"num_envs={options.num_envs}: expected an id or a factory of a single Gymnasium "
-                f"environment, got {'a factory of ' if factory else ''}{type(made).__name__}"
+                f"environment, got {'a factory of ' if factory else ''}{type(made).__name__}; "
+                "leave num_envs out: what is made already has its own lanes"
             )
         env = _driven(made, factory, options)
         base = system_of(env)

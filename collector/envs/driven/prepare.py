@@ -111,7 +111,7 @@ def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
             f"max_frames_per_traj resets lanes by mask, which {base.kind} ignores; limit episodes "
             "where it is made (gymnasium.make_vec: max_episode_steps), or use SyncVectorEnv"
         )
-    return TransformedEnv(env, StepCounter(max_steps=frames))
+    return TransformedEnv(env, StepCounter(max_steps=frames), auto_unwrap=True)
 
 
 def _counts_otherwise(env: EnvBase) -> bool:
@@ -147,4 +147,4 @@ def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
             "use SyncVectorEnv"
         )
     tracker = [] if ("is_init",) in have else [InitTracker()]
-    return TransformedEnv(env, Compose(*tracker, *missing))
+    return TransformedEnv(env, Compose(*tracker, *missing), auto_unwrap=True)

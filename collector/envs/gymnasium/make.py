@@ -13,11 +13,13 @@ import gymnasium
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from tallyroll.collector.compat import mend_joint_types
+from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.gymnasium.infos import discovered
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.errors import ArgumentError, MissingExtra
 from tallyroll.collector.options import Options
+from tallyroll.storage.package.near_names import did_you_mean
 
 
 def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
@@ -89,7 +91,7 @@ def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
         yield
     except (gymnasium.error.Error, ImportError) as error:
         _name_the_extra(env_id, error)
-        hint = f"; {NOT_REGISTERED}" if _lacks_registration(error) else ""
+        hint = f"; {NOT_REGISTERED}" if _lacks_registration(error) else _system_meant(env_id)
         raise ArgumentError(f"gymnasium cannot make {env_id!r}: {error}{hint}") from error
     except (TypeError, ValueError, AssertionError) as error:  # a max_episode_steps of 0
         raise ArgumentError(f"gymnasium cannot make {env_id!r} with {kwargs}: {error}") from error
@@ -100,6 +102,13 @@ NOT_REGISTERED = (
     "the main guard or in a notebook: register the id in a module that can be imported and give "
     '"module:Id-v0", or pass a factory that makes the environment from its class'
 )
+
+
+def _system_meant(env_id: str) -> str:
+    """Say which environment system is nearly called like what is before the first colon."""
+    system, colon, _ = env_id.partition(":")
+    near = did_you_mean(system.replace("-", "_"), registry.names()) if colon else ""
+    return f"{near} `tallyroll envs` lists the systems" if near else ""
 
 
 def _lacks_registration(error: BaseException) -> bool:

@@ -239,3 +239,15 @@ def test_those_of_agents_are_marked_too_and_stored_as_they_were(
     begins = rows["collector", "step"] == 0
     assert torch.equal(rows[key], begins[:, None, None].expand(-1, AGENTS, 1))
     assert not rows[("next", *key)].any()
+
+
+@pytest.mark.parametrize("options", [{"max_frames_per_traj": 5}, {}])
+def test_what_is_put_around_transforms_does_not_warn(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrl.envs.transforms._base._AUTO_UNWRAP_WARNING_EMITTED", False)
+    module = gru()
+    made = gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    env = TransformedEnv(GymnasiumVectorEnv(made), InitTracker())  # and no primer
+    with SyncCollector(env, policy_of(module), frames_per_batch=8, total_frames=8, **options) as it:
+        assert [len(batch) for batch in it] == [8]

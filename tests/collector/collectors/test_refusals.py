@@ -97,7 +97,10 @@ def torch_env() -> OracleTorchEnv:
             {"validate": "maybe"},
             r"validate: expected one of \['noise', 'raise', 'warn', 'off'\], got",
         ),
-        ({"num_envs": 3}, "num_envs=3: expected an id or a factory of a single Gymnasium e"),
+        (
+            {"num_envs": 3},
+            "num_envs=3: expected an id or a fact.* leave num_envs out: what is made",
+        ),
         ({"env_kwargs": {"a": 1}}, "env_kwargs go with an id; make the environment"),
         ({"info_keys": ["lives"]}, "lives|info_keys"),
         (

@@ -233,3 +233,11 @@ def test_a_killed_command_leaves_whole_lines_and_goes_on(tmp_path: Path) -> None
     assert subprocess.run(command("--resume", "--frames", f"{total}", *more)).returncode == 0
     wanted = [*range(500, total, 500), total]
     assert frames_of(path) == wanted
+
+
+def test_a_value_that_is_no_number_is_named() -> None:
+    with collector(30) as run, RunLog(run, [].append, every=10) as rows:
+        next(iter(run))
+        with pytest.raises(ArgumentError, match="log: expected numbers, got loss='high'"):
+            rows.update(loss="high")  # type: ignore[arg-type]
+        rows.update(loss=1)

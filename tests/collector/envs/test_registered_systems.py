@@ -248,6 +248,7 @@ def test_seeds_that_are_taken_only_when_it_is_made() -> None:
             "expected the entry point toy_systems:ReadOnly to name a System",
         ),
         ("unheard_of:X-v0", ArgumentError, "gymnasium cannot make"),
+        ("dm-control:cartpole-swingup", ArgumentError, "did you mean dm_control?.* lists the sys"),
     ],
 )
 def test_names_that_lead_nowhere(name: str, error: type[Exception], match: str) -> None:

@@ -12,7 +12,7 @@ from torchrl.envs import Compose, TransformedEnv
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.envs.system import Step, System
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.errors import EnvironmentRefused, TransitionError
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
 
 from toy_systems import (
     Arrivals,
@@ -183,3 +183,20 @@ def test_a_system_that_is_made_again_for_each_batch_is_repeatable() -> None:
 
     one, two = (collect(make, 85, seed=5, reset_at_each_iter=True) for _ in range(2))
     assert torch.equal(one["observation"], two["observation"])
+
+
+@pytest.mark.parametrize(
+    ("rest", "match"),
+    [
+        ({"at_end": "finale"}, "at_end: expected one of 'final', 'reset_slot', 'first', got 'fina"),
+        ({"at_end": "first", "finals": "none"}, "finals: expected one of .* got 'none'"),
+        ({"at_end": "first"}, 'at_end="first": say where .*, by finals="extra".* "lost"$'),
+        ({"at_end": "final", "finals": "lost"}, 'finals="lost": only with at_end="first", got'),
+    ],
+)
+def test_what_a_system_declares_of_ends_has_to_be_one_of_three_ways(
+    rest: dict[str, Any], match: str
+) -> None:
+    kind = type("Other", (Toy,), {"rest": rest})
+    with pytest.raises(ArgumentError, match=match):
+        collect(lambda: kind(3))

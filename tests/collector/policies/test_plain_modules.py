@@ -326,3 +326,28 @@ def test_the_trial_leaves_no_trace() -> None:
 
     wrapped = TensorDictModule(Drawing(), ["observation"], ["action"])
     assert torch.equal(draws(Drawing()), draws(wrapped))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "note"),
+    [
+        (np.float64, "float64 [2, 3]; rows keep the environment's float64: let the policy call .f"),
+        (np.float32, "float32 [2, 3]"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_error_of_the_policy_says_what_it_was_given(
+    dtype: Any, note: str, *, wrapped: bool
+) -> None:
+    def make() -> gym.Env[Any, Any]:
+        space = spaces.Box(-9.0, 9.0, (3,), dtype)
+        return gym.wrappers.TransformObservation(
+            gym.make("Pendulum-v1"), lambda seen: seen.astype(dtype), space
+        )
+
+    policy: nn.Module = nn.Linear(3 if dtype is np.float64 else 4, 1)
+    if wrapped:
+        policy = TensorDictModule(policy, ["observation"], ["action"])
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        SyncCollector(make, policy, num_envs=2, **BUDGET)
+    assert f"raised by the policy, on the first observation {note}" in caught.value.__notes__[-1]

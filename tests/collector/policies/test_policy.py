@@ -185,7 +185,11 @@ def writing(**values: Any) -> Any:
             ArgumentError,
             r"Bilinear is a plain nn.Module whose arguments are \['input1', 'input2'\], and",
         ),
-        (lambda td: td["observation"], PolicyError, "expected a TensorDict back, got Tensor"),
+        (
+            lambda td: td["observation"],
+            PolicyError,
+            "expected a TensorDict back, got Tensor; .* name its arguments like obs.*: observation",
+        ),
         (lambda _: None, PolicyError, "expected a TensorDict back, got NoneType"),
         (writing(act=torch.zeros(3)), PolicyError, r"to write action, got \['act'\]; set out_keys"),
         (lambda td: td, PolicyError, "expected it to write action, got no new key"),
