@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from typing import TypeAlias
 
 from tallyroll.storage.storages import DiskStorage, open_storage
-from tallyroll.storage.trajectories.content import Numbering, hash_of
+from tallyroll.storage.trajectories.content import Numbering
+from tallyroll.storage.trajectories.leaves import hash_of
 
 Progress: TypeAlias = Callable[[int, int], object]
 """Called with the bytes that were read, and with those of all rows."""
@@ -23,10 +24,11 @@ def content_hash(
 ) -> str:
     """Return one SHA-256 of all committed rows, as 64 hexadecimal digits.
 
-    It is the same for the same rows in every format, in a ring, in any order of commits. Each
-    trajectory has a hash of its columns, by name, with their dtypes, shapes and bytes (the bits
-    of NaNs too); theirs, by id and first step, make the one of the storage. What made the rows,
-    and the column ``collector/cut``, which says how they were committed, stay out.
+    It is the same for the same rows in every format, in a ring, in any order of commits. Rows are
+    hashed by trajectory and step, each column by name with its bytes (the bits of NaNs too), a few
+    trajectories or a part of one at a time; these hashes, and the columns' names, dtypes and
+    shapes, make the one of the storage. What made the rows, and the column ``collector/cut``,
+    which says how they were committed, stay out.
 
     Args:
         storage: a storage, or the path of one.
