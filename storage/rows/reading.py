@@ -39,6 +39,10 @@ class Reading(Protocol):
         """The columns."""
 
     @property
+    def id(self) -> str | None:
+        """The id of the storage; its copies have the same."""
+
+    @property
     def keys(self) -> tuple[Key, ...]:
         """The columns' keys, in order."""
 

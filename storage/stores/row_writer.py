@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from tallyroll.storage.engine.new_rows import ArrayRows, NewRows, TensorRows
 from tallyroll.storage.errors import ReadOnlyStorage, StorageFull
 from tallyroll.storage.files.checksums import Progress, checksums
-from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.paths import told, translated
 from tallyroll.storage.files.record_slots import check_record_size
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key
@@ -220,7 +220,11 @@ class RowWriter:
         slots = min(span.stop, ring)
         columns = [source.in_slots(key, 0, slots) for key in source.keys]
         reserve = span.start + ring if span.start else span.stop
-        self.reader.running().replace(columns, span.stop, reserve, source.floor)
+        engine = self.reader.running()
+        engine.right.require()
+        with translated(self.path):
+            self.files.inside.remove(self.files.leaves_path)  # other rows get these numbers
+        engine.replace(columns, span.stop, reserve, source.floor)
         self.__dict__.pop("_id_checks", None)  # it knew other rows
 
     def empty(self) -> None:

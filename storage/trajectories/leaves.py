@@ -8,6 +8,7 @@ or lost changes the leaf that it belongs to, and few others.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from bisect import bisect_right
@@ -17,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from tallyroll.storage.files.checksums import Progress
+from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.keys import TRAJ_IDS, spell
 from tallyroll.storage.rows.reading import ReadColumn, Reading
 from tallyroll.storage.rows.schema import Column, Schema
@@ -26,6 +28,7 @@ from tallyroll.storage.trajectories.content import (
     compared_columns,
     expanded,
 )
+from tallyroll.storage.trajectories.kept_leaves import LEAF, KeptLeaves, UnusableLeaves
 from tallyroll.storage.trajectories.packing import Packing
 
 _MAGIC: Final = "tallyroll content 1"
@@ -40,14 +43,28 @@ _CACHED_NBYTES: Final = 2**18
 _HASH_NBYTES: Final = 32
 
 
-def hash_of(reader: Reading, ids: Numbering = "kept", progress: Progress | None = None) -> str:
+def hash_of(
+    reader: Reading,
+    ids: Numbering = "kept",
+    progress: Progress | None = None,
+    kept: KeptLeaves | None = None,
+) -> str:
     """Return one SHA-256 of the rows that a reader has at this moment; see `content_hash`.
 
-    ``progress`` is called with the number of bytes that were hashed since its last call.
+    Args:
+        reader: the reader.
+        ids: how trajectories are numbered.
+        progress: called with the number of bytes that were hashed since its last call.
+        kept: hashes of leaves that are kept, which are used and written again. Rows that changed
+            since are not noticed.
     """
     if not reader.initialised:
         return hashlib.sha256(_MAGIC.encode()).hexdigest()
-    hashes = Leaves(reader, ids).hashes(progress)
+    leaves = Leaves(reader, ids)
+    if kept is None:
+        hashes = leaves.hashes(progress=progress)
+    else:
+        hashes = _with(kept, leaves, progress)
     return hashlib.sha256(about(reader.schema) + hashes.tobytes()).hexdigest()
 
 
@@ -58,6 +75,33 @@ def about(schema: Schema) -> bytes:
         for column in compared_columns(schema)
     ]
     return f"{_MAGIC}\n{json.dumps(columns)}\n".encode()
+
+
+def kept_of(reader: Reading, files: Format) -> KeptLeaves:
+    """Return the hashes that are kept of the storage of a reader, which lies in these files."""
+    return KeptLeaves(files, reader.id, about(reader.schema), lambda: reader.head)
+
+
+def _with(kept: KeptLeaves, leaves: Leaves, progress: Progress | None) -> np.ndarray:
+    """Return the hashes of all leaves, of which some are kept; keep the others, too."""
+    lines = leaves.lines()
+    known = np.zeros(len(lines), np.bool_)
+    with contextlib.suppress(UnusableLeaves):  # the rows say the same; `verify` reports it
+        if (found := kept.read()) is not None:
+            known = kept.fill(lines, found)
+    if len(places := np.flatnonzero(known)):
+        # Rows that other rows took the place of, and that no writer said so of.
+        newest = places[[lines["newest"][places].argmax()]]
+        if leaves.hashes(newest).tobytes() != lines["sha256"][newest].tobytes():
+            known[:] = False
+    if progress is not None:
+        progress(int(lines["rows"][known].sum()) * leaves.reader.schema.row_nbytes)
+    others = np.flatnonzero(~known)
+    if len(others):
+        lines["sha256"][others] = leaves.hashes(others, progress)
+    if len(others) or kept.seen != leaves.content.span.stop:
+        kept.write(lines, leaves.content.span.stop)
+    return lines["sha256"]
 
 
 class Leaves:
@@ -87,14 +131,31 @@ class Leaves:
             return self.reader.column(column.key)
         return _Renumbered(self.reader, content.rows, content.ids.astype(column.numpy_dtype))
 
-    def hashes(self, progress: Progress | None = None) -> np.ndarray:
-        """Return the SHA-256 of each leaf, uint8 [leaves, 32].
+    def lines(self) -> np.ndarray:
+        """Return the leaves [n] of `LEAF`, without their hashes."""
+        lines = np.zeros(len(self.starts), LEAF)
+        if len(lines):
+            rows, counts = self.content.run_rows, self.content.run_counts
+            last = rows + counts - 1
+            lines["first"], lines["last"] = rows[self.starts], last[self.starts + self.runs - 1]
+            lines["newest"] = np.maximum.reduceat(last, self.starts)
+            lines["rows"] = np.add.reduceat(counts, self.starts)
+        return lines
+
+    def hashes(
+        self, wanted: np.ndarray | None = None, progress: Progress | None = None
+    ) -> np.ndarray:
+        """Return the SHA-256 of each leaf, or of those that are ``wanted``, uint8 [leaves, 32].
 
         Raises:
             Overrun: a ring's writer overwrites rows while they are read.
         """
         starts, runs = self.starts, self.runs
         rows, counts = self.content.run_rows, self.content.run_counts
+        if wanted is not None:
+            starts, runs = starts[wanted], runs[wanted]
+            those = expanded(starts, runs)
+            rows, counts, starts = rows[those], counts[those], np.cumsum(runs) - runs
         if not len(starts):
             return np.empty((0, _HASH_NBYTES), np.uint8)
         found = b"".join(self._each(rows, counts, starts, runs, progress))
