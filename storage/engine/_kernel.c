@@ -14,6 +14,7 @@
                                                       sources: FixedRows.arrays, the slab's columns
      gather_rows, appends    Columns._tables          the same
      gather_rows, reads      Room.table               targets: Room.arrays; sources: Columns.arrays
+     pack_runs               Packing._table           Packing: its room, and the columns' arrays
      the header              Header.addresses         Header._map, the map of its file
      number_slots            SlabRows._table          SlabRows (columns, outputs), LaneState (state)
      are_inside              _SlotChecks.table        _SlotCheck: values in the slab, and bounds
@@ -375,6 +376,104 @@ static PyObject *gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
     PyBuffer_Release(&index.buffer);
     PyBuffer_Release(&table.buffer);
     Py_RETURN_NONE;
+}
+
+/* Rows that lie side by side. */
+typedef struct {
+    int64_t slot, count;
+} Stretch;
+
+/* Copy runs one after the other; return the end of the copy. */
+static char *copy_runs(char *target, const char *source, int64_t size, const Stretch *run,
+                       const Stretch *end)
+{
+#define AHEAD 8
+#define RUNS(bytes)                                                                                \
+    for (; run < end; run++) {                                                                     \
+        if (end - run > AHEAD)                                                                     \
+            fetch(source + run[AHEAD].slot * (bytes), run[AHEAD].count * (bytes));                 \
+        if (run->count == 1)                                                                       \
+            memcpy(target, source + run->slot * (bytes), (size_t)(bytes));                         \
+        else                                                                                       \
+            memcpy(target, source + run->slot * (bytes), (size_t)(run->count * (bytes)));          \
+        target += run->count * (bytes);                                                            \
+    }                                                                                              \
+    break
+    switch (size) { /* as in `gather` */
+    case 1: RUNS(1);
+    case 2: RUNS(2);
+    case 4: RUNS(4);
+    case 8: RUNS(8);
+    case 16: RUNS(16);
+    case 32: RUNS(32);
+    default: RUNS(size);
+    }
+#undef RUNS
+    return target;
+}
+
+/* Return how many rows there are in runs, `-1` if one is not among the first `rows`, or if they are
+   more than `most`. */
+static int64_t rows_in(const Stretch *run, Py_ssize_t count, int64_t rows, int64_t most)
+{
+    int64_t found = 0;
+    for (const Stretch *end = run + count; run < end; run++) {
+        if (run->slot < 0 || run->count < 1 || run->count > most - found ||
+            run->count > rows - run->slot)
+            return -1;
+        found += run->count;
+    }
+    return found;
+}
+
+/* pack_runs(table, runs, parts, rows, most): copy runs to the target of the first column, part by
+   part, and of each part column by column. Raise IndexError, with nothing copied, if runs or parts
+   are not within bounds. Runs and parts are arrays of the caller; their buffers are held until the
+   end of the call. */
+static PyObject *pack_runs(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Table table, runs, parts;
+    if (want(given, 5) < 0)
+        return NULL;
+    int64_t rows = PyLong_AsLongLong(args[3]);
+    int64_t most = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred() || open_table(args[0], &table, COLUMN_WORDS) < 0)
+        return NULL;
+    if (open_table(args[1], &runs, 0) < 0)
+        goto runs_failed;
+    if (open_table(args[2], &parts, 0) < 0)
+        goto parts_failed;
+    const Stretch *run = (const Stretch *)runs.words;
+    Py_ssize_t left = runs.count / 2;
+    const int64_t count = rows_in(run, left, rows, most);
+    for (Py_ssize_t i = 0; i < parts.count && left >= 0; i++)
+        left = parts.words[i] < 0 || parts.words[i] > left ? -1 : left - parts.words[i];
+    const int inside = count >= 0 && left == 0;
+    if (inside) {
+        PyThreadState *others = let_others_run(&table, count);
+        char *target = at(table.words[TARGET]);
+        for (Py_ssize_t i = 0; i < parts.count; run += parts.words[i++]) {
+            const int64_t *column = table.words, *end = column + table.count;
+            for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS)
+                target = copy_runs(target, at(column[SOURCE]), column[ROW_NBYTES], run,
+                                   run + parts.words[i]);
+        }
+        if (others)
+            PyEval_RestoreThread(others);
+    }
+    PyBuffer_Release(&parts.buffer);
+    PyBuffer_Release(&runs.buffer);
+    PyBuffer_Release(&table.buffer);
+    if (inside)
+        Py_RETURN_NONE;
+    PyErr_SetString(PyExc_IndexError, "a row is not there");
+    return NULL;
+parts_failed:
+    PyBuffer_Release(&runs.buffer);
+runs_failed:
+    PyBuffer_Release(&table.buffer);
+    return NULL;
 }
 
 /* The numbering table: sizes, flags, and addresses. SlabRows makes and keeps it; it holds the columns
@@ -1695,6 +1794,7 @@ static PyMethodDef functions[] = {
     {"copy_rows", (PyCFunction)(void (*)(void))copy_rows, METH_FASTCALL, NULL},
     {"commit_rows", (PyCFunction)(void (*)(void))commit_rows, METH_FASTCALL, NULL},
     {"gather_rows", (PyCFunction)(void (*)(void))gather_rows, METH_FASTCALL, NULL},
+    {"pack_runs", (PyCFunction)(void (*)(void))pack_runs, METH_FASTCALL, NULL},
     {"number_slots", (PyCFunction)(void (*)(void))number_slots, METH_FASTCALL, NULL},
     {"are_inside", (PyCFunction)(void (*)(void))are_inside, METH_FASTCALL, NULL},
     {"store_slots", (PyCFunction)(void (*)(void))store_slots, METH_FASTCALL, NULL},

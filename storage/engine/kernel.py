@@ -52,6 +52,20 @@ class Kernel(Protocol):
             IndexError: one of them is not among the first ``rows``; nothing is copied.
         """
 
+    def pack_runs(
+        self, table: bytes, runs: np.ndarray, parts: np.ndarray, rows: int, most: int, /
+    ) -> None:
+        """Copy ``runs`` of rows to one place, part by part, and each part column by column.
+
+        Runs are int64 [n, 2], contiguous: the slot of the first row, and the number of rows; a part
+        has so many of them as ``parts``, int64 [m], says. The table is `copy_rows`'s, where all
+        columns have the address of the place, which has space for ``most`` rows.
+
+        Raises:
+            IndexError: a row is not among the first ``rows``, there are more than ``most``, or the
+                parts have other runs; nothing is copied.
+        """
+
     def number_slots(self, table: bytes, slots: int, taken: np.ndarray | None, /) -> int:
         """Number the rows of the first slots of a slab; see `SlabRows` for the table.
 

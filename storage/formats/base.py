@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 import torch
@@ -24,6 +24,10 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
+
+BESIDE: Final = ("episodes.npy", "content.leaves")
+"""Files that are kept beside the rows, each of which says how far it goes, and can be lost without
+losing rows: the table of episodes, and hashes of the content."""
 
 
 class Format(ABC):
@@ -61,8 +65,8 @@ class Format(ABC):
     manifest_path: Path
     """The file that holds the manifest."""
 
-    episodes_path: Path
-    """The file for the table of episodes."""
+    beside: tuple[Path, ...]
+    """The paths of `BESIDE`, in its order."""
 
     schema: Schema
     """The columns, once the storage was created or opened."""
@@ -71,6 +75,16 @@ class Format(ABC):
         self.path = path
         self.inside = Inside(path if root is None else root)
         """The directory of all its files, through which they are opened."""
+
+    @property
+    def episodes_path(self) -> Path:
+        """The file for the table of episodes."""
+        return self.beside[0]
+
+    @property
+    def leaves_path(self) -> Path:
+        """The file for hashes of the content."""
+        return self.beside[1]
 
     def open_header(self, flags: int) -> int:
         """Open the file that begins with the header; return a descriptor."""

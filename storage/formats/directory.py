@@ -152,8 +152,8 @@ class DirectoryFormat(Format):
                 self.inside.write_aside(file, content, synced=self.durable)
 
     def written_aside(self) -> set[Path]:
-        """Return the manifest, the table of episodes, and the files for other libraries."""
-        return {self.manifest_path, self.episodes_path, *self._documents(0)}
+        """Return the manifest, what is kept beside the rows, and the files for other libraries."""
+        return {self.manifest_path, *self.beside, *self._documents(0)}
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
         """Compare the metadata of other libraries with what it should be."""

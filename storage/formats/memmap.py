@@ -6,6 +6,7 @@
     DIR/tallyroll.header     rows committed, and the record
     DIR/tallyroll.lock       held by the writer
     DIR/episodes.npy         the table of episodes
+    DIR/content.leaves       hashes of the content, where some are kept
     DIR/meta.json            for tensordict, in each nested directory too
     DIR/reward.memmap        the column ("reward",), row after row
     DIR/next/reward.memmap   the column ("next", "reward")
@@ -27,14 +28,15 @@ from tallyroll.storage.errors import CorruptStorage, InvalidSchema
 from tallyroll.storage.files.mapping import Access, Area, Region, map_file, pages
 from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import close_all, write_all
+from tallyroll.storage.formats.base import BESIDE
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
 
 _HEADER, _LOCK = "tallyroll.header", "tallyroll.lock"
-_MANIFEST, _META, _EPISODES = "manifest.json", "meta.json", "episodes.npy"
+_MANIFEST, _META = "manifest.json", "meta.json"
 _ASIDE = ".tmp"
-_WHOLE = {_MANIFEST, _META, _EPISODES}
+_WHOLE = {_MANIFEST, _META, *BESIDE}
 _OURS = {_HEADER, _LOCK, *_WHOLE, *(name + _ASIDE for name in _WHOLE)}
 _LONGEST_NAME = 255
 _LOOKS = 100
@@ -60,7 +62,8 @@ class MemmapFormat(DirectoryFormat):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.lock_path, self.header_path = path / _LOCK, path / _HEADER
-        self.manifest_path, self.episodes_path = path / _MANIFEST, path / _EPISODES
+        self.manifest_path = path / _MANIFEST
+        self.beside = tuple(path / name for name in BESIDE)
 
     def _owns(self, name: Path) -> bool:
         return name.name in _OURS or name.suffix == ".memmap"

@@ -251,7 +251,10 @@ class RowReader(ABC):
         return TrajectoryIndex()
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the indices of rows [*] in the array of a column."""
+        """Return the indices of rows [*] in the array of a column.
+
+        Those of rows that follow one another do so, too, but at the end of a ring.
+        """
         if self.ring:
             return ring_slots(rows, self.ring)
         first = self.span.start

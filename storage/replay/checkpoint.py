@@ -16,7 +16,7 @@ from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.stores.opened_files import OpenedFiles
-from tallyroll.storage.stores.rewinds import require_kept
+from tallyroll.storage.stores.rewinds import forget_beside, require_kept
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
@@ -144,6 +144,7 @@ def _replace(writer: RowWriter, source: RowReader) -> None:
     slots = min(span.stop, ring)
     columns = [source.in_slots(key, 0, slots) for key in source.keys]
     reserve = span.start + ring if span.start else span.stop
+    forget_beside(writer)  # other rows get these numbers
     writer.reader.running().replace(columns, span.stop, reserve, source.floor)
     writer.rows_changed()
 

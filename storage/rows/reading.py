@@ -17,6 +17,10 @@ from tallyroll.storage.rows.schema import Schema
 class ReadColumn(Protocol):
     """The values of one column; see `ColumnReader`."""
 
+    @property
+    def array(self) -> np.ndarray | None:
+        """All values as one array, if they lie so in memory; row r is at ``slots_of(r)``."""
+
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Copy the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value]."""
 
@@ -33,6 +37,10 @@ class Reading(Protocol):
     @property
     def schema(self) -> Schema:
         """The columns."""
+
+    @property
+    def id(self) -> str | None:
+        """The id of the storage; its copies have the same."""
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -68,6 +76,12 @@ class Reading(Protocol):
 
     def column(self, key: Key) -> ReadColumn:
         """Return the reader of one column."""
+
+    def slots_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the indices of rows [*] in the array of a column.
+
+        Those of rows that follow one another do so, too, but at the end of a ring.
+        """
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
         """Return copies [*rows.shape, ...] of rows of the span, of all columns or of some."""

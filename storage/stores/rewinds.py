@@ -69,11 +69,18 @@ def take_back(
         at, payload = (rows, b"") if record is None else record
         rewind = Rewind(reader.rewinds + 1, rows, at, payload)
         writer.runs.settle()
-        # Before: it would tell of rows that are not there.
-        writer.files.inside.remove(writer.files.episodes_path)
+        forget_beside(writer)  # before: they would tell of rows that are not there
         engine.rewind(rewind, lambda: reader.write_manifest(settled(reader.manifest, rewind)))
         writer.rows_changed()
         return head - rows
+
+
+@told
+def forget_beside(writer: RowWriter) -> None:
+    """Remove the files beside the rows, which are others from here on."""
+    writer.reader.running().right.require()
+    for path in writer.files.beside:
+        writer.files.inside.remove(path)
 
 
 def _require_free(writer: RowWriter, run: object) -> None:

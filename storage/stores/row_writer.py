@@ -31,8 +31,9 @@ from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.run_claim import RunClaim
 from tallyroll.storage.stores.run_entries import RunEntries
 from tallyroll.storage.trajectories.columns import missing
-from tallyroll.storage.trajectories.content import NAMING, hash_of
+from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.id_checks import IdChecks, Ids
+from tallyroll.storage.trajectories.leaves import hash_of
 
 
 class RowWriter:

@@ -14,6 +14,7 @@ import torch
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column
+from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import open_storage
 from tallyroll.storage.trajectories.columns import floats_of
 from tallyroll.storage.trajectories.content import (
@@ -113,7 +114,9 @@ def diff(
         open_storage(first, accept_copy=accept_copy) as one,
         open_storage(second, accept_copy=accept_copy) as other,
     ):
-        return _Comparison(one.reader, other.reader, ids).made(progress)
+        readers = one.reader, other.reader
+        made = lambda: _Comparison(*readers, ids).made(progress)  # noqa: E731
+        return steadily(readers[0], lambda: steadily(readers[1], made))
 
 
 class _Comparison:

@@ -8,16 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.errors import CorruptStorage, DamagedTable, MissingLibrary
+from tallyroll.storage.errors import CorruptStorage, DamagedTable, MissingLibrary, Overrun
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.rewind_history import without_runs_from
+from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import REWARD, Key, spell
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import open_storage
+from tallyroll.storage.trajectories.columns import missing
+from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.episodes import table_dtype
+from tallyroll.storage.trajectories.kept_leaves import KeptLeaves, UnusableLeaves
+from tallyroll.storage.trajectories.leaves import kept_of
+from tallyroll.storage.verification.content_checks import check_content
 from tallyroll.storage.verification.findings import Finding, Findings, Place, Report
 from tallyroll.storage.verification.record_checks import check_ledger, check_record, check_runs
 from tallyroll.storage.verification.row_checks import RowChecks
@@ -38,6 +44,7 @@ CHECKS: Mapping[str, str] = {
     "zeros": "no rows that look as if they were never written",
     "episodes": "the table of episodes says what the rows say",
     "checksums": "the bytes are those of a finalized storage",
+    "content": "the bytes are those whose hashes `content_hash` kept",
 }
 """The checks by name, with the rule of each, in the order of the report."""
 
@@ -63,8 +70,9 @@ def verify(
     libraries, the table of episodes and the last record may be cut short. That is a note and no
     finding: it hurts no row, and the next writer repairs it.
 
-    The checks keep a few numbers a lane, however many rows there are. Another process may write
-    meanwhile: the rows that were committed at the start are checked.
+    The checks keep a few numbers a lane, however many rows there are, but for that of kept hashes,
+    which needs some for each row. Another process may write meanwhile: the rows that were committed
+    at the start are checked.
 
     Args:
         path: a storage, of any format.
@@ -120,7 +128,9 @@ class _Verification:
             self._cut_short.add("record", message)
         known = check_record(record, runs, at, findings)
         sums = self._sums(manifest)
-        self._total = len(rows.span) * reader.schema.row_nbytes * (2 if sums else 1)
+        hashes = None if "content" in self._skip else self._hashes()
+        passes = 1 + bool(sums) + (hashes is not None)
+        self._total = len(rows.span) * reader.schema.row_nbytes * passes
         rows.run(findings, self._tell)
         if known is None:
             self._skipped.setdefault("record", "no collector wrote one")
@@ -133,6 +143,8 @@ class _Verification:
         self._skipped = rows.unavailable | self._skipped
         if sums is not None:
             self._check_sums(sums)
+        if hashes is not None:
+            self._check_content(*hashes)
         notes = self._listed(self._notes)
         return Report(
             path,
@@ -186,6 +198,31 @@ class _Verification:
                 "episodes", "there is no table yet; it is written when a writer closes"
             )
         return table
+
+    def _hashes(self) -> tuple[KeptLeaves, np.ndarray] | None:
+        """Return the hashes of the content that are kept, where some are that can be used."""
+        reader = self._reader
+        lines = None
+        if isinstance(reader, FileReader) and not missing(reader.schema, NAMING):
+            kept = kept_of(reader, reader.format)
+            try:
+                lines = kept.read()
+            except UnusableLeaves as error:
+                what = "Delete it: the hashes are made again from the rows."
+                self._cut_short.add("content", f"{error} {what}")
+                return None
+        if lines is None:
+            self._skipped.setdefault("content", "no hashes are kept beside the rows")
+            return None
+        return kept, lines
+
+    def _check_content(self, kept: KeptLeaves, lines: np.ndarray) -> None:
+        try:
+            check_content(self._reader, kept, lines, self._findings, self._tell)
+        except Overrun:
+            why = "another process writes to this ring; wait for it"
+            self._skipped.setdefault("content", why)
+        self._tell(self._total)  # those without a kept hash, too
 
     def _tell(self, nbytes: int) -> None:
         self._done = min(self._total, self._done + nbytes)

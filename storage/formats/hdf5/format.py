@@ -5,6 +5,7 @@
     NAME.h5                 user block: header and manifest; then HDF5: attributes, datasets
     NAME.h5.lock            held by the writer: a lock on the file itself would stop its readers
     NAME.h5.episodes.npy    the table of episodes
+    NAME.h5.content.leaves  hashes of the content, where some are kept
     NAME.h5.tmp             a larger or smaller copy that is being written
 
 An uncompressed contiguous dataset is a run of bytes at an offset of its file. So rows are
@@ -44,7 +45,7 @@ from tallyroll.storage.files.paths import (
 )
 from tallyroll.storage.files.safe_files import closing, open_file, write_all
 from tallyroll.storage.files.versions import refuse_newer_provenance
-from tallyroll.storage.formats.base import Format
+from tallyroll.storage.formats.base import BESIDE, Format
 from tallyroll.storage.formats.hdf5.datasets import (
     DatasetOffsets,
     FilePlaces,
@@ -73,7 +74,7 @@ _LOOKS = 3
 
 
 class H5Format(Format):
-    """The file of an `H5Storage`, and its lock file and table of episodes beside it."""
+    """The file of an `H5Storage`, and its lock file and what else is beside it."""
 
     name: ClassVar[str] = "tallyroll.hdf5"
     grows: ClassVar[bool] = False
@@ -89,7 +90,7 @@ class H5Format(Format):
         super().__init__(path, path.parent)
         self.header_path = self.manifest_path = path
         self.lock_path = path.with_name(path.name + ".lock")
-        self.episodes_path = path.with_name(path.name + ".episodes.npy")
+        self.beside = tuple(path.with_name(f"{path.name}.{name}") for name in BESIDE)
         self._file = -1
         self._arrays: dict[Access, list[np.ndarray]] = {}
 
@@ -145,8 +146,8 @@ class H5Format(Format):
         self.inside.remove(self.path)
 
     def written_aside(self) -> set[Path]:
-        """Return the table of episodes."""
-        return {self.episodes_path}
+        """Return what is kept beside the file."""
+        return {*self.beside}
 
     @property
     def _layout(self) -> DatasetOffsets:

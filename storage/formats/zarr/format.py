@@ -12,6 +12,7 @@
     DIR/tallyroll/manifest.json         what it is; written last when a storage is created
     DIR/tallyroll/lock                  held by the writer
     DIR/tallyroll/episodes.npy          the table of episodes
+    DIR/tallyroll/content.leaves        hashes of the content, where some are kept
 
 Chunks are not compressed and never sparse. Zarr wants the last one whole too: what lies
 in it after the last row is not shown.
@@ -44,6 +45,7 @@ from tallyroll.storage.files.mapping import PAGE_NBYTES, Access, Area, Region, m
 from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside, closing
 from tallyroll.storage.files.versions import refuse_newer_provenance
+from tallyroll.storage.formats.base import BESIDE
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.metadata_checks import wrong_documents
 from tallyroll.storage.formats.space import Footprint
@@ -63,13 +65,14 @@ _Attributes: TypeAlias = dict[PurePosixPath, Mapping[str, Any]]
 
 _OURS, _META = "tallyroll", "zarr.json"
 _ROOT = PurePosixPath()
+_WHOLE = "|".join(map(re.escape, ("manifest.json", *BESIDE)))
 _FILES = re.compile(
     rf"(?:.*/)?zarr\.json(?:\.tmp)?|.+/{CHUNK_NAME}"
-    rf"|{_OURS}/(?:lock|(?:manifest\.json|episodes\.npy)(?:\.tmp)?)"
+    rf"|{_OURS}/(?:lock|(?:{_WHOLE})(?:\.tmp)?)"
 )
 # What our own writer, zarr-python and TensorStore leave of these when they are killed.
 _LEFT_BEHIND = re.compile(
-    rf"(?:zarr\.json|manifest\.json|episodes\.npy)\.tmp"
+    rf"(?:zarr\.json|{_WHOLE})\.tmp"
     rf"|(?:zarr|c[.0-9]*)\.[0-9a-f]{{32}}\.partial|(?:zarr\.json|{CHUNK_NAME})\.__lock"
 )
 _FEW_MAPS = 1000
@@ -89,7 +92,8 @@ class ZarrFormat(DirectoryFormat):
         super().__init__(path)
         ours = path / _OURS
         self.lock_path, self.header_path = ours / "lock", ours / "c.0"
-        self.manifest_path, self.episodes_path = ours / "manifest.json", ours / "episodes.npy"
+        self.manifest_path = ours / "manifest.json"
+        self.beside = tuple(ours / name for name in BESIDE)
         self._header_meta = ours / _META
         self._manifest: Manifest | None = None
         self._chunk_rows: tuple[int, ...] = ()

@@ -74,6 +74,29 @@ def test_rows_are_copied_and_gathered(kernel: Kernel, nbytes: int, count: int) -
             assert not target[5 + count :].any()
 
 
+@given(data=st.data())
+def test_runs_are_packed(kernel: Kernel, data: Any) -> None:
+    """Column by column of each part, which NumPy concatenates."""
+    kinds = st.sampled_from([1, 2, 3, 4, 8, 16, 32, 40])
+    sizes = data.draw(st.lists(kinds, min_size=1, max_size=4))
+    columns = [np.arange(20 * size, dtype=np.uint8).reshape(20, size) for size in sizes]
+    run = st.integers(0, 19).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, 20 - at)))
+    parts = data.draw(st.lists(st.lists(run, max_size=5), max_size=4))
+    wanted = [
+        column[slot : slot + count].tobytes()
+        for part in parts
+        for column in columns
+        for slot, count in part
+    ]
+    runs = np.array([each for part in parts for each in part], np.int64).reshape(-1, 2)
+    rows = int(runs[:, 1].sum())
+    room = np.zeros(rows * sum(sizes) + 9, np.uint8)
+    words = zip([room.ctypes.data] * 4, (each.ctypes.data for each in columns), sizes, strict=False)
+    table, lengths = table_of(chain.from_iterable(words)), np.array([*map(len, parts)], np.int64)
+    kernel.pack_runs(table, runs, lengths, 20, rows)
+    assert room.tobytes() == b"".join(wanted) + bytes(9)
+
+
 @given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=12), ring=st.sampled_from([0, 16]))
 def test_commits_are_alike(
     kernel: Kernel, tmp_path_factory: pytest.TempPathFactory, counts: list[int], ring: int
@@ -351,6 +374,24 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
     for wrong in ([0, 4], [-1, 0], [2**62, 1]):
         with pytest.raises(IndexError):
             anything.gather_rows(bytes(24), 0, np.array(wrong), 4)
+    for runs, parts, most in (
+        ([0, 5], [1], 9),  # beyond the rows
+        ([4, 1], [1], 9),
+        ([-1, 1], [1], 9),
+        ([2**62, 2**62], [1], 9),
+        ([0, 0], [1], 9),
+        ([0, 3], [1], 2),  # more than there is space for
+        ([0, 2, 0, 1], [2], 2),
+        ([0, 1], [2], 9),  # parts of other runs
+        ([0, 1], [], 9),
+        ([0, 1], [2, -1], 9),
+    ):
+        with pytest.raises(IndexError):
+            anything.pack_runs(bytes(24), np.array(runs), np.array(parts, np.int64), 4, most)
+    with pytest.raises(TypeError):
+        anything.pack_runs(bytes(24), np.array([0, 1]), "text", 4, 9)
+    with pytest.raises(TypeError):
+        anything.pack_runs(bytes(24), 1, np.array([1]), 4, 9)
 
 
 def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:

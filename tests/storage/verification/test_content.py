@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
+import tempfile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,13 @@ from tallyroll.storage import (
     diff,
     open_storage,
     verify,
+    ways,
 )
 from tallyroll.storage.errors import ColumnsMissing, Overrun
 from tallyroll.storage.rows.keys import CUT, STEP, TRAJ_IDS, spell
-from tallyroll.storage.trajectories import content
-from tallyroll.storage.trajectories.content import Content
+from tallyroll.storage.trajectories import leaves
+from tallyroll.storage.trajectories.content import Numbering
+from tallyroll.storage.trajectories.leaves import Leaves
 from tallyroll.storage.verification import differences
 
 from collect_kit import ByObservation
@@ -68,7 +73,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return collect(tmp_path_factory.mktemp("content"))
 
 
-def plain(path: Path, relative: bool = False) -> str:
+def plain(path: Path, relative: bool = False, leaf: int = 2**16) -> str:
     """The hash by a loop over rows."""
     with open_storage(path) as storage:
         columns = sorted(
@@ -76,20 +81,23 @@ def plain(path: Path, relative: bool = False) -> str:
             key=lambda each: spell(each.key),
         )
         about = [[spell(each.key), each.dtype_name, list(each.shape)] for each in columns]
-        head = f"tallyroll content 1\n{json.dumps(about)}\n".encode()
         rows = storage.reader.copies(np.arange(storage.span.start, storage.span.stop))
         values = dict(zip(storage.reader.keys, rows, strict=True))
+    nbytes = sum(column.row_nbytes for column in columns)
+    steps_in = 2 ** max(0, int(math.log2(max(1, leaf // nbytes))))
+    ids_in = min(16, steps_in)
     ids, steps = values[TRAJ_IDS].reshape(-1).tolist(), values[STEP].reshape(-1).tolist()
-    leaves: dict[int, bytes] = {}
-    for at in sorted(range(len(ids)), key=lambda row: (ids[row], steps[row])):
-        leaf = leaves.setdefault(ids[at], head)
-        for column in columns:
-            value = values[column.key][at]
-            if relative and column.key == TRAJ_IDS:
-                value = np.full_like(value, sorted(set(ids)).index(ids[at]))
-            leaf += value.tobytes()
-        leaves[ids[at]] = leaf
-    hashes = [hashlib.sha256(leaves[id]).digest() for id in sorted(leaves)]
+    order = sorted(range(len(ids)), key=lambda row: (ids[row], steps[row]))
+    if relative:
+        ids = [sorted(set(ids)).index(id) for id in ids]
+        values[TRAJ_IDS] = np.reshape(ids, values[TRAJ_IDS].shape).astype(values[TRAJ_IDS].dtype)
+    leaves = groupby(order, key=lambda row: (ids[row] // ids_in, steps[row] // steps_in))
+    hashes = []
+    for _, leaf in leaves:
+        each = [*leaf]
+        packed = b"".join(values[column.key][at].tobytes() for column in columns for at in each)
+        hashes.append(hashlib.sha256(packed).digest())
+    head = f"tallyroll content 1\n{json.dumps(about)}\n".encode()
     return hashlib.sha256(head + b"".join(hashes)).hexdigest()
 
 
@@ -101,16 +109,84 @@ def test_it_is_that_of_a_plain_loop(path: Path, ids: Any) -> None:
     assert content_hash(path, ids=ids) == plain(path, ids == "relative")
 
 
-@pytest.mark.parametrize("most", [1, 700, 5000])
+@pytest.mark.parametrize(("most", "cached"), [(1, 1), (2000, 300), (2**20, 5000)])
+@pytest.mark.parametrize("off", [(), ("kernel",)])
 def test_it_does_not_depend_on_how_much_is_read_at_a_time(
-    path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+    path: Path, most: int, cached: int, off: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = content_hash(path)
-    monkeypatch.setattr(content, "_MOST_NBYTES", most)
+    monkeypatch.setattr(leaves, "_MOST_NBYTES", most)
+    monkeypatch.setattr(leaves, "_CACHED_NBYTES", cached)
     told: list[tuple[int, int]] = []
-    assert content_hash(path, progress=lambda done, total: told.append((done, total))) == wanted
-    assert told == sorted(told)
-    assert told[-1][0] == told[-1][1] > 0
+    with ways.switched_off(*off):
+        for ids in ("kept", "relative"):
+            found = content_hash(path, ids=ids, progress=lambda *done: told.append(done))
+            assert found == plain(path, ids == "relative")
+            assert told == sorted(told)
+            assert told[-1][0] == told[-1][1] > 0
+            told.clear()
+    assert content_hash(path) == wanted
+
+
+NUMBERS = st.integers(0, 40) | st.sampled_from([2**40, 2**63 - 1, -(2**63), -3])
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_rows_in_any_order(
+    tmp_path: Path, data: st.DataObject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any format, with other leaves, read in parts; also rows that no collector writes."""
+    leaf = data.draw(st.sampled_from([1, 100, 300, 2**16]), "leaf")
+    monkeypatch.setattr(leaves, "_LEAF_NBYTES", leaf)
+    monkeypatch.setattr(leaves, "_MOST_NBYTES", data.draw(st.sampled_from([1, 400, 2**20])))
+    monkeypatch.setattr(leaves, "_CACHED_NBYTES", data.draw(st.sampled_from([1, 150, 2**18])))
+    each = st.tuples(NUMBERS, NUMBERS, st.integers(1, 5))  # a run of some steps
+    runs = data.draw(st.lists(each, min_size=1, max_size=12), "runs")
+    pairs = [(id, min(step, 2**63 - 9) + at) for id, step, n in runs for at in range(n)]
+    ids, steps = map(list, zip(*pairs, strict=True))
+    x = torch.arange(len(ids), dtype=torch.int16)[:, None].expand(-1, 3)
+    given = rows(ids, steps, x)
+    name = data.draw(st.sampled_from([*KINDS]), "kind")
+    kind, options = KINDS[name]
+    if "max_size" in options:
+        options = {"max_size": data.draw(st.integers(1, 50), "ring")}
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    with kind(folder / name, **options) as storage:
+        at, most = 0, options.get("max_size", 99)
+        while at < len(ids):
+            count = min(most, data.draw(st.integers(1, 30), "commit"))
+            storage.extend(given[at : at + count], ids="fresh")
+            at += count
+    numberings: tuple[Numbering, ...] = "kept", "relative"
+    for ids_are in numberings:
+        wanted = plain(folder / name, ids_are == "relative", leaf)
+        assert content_hash(folder / name, ids=ids_are) == wanted
+        with ways.switched_off("kernel"):
+            assert content_hash(folder / name, ids=ids_are) == wanted
+
+
+def test_how_rows_were_committed_is_no_content(tmp_path: Path) -> None:
+    given = rows([0, 0, 1], [0, 1, 0])
+    for name, cut in (("one", [False] * 3), ("two", [True, False, True])):
+        write(tmp_path / name, given.clone().set(CUT, torch.tensor(cut)))
+    write(tmp_path / "none", given)
+    hashes = {content_hash(tmp_path / name) for name in ("one", "two", "none")}
+    assert len(hashes) == 1
+    assert diff(tmp_path / "one", tmp_path / "two").same
+
+
+@pytest.mark.parametrize("last", [10, 13, 20, 27])
+def test_a_trajectory_goes_on_over_the_end_of_a_ring(tmp_path: Path, last: int) -> None:
+    steps = [*range(last)]
+    every = rows([4] * last, steps, torch.arange(last))
+    with MemmapStorage(tmp_path / "ring", max_size=10) as storage:
+        for at in range(0, last, 3):
+            storage.extend(every[at : at + 3])
+    write(tmp_path / "rows", every[-10:])
+    assert content_hash(tmp_path / "ring") == plain(tmp_path / "rows")
+    with ways.switched_off("kernel"):
+        assert content_hash(tmp_path / "ring") == plain(tmp_path / "rows")
 
 
 def test_formats_rings_commits_and_workers_do_not_matter(path: Path, tmp_path: Path) -> None:
@@ -306,10 +382,10 @@ def test_other_columns_and_other_makers(tmp_path: Path) -> None:
 def test_rows_of_a_ring_that_go_meanwhile(tmp_path: Path) -> None:
     with MemmapStorage(tmp_path / "ring", max_size=4) as storage:
         storage.extend(rows([0, 0, 0, 0], [0, 1, 2, 3]))
-        seen = Content(storage.reader)
+        seen = Leaves(storage.reader)
         storage.extend(rows([0], [4]))
         with pytest.raises(Overrun):
-            [*seen.packed([*storage.schema.columns])]
+            seen.hashes()
 
 
 def test_rows_that_do_not_say_which_they_are(tmp_path: Path, path: Path) -> None:

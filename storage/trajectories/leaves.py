@@ -1,0 +1,217 @@
+"""The hash of a storage's content: SHA-256 of its leaves, and of these hashes.
+
+A leaf is a stretch of the rows in their order, a few thousands of bytes to a mebibyte: the rows of
+some trajectories whose ids follow one another, or a part of a long one. Where leaves begin follows
+from ids and steps alone, so that it is the same however rows are stored, and a row that is added
+or lost changes the leaf that it belongs to, and few others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from tallyroll.storage.files.checksums import Progress
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.rows.keys import TRAJ_IDS, spell
+from tallyroll.storage.rows.reading import ReadColumn, Reading
+from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.trajectories.content import (
+    Content,
+    Numbering,
+    compared_columns,
+    expanded,
+)
+from tallyroll.storage.trajectories.kept_leaves import LEAF, KeptLeaves, UnusableLeaves
+from tallyroll.storage.trajectories.packing import Packing
+
+_MAGIC: Final = "tallyroll content 1"
+_LEAF_NBYTES: Final = 2**16
+"""Steps of a trajectory that a leaf has, in bytes. A hash costs as much as 2 KiB of rows."""
+_LEAF_IDS: Final = 2**4
+"""Ids of short trajectories that a leaf has."""
+_MOST_NBYTES: Final = 2**20
+"""The largest leaf, but for one row that is larger, and for rows that say the same step."""
+_CACHED_NBYTES: Final = 2**18
+"""Rows that are copied at a time, but for a larger leaf: they stay in the processor's cache."""
+_HASH_NBYTES: Final = 32
+
+
+def hash_of(
+    reader: Reading,
+    ids: Numbering = "kept",
+    progress: Progress | None = None,
+    kept: KeptLeaves | None = None,
+) -> str:
+    """Return one SHA-256 of the rows that a reader has at this moment; see `content_hash`.
+
+    Args:
+        reader: the reader.
+        ids: how trajectories are numbered.
+        progress: called with the number of bytes that were hashed since its last call.
+        kept: hashes of leaves that are kept, which are used and written again. Rows that changed
+            since are not noticed.
+    """
+    if not reader.initialised:
+        return hashlib.sha256(_MAGIC.encode()).hexdigest()
+    leaves = Leaves(reader, ids)
+    if kept is None:
+        hashes = leaves.hashes(progress=progress)
+    else:
+        hashes = _with(kept, leaves, progress)
+    return hashlib.sha256(about(reader.schema) + hashes.tobytes()).hexdigest()
+
+
+def about(schema: Schema) -> bytes:
+    """Return the words that the hash of the content begins with: the columns of the rows."""
+    columns = [
+        [spell(column.key), column.dtype_name, list(column.shape)]
+        for column in compared_columns(schema)
+    ]
+    return f"{_MAGIC}\n{json.dumps(columns)}\n".encode()
+
+
+def kept_of(reader: Reading, files: Format) -> KeptLeaves:
+    """Return the hashes that are kept of the storage of a reader, which lies in these files."""
+    columns = about(reader.schema)
+    return KeptLeaves(files, reader.id, columns, lambda: reader.head, reader.rewinds)
+
+
+def _with(kept: KeptLeaves, leaves: Leaves, progress: Progress | None) -> np.ndarray:
+    """Return the hashes of all leaves, of which some are kept; keep the others, too."""
+    lines = leaves.lines()
+    known = np.zeros(len(lines), np.bool_)
+    with contextlib.suppress(UnusableLeaves):  # the rows say the same; `verify` reports it
+        if (found := kept.read()) is not None:
+            known = kept.fill(lines, found)
+    if len(places := np.flatnonzero(known)):
+        # Rows that other rows took the place of, and that no writer said so of.
+        newest = places[[lines["newest"][places].argmax()]]
+        if leaves.hashes(newest).tobytes() != lines["sha256"][newest].tobytes():
+            known[:] = False
+    if progress is not None:
+        progress(int(lines["rows"][known].sum()) * leaves.reader.schema.row_nbytes)
+    others = np.flatnonzero(~known)
+    if len(others):
+        lines["sha256"][others] = leaves.hashes(others, progress)
+    if len(others) or kept.seen != leaves.content.span.stop:
+        kept.write(lines, leaves.content.span.stop)
+    return lines["sha256"]
+
+
+class Leaves:
+    """The leaves of the rows that a reader has at this moment; raises as `Content` does.
+
+    A leaf ends where ids come to another multiple of a number, or steps to one of another number.
+    Both are powers of two that follow from the bytes of a row.
+    """
+
+    def __init__(self, reader: Reading, ids: Numbering = "kept") -> None:
+        columns = compared_columns(reader.schema)
+        self._row_nbytes = sum(column.row_nbytes for column in columns)
+        shift = max(1, _LEAF_NBYTES // self._row_nbytes).bit_length() - 1
+        self.reader, self.content = reader, Content(reader, ids, shift)
+        numbers, steps = self.content.run_ids, self.content.run_steps
+        apart = (numbers[1:] ^ numbers[:-1]) >> min(shift, _LEAF_IDS.bit_length() - 1)
+        apart |= (steps[1:] ^ steps[:-1]) >> shift
+        end = [len(numbers)] if len(numbers) else []
+        bounds = np.concatenate(([0], np.flatnonzero(apart) + 1, end)).astype(np.int64)
+        self.starts, self.runs = bounds[:-1], np.diff(bounds)
+        """The first run of each leaf, and how many it has, int64 [leaves]."""
+        self._columns = [(self._column(each), each.row_nbytes) for each in columns]
+
+    def _column(self, column: Column) -> ReadColumn:
+        content = self.content
+        if not content.relative or column.key != TRAJ_IDS:
+            return self.reader.column(column.key)
+        return _Renumbered(self.reader, content.rows, content.ids.astype(column.numpy_dtype))
+
+    def lines(self) -> np.ndarray:
+        """Return the leaves [n] of `LEAF`, without their hashes."""
+        lines = np.zeros(len(self.starts), LEAF)
+        if len(lines):
+            rows, counts = self.content.run_rows, self.content.run_counts
+            last = rows + counts - 1
+            lines["first"], lines["last"] = rows[self.starts], last[self.starts + self.runs - 1]
+            lines["newest"] = np.maximum.reduceat(last, self.starts)
+            lines["rows"] = np.add.reduceat(counts, self.starts)
+        return lines
+
+    def hashes(
+        self, wanted: np.ndarray | None = None, progress: Progress | None = None
+    ) -> np.ndarray:
+        """Return the SHA-256 of each leaf, or of those that are ``wanted``, uint8 [leaves, 32].
+
+        Raises:
+            Overrun: a ring's writer overwrites rows while they are read.
+        """
+        starts, runs = self.starts, self.runs
+        rows, counts = self.content.run_rows, self.content.run_counts
+        if wanted is not None:
+            starts, runs = starts[wanted], runs[wanted]
+            those = expanded(starts, runs)
+            rows, counts, starts = rows[those], counts[those], np.cumsum(runs) - runs
+        if not len(starts):
+            return np.empty((0, _HASH_NBYTES), np.uint8)
+        found = b"".join(self._each(rows, counts, starts, runs, progress))
+        return np.frombuffer(found, np.uint8).reshape(-1, _HASH_NBYTES)
+
+    def _each(
+        self,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        starts: np.ndarray,
+        runs: np.ndarray,
+        progress: Progress | None,
+    ) -> Iterator[bytes]:
+        """Yield the hash of each leaf."""
+        sizes = np.add.reduceat(counts, starts)
+        ends = [0, *np.cumsum(sizes).tolist()]
+        cached, most = (max(1, n // self._row_nbytes) for n in (_CACHED_NBYTES, _MOST_NBYTES))
+        room = min(most, max(cached, int(sizes.max())), ends[-1])
+        packing, at = Packing(self.reader, self._columns, rows, counts, room), 0
+        while at < len(starts):
+            stop = max(at + 1, bisect_right(ends, ends[at] + min(cached, room)) - 1)
+            these = slice(int(starts[at]), int(starts[stop - 1] + runs[stop - 1]))
+            if ends[stop] - ends[at] > room:
+                yield self._of_large(expanded(rows[these], counts[these]))
+            else:
+                for part in packing.parts(these, runs[at:stop], ends[at : stop + 1]):
+                    yield hashlib.sha256(part).digest()
+            self.content.check()
+            if progress is not None:
+                progress((ends[stop] - ends[at]) * self.reader.schema.row_nbytes)
+            at = stop
+
+    def _of_large(self, rows: np.ndarray) -> bytes:
+        """Return the hash of a leaf that is read in parts."""
+        found = hashlib.sha256()
+        for column, size in self._columns:
+            step = max(1, _CACHED_NBYTES // size)
+            for at in range(0, len(rows), step):
+                values = np.ascontiguousarray(column.take(rows[at : at + step]))
+                found.update(values.reshape(-1).view(np.uint8).data)
+        return found.digest()
+
+
+class _Renumbered:
+    """The ids of rows, numbered otherwise."""
+
+    def __init__(self, reader: Reading, rows: np.ndarray, ids: np.ndarray) -> None:
+        self._reader, slots = reader, reader.slots_of(rows)
+        self.array = np.zeros(int(slots.max(initial=-1)) + 1, ids.dtype)
+        self.array[slots] = ids
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Implement `ReadColumn.take`."""
+        return np.take(self.array, self._reader.slots_of(rows), out=out)
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        """Implement `ReadColumn.slice`."""
+        return self.take(np.arange(start, stop))
