@@ -34,6 +34,7 @@ class Stepper:
         rename: other names for columns, old name -> new name.
         make: makes it again with seeds, where it takes them only then.
         draw: draws contexts, where it declares any.
+        draws_later: a collector will say how they are drawn.
 
     Raises:
         ArgumentError: the system declares what cannot be, or lacks what it needs.
@@ -47,10 +48,11 @@ class Stepper:
         rename: Rename | None = None,
         make: Make | None = None,
         draw: Draw | None = None,
+        draws_later: bool = False,
     ) -> None:
         require_consistent(system.declares)
         self.system = system
-        self.contexts = Contexts(system, draw)
+        self.contexts = Contexts(system, draw, later=draws_later)
         self.restarts = Restarts(make, self.contexts)
         self._names = renamed(system.columns, rename or {})
         d = system.declares
