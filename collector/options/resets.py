@@ -91,12 +91,12 @@ class Resets(OptionObject):
     seeds: bool = field(default=False, metadata={"check": flag, "keyword": "reset_seeds"})
 
     @property
-    def vary(self) -> bool:
+    def draws(self) -> bool:
         """True if there is anything to draw."""
         return self.seeds or self.sampler is not None
 
     @property
-    def varies(self) -> bool:
+    def options_vary(self) -> bool:
         """True if options may differ from reset to reset."""
         if self.sampler is None or callable(self.sampler):
             return self.sampler is not None

@@ -15,7 +15,7 @@ def give_resets(env: EnvBase, resets: Resets) -> None:
         EnvironmentRefused: its resets take no such thing; says why, and the way out.
         ArgumentError: it takes other contexts.
     """
-    if not resets.vary:
+    if not resets.draws:
         return
     base = system_of(env)
     if base is None:

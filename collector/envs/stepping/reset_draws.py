@@ -57,7 +57,7 @@ class ResetDraws:
                 f"declares, got {sorted(self._names)}"
             )
         others = sorted(self._names - {*self._dtypes})
-        if others and not self._resets.seeds and self._resets.varies:
+        if others and not self._resets.seeds and self._resets.options_vary:
             raise ArgumentError(
                 f"reset_sampler: expected numbers, which become columns, got {others}; other "
                 "options are drawn again from the seed of the reset: add seeds=True"
