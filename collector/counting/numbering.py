@@ -1,6 +1,7 @@
 """Numbering: trajectory ids, steps within a trajectory, and the seeds of lanes. Pure."""
 
 import itertools
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from tallyroll.storage.trajectories.by_lane import LaneOrder
 Int64 = NDArray[np.int64]
 
 SEED_MASK = 0x7FFF_FFFF
-_BLOCK = 64
+RESETS_DRAWN = 64
 """Seeds of a lane's resets that are drawn together."""
 
 
@@ -48,26 +49,14 @@ def _seeds(seed: int, lane: int, incarnation: int) -> Iterator[int]:
         yield int(sequence.generate_state(words, np.uint32)[-1]) & SEED_MASK
 
 
-class ResetSeeds:
-    """Seeds of a lane's resets in one of its starts: that of its first trajectory, and so on.
+def reset_seeds(seed: int, lane: int, incarnation: int, block: int) -> Iterator[int]:
+    """Seeds of `RESETS_DRAWN` resets of a lane in one of its starts, whatever other lanes have.
 
-    The k-th is a word of the ``k // 64``-th of the lane's sequences, whatever other lanes have.
+    That of its k-th trajectory is in the block ``k // RESETS_DRAWN``.
     """
-
-    __slots__ = ("_block", "_key", "_seed", "_words")
-
-    def __init__(self, seed: int, lane: int, incarnation: int) -> None:
-        self._seed, self._key, self._block = seed, (lane, incarnation), 0
-        self._words: Iterator[int] = iter(())
-
-    def __next__(self) -> int:
-        for word in self._words:
-            return int(word)
-        key = (*self._key, self._block)
-        sequence = np.random.SeedSequence(self._seed, spawn_key=key)
-        words = sequence.generate_state(_BLOCK, np.uint32) & np.uint32(SEED_MASK)
-        self._block, self._words = self._block + 1, iter(words)
-        return next(self)
+    sequence = np.random.SeedSequence(seed, spawn_key=(lane, incarnation, block))
+    words = sequence.generate_state(RESETS_DRAWN, np.uint32) & np.uint32(SEED_MASK)
+    return iter(array("q", words.tolist()))
 
 
 def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.random.SeedSequence:

@@ -15,9 +15,11 @@ def give_resets(env: EnvBase, resets: Resets) -> None:
         EnvironmentRefused: its resets take no such thing; says why, and the way out.
         ArgumentError: it takes other contexts.
     """
+    base = system_of(env)
+    if base is not None:
+        base.stepper.contexts.leave(base.system)
     if not resets.draws:
         return
-    base = system_of(env)
     if base is None:
         raise EnvironmentRefused(
             f"resets: {type(env).__name__} is an environment of TorchRL's, whose lanes take no "

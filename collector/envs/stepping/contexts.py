@@ -40,6 +40,11 @@ class Contexts:
         self.resets: ResetDraws | None = None
         """Draws of a collector's ``resets``; None: there are none."""
 
+    def leave(self, system: System) -> None:
+        """Draw no more as an earlier collector wanted it."""
+        if self.resets is not None:
+            self.resets = system.next_seeds = system.next_options = None
+
     def take(self, resets: ResetDraws) -> None:
         """Draw by ``resets`` of a collector from now on.
 

@@ -1,12 +1,12 @@
 """Seeds, options and contexts of resets, drawn one ahead, a lane each, and those under way."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.counting.numbering import ResetSeeds
+from tallyroll.collector.counting.numbering import reset_seeds
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options.resets import Resets, number_of, other_of
@@ -68,9 +68,13 @@ class ResetDraws:
 
         Returns their seeds; none where they are not given any.
         """
-        self._words = [ResetSeeds(seed, lane, incarnation) for lane in lanes]
+        self._keys = [(seed, lane, incarnation) for lane in lanes]
+        self._blocks = [0] * self._lanes
+        self._words: list[Iterator[int]] = [iter(())] * self._lanes
         for lane in range(self._lanes):
-            self._draw(lane)
+            self._seeds[lane] = self._further(lane)
+            if self._draws_options:
+                self._draw(lane)
         return self._seeds.tolist() if self._resets.seeds else []
 
     @property
@@ -81,6 +85,7 @@ class ResetDraws:
     def give(self, system: System) -> None:
         """Let ``system`` read what its next resets are given."""
         system.next_seeds = self.seeds
+        system.next_options = None
         if self._context:
             system.next_context = self._next
         elif self._draws_options:
@@ -89,21 +94,27 @@ class ResetDraws:
     def begun(self, lanes: NDArray[Any]) -> None:
         """Note that trajectories of ``lanes``, a mask or numbers, have begun, and draw the next."""
         at = lanes.nonzero()[0] if lanes.dtype == np.bool_ else lanes
-        seeds, now, draw, options = self._seeds, self._now_seed, self._draw, self._draws_options
+        seeds, words = self._seeds, self._words
+        self._now_seed[at] = seeds[at]
+        for name, values in self._next.items():
+            self._now[name][at] = values[at]
         for lane in at.tolist():
-            now[lane] = seeds[lane]
-            if options:
-                for name, values in self._next.items():
-                    self._now[name][lane] = values[lane]
-            draw(lane)
+            seed = next(words[lane], -1)
+            seeds[lane] = self._further(lane) if seed < 0 else seed
+            if self._draws_options:
+                self._draw(lane)
         if self.told is not None and len(at):
             self.told(at)
 
+    def _further(self, lane: int) -> int:
+        """Draw more seeds for a lane, and return the first of them."""
+        words = self._words[lane] = reset_seeds(*self._keys[lane], self._blocks[lane])
+        self._blocks[lane] += 1
+        return next(words)
+
     def _draw(self, lane: int) -> None:
-        seed = self._seeds[lane] = next(self._words[lane])
-        if not self._draws_options:
-            return
-        drawn = self._resets.options_of(seed)
+        """Draw the options that go with a lane's next seed."""
+        drawn = self._resets.options_of(self._seeds[lane])
         if drawn.keys() != self._names:
             raise ArgumentError(
                 f"reset_sampler: expected the options {sorted(self._names)}, as at first, got "

@@ -74,7 +74,7 @@ class Stepper:
         self.results = Results(self.system, self.observation_keys)
         finish = FINISH.get(d.at_end)
         self._finish = None if finish is None else partial(finish, self)
-        self._follow_resets(bool(d.context))
+        self._follow_resets(bool(d.context) or d.reset_seeds or d.options)
 
     def _follow_resets(self, on: bool) -> None:
         """Follow which lanes wait for a reset slot, where there are any, from now on."""
@@ -168,7 +168,8 @@ class Stepper:
         assert put is not None, "writes_to has chosen it"
         board, finish, array, row = cursor.board, self._finish, np.ndarray, rows[0]
         table = put.args[0] if at_once else None
-        beside = self.declares.at_end == "first" and not self.declares.context
+        draws = bool(self.declares.context) or self.contexts.resets is not None
+        beside = self.declares.at_end == "first" and not draws
 
         def step() -> None:
             cursor.at = at

@@ -27,7 +27,9 @@ from tallyroll.collector.envs.gymnasium.given_resets import takes_resets
 from tallyroll.collector.envs.gymnasium.vector_rules import VectorRules
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.options.draws import parsed
-from tallyroll.storage import StorageError
+from tallyroll.storage import StorageError, ways
+
+from collect_kit import assert_same
 
 GRAVITY = Resets(sampler={"gravity": uniform(-15, -5)})
 SEEDS = Resets(seeds=True)
@@ -180,8 +182,9 @@ class Cloud(System):
         self._seen = np.zeros((lanes, 4), np.float32)
 
     def _begin(self, lanes: Any) -> None:
-        self._seen[lanes, :2] = self.next_context["wind"][lanes]
-        self._seen[lanes, 2] = self.next_context["rain"][lanes]
+        if self.declares.context:
+            self._seen[lanes, :2] = self.next_context["wind"][lanes]
+            self._seen[lanes, 2] = self.next_context["rain"][lanes]
         self._seen[lanes, 3] = 0
         if self.next_seeds is not None:
             self._seen[lanes, 3] = self.next_seeds[lanes] % 1000 * 1000
@@ -192,13 +195,24 @@ class Cloud(System):
         return [self._seen]
 
     def step(self, action: Any, lanes: Any = None) -> Step:
-        """End after three steps."""
+        """End after three steps; where ends are reset slots, begin in the step after."""
+        if self.declares.at_end == "reset_slot":
+            return self._step_or_begin()
         self._seen[:, 3] += 1
         final, over = self._seen.copy(), self._seen[:, 3] % 1000 == 3
         if over.any():
             self._begin(over)
         cut = np.zeros_like(over)
         return Step([self._seen], [cut * 1.0], over, cut, final=[final])
+
+    def _step_or_begin(self) -> Step:
+        begins = self._seen[:, 3] % 1000 == 3
+        self._seen[~begins, 3] += 1
+        if begins.any():
+            self._begin(begins)
+        over = self._seen[:, 3] % 1000 == 3
+        cut = np.zeros_like(over)
+        return Step([self._seen], [cut * 1.0], over, cut)
 
 
 WIND: Mapping[str, Any] = {"wind": [1, 0.1], "rain": uniform(0, 1)}
@@ -275,6 +289,33 @@ def test_a_system_that_resets_itself_gets_what_was_drawn_ahead(how: dict[str, An
     assert (own["reset_seed"] % 1000 * 1000 + own["step"] == seen[:, 3]).all()
     assert own["step"].max() == steps - 1
     assert len(own["context", "rain"].unique()) == len(own["traj_ids"].unique()) > 9
+
+
+@pytest.mark.parametrize(
+    "ends", [{}, {"at_end": "reset_slot", "finals": "returned"}], ids=["first", "reset_slot"]
+)
+@pytest.mark.parametrize("context", [{}, None], ids=["seeds", "contexts"])
+def test_each_end_of_a_system_takes_what_was_drawn(ends: Any, context: Any) -> None:
+    """With seeds alone too, where nothing else is looked at after a step."""
+    more: dict[str, Any] = {} if context is None else {"context": context}
+    create = partial(Cloud, reset_seeds=True, **ends, **more)
+    resets = SEEDS if more else Resets(sampler=WIND, seeds=True)
+    rows = collect(create, resets)
+    own, seen = rows["collector"], rows["seen"]
+    assert (own["reset_seed"] % 1000 * 1000 + own["step"] == seen[:, 3]).all()
+    assert len(own["reset_seed"].unique()) == len(own["traj_ids"].unique()) == 10
+    with ways.switched_off(*ways.WAYS):
+        assert_same(collect(create, resets), rows)
+
+
+def test_a_later_collector_draws_nothing_of_an_earlier_one() -> None:
+    """Of the same environment, which stays its caller's."""
+    env = SystemEnv(Cloud(context={}, reset_seeds=True))
+    assert ("collector", "reset_seed") in collect(env, SEEDS).keys(True)
+    rows = collect(env, Resets())
+    assert ("collector", "reset_seed") not in rows.keys(True)
+    assert rows["seen"][:, 3].max() == 2
+    env.close()
 
 
 # --- storages, and keywords -----------------------------------------------------------------------
