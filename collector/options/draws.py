@@ -49,7 +49,7 @@ class Uniform:
 
     @property
     def spelling(self) -> str:
-        """As a call of :func:`uniform`."""
+        """Spelled as a call of :func:`uniform`."""
         return f"uniform({self.low!r}, {self.high!r})"
 
 
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def spelling(self) -> str:
-        """As a call of :func:`choice`."""
+        """Spelled as a call of :func:`choice`."""
         return f"choice({', '.join(map(json.dumps, self.values))})"
 
 
@@ -91,7 +91,7 @@ class Constant:
 
     @property
     def spelling(self) -> str:
-        """As JSON."""
+        """Spelled as JSON."""
         return json.dumps(self.value)
 
 

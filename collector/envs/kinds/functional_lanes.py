@@ -22,7 +22,7 @@ _FEW = 8
 
 
 class Drawn(NamedTuple):
-    """What next episodes begin with, ``[lane, ...]``."""
+    """Beginnings of next episodes, ``[lane, ...]``."""
 
     context: Context
     seeds: Any

@@ -1,4 +1,4 @@
-"""What next resets are given, which is drawn one ahead: contexts, seeds, options."""
+"""Contexts, seeds and options of next resets, which are drawn one ahead."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -16,7 +16,7 @@ from tallyroll.storage.rows.keys import CONTEXT, RESET_SEED, Key
 
 
 class ResetDraws:
-    """What each lane's next reset is given, and what its present trajectory began from.
+    """Draws of each lane: those of its next reset, and those that its trajectory began from.
 
     Args:
         resets: how they are drawn.
