@@ -22,10 +22,13 @@ from tallyroll.collector.evaluation.evaluating import evaluate as evaluate
 from tallyroll.collector.evaluation.reporting.report import RunsReport as RunsReport
 from tallyroll.collector.evaluation.reporting.report import report as report
 from tallyroll.collector.multiprocess import MultiprocessCollector as MultiprocessCollector
+from tallyroll.collector.options.draws import choice as choice
+from tallyroll.collector.options.draws import uniform as uniform
 from tallyroll.collector.options.objects import Checks as Checks
 from tallyroll.collector.options.objects import Columns as Columns
 from tallyroll.collector.options.objects import Devices as Devices
 from tallyroll.collector.options.objects import Layout as Layout
+from tallyroll.collector.options.resets import Resets as Resets
 from tallyroll.collector.slab.info import Info as Info
 from tallyroll.collector.sync import SyncCollector as SyncCollector
 from tallyroll.collector.workers.worker_options import Processes as Processes

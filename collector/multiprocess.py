@@ -30,6 +30,7 @@ from tallyroll.collector.options.objects import (
     Layout,
     LayoutName,
 )
+from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
 from tallyroll.collector.policies.slot_rng import width_of
@@ -141,6 +142,7 @@ class MultiprocessCollector(Collector):
         columns: Columns | None = None,
         checks: Checks | None = None,
         devices: Devices | None = None,
+        resets: Resets | None = None,
         transport: TransportName = "process",
         processes: Processes | None = None,
         supervision: Supervision | None = None,

@@ -32,6 +32,7 @@ from tallyroll.collector.options.objects import (
     LayoutName,
     MoreOptions,
 )
+from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.policies.policy import Policy, PolicyFn
 from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.rollout.slab_plan import make_driver, plan_slab
@@ -108,6 +109,7 @@ class SyncCollector(Collector):
         columns: infos that become columns, other names, ticks, large rows; see :class:`Columns`.
         checks: values outside their spaces, what final observations are; see :class:`Checks`.
         devices: of policy, environment and batches, where they differ; see :class:`Devices`.
+        resets: seeds and options that each episode begins with, as columns; see :class:`Resets`.
         more: the fields of these objects as keywords: ``frame_skip=4``, ``policy_device="cuda"``.
             What an object says too is refused.
 
@@ -141,6 +143,7 @@ class SyncCollector(Collector):
         columns: Columns | None = None,
         checks: Checks | None = None,
         devices: Devices | None = None,
+        resets: Resets | None = None,
         **more: Unpack[MoreOptions],
     ) -> None:
         options = Options.of(locals())

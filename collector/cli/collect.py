@@ -27,6 +27,9 @@ from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_outpu
 from tallyroll.collector.cli.progress import Display, shown_progress
 from tallyroll.collector.envs import registry
 from tallyroll.collector.multiprocess import MultiprocessCollector
+from tallyroll.collector.options.draws import Draw
+from tallyroll.collector.options.draws import parsed as parsed_draw
+from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
 from tallyroll.collector.workers.unblocked_output import (
@@ -266,6 +269,7 @@ class CollectRun:
             "num_envs": plan.lanes,
             "info_keys": tuple(parsed(each) for each in plan.info_keys or ()),
             "rename": dict(each.rsplit("=", 1) for each in plan.rename or ()),
+            "resets": Resets(sampler=_sampler(plan.reset), seeds=plan.reset_seeds or False),
         }
         same = ["env_kwargs", "seed", "max_frames_per_traj", "frame_skip", "validate", "finals"]
         if plan.workers:
@@ -441,6 +445,12 @@ def wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
     return None
 
 
+def _sampler(resets: list[str] | None) -> dict[str, Draw] | None:
+    """How options of resets are drawn, by name."""
+    pairs = [each.split("=", 1) for each in resets or ()]
+    return {name: parsed_draw(text) for name, text in pairs} or None
+
+
 def default_batch(plan: Plan, ring: int = 0) -> int:
     """Transitions a commit: 64 a lane, within bounds, a multiple of the lanes."""
     lanes = plan.lanes
@@ -463,6 +473,9 @@ def run(args: argparse.Namespace) -> int:
     old = [each.rpartition("=")[0] for each in args.rename or ()]
     if twice := [name for name in old if old.count(name) > 1]:
         args.usage_error(f"--rename: {twice[0]} is given two new names; give one")
+    options = [each.partition("=")[0] for each in args.reset or ()]
+    if twice := [name for name in options if options.count(name) > 1]:
+        args.usage_error(f"--reset: {twice[0]} is given twice; give it once")
     # What a resumed run leaves out stands in its manifest.
     if not args.resume and (wrong := wrong_workers(Plan.of(args), args)):
         args.usage_error(wrong)

@@ -169,6 +169,20 @@ def _rename(text: str) -> str:
     return text
 
 
+def _reset(text: str) -> str:
+    from tallyroll.collector.errors import ArgumentError
+    from tallyroll.collector.options.draws import parsed  # torch takes seconds, and --help none
+
+    name, equals, draw = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        parsed(draw)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def _infos(text: str) -> list[str]:
     from tallyroll.collector.errors import ArgumentError
     from tallyroll.collector.slab.info import parsed  # torch takes seconds, and --help none
@@ -238,6 +252,11 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "NAME:DTYPE=FILL if some steps lack the entry"),
     "--rename": (_rename, "OLD=NEW",
         "new name for a column whose name collides; may be given several times"),
+    "--reset": (_reset, "NAME=VALUE",
+        "an option that each reset is given: uniform(LOW, HIGH), choice(A, B), or a JSON value; "
+        "numbers become columns collector/context/NAME; may be given several times"),
+    "--reset-seeds": (None, "",
+        "each reset is given a seed of its own, the column collector/reset_seed"),
     "--workers": (_count, "W",
         "number of processes (see --transport) that step the lanes, for costly environments "
         "(default: 0, the command's own process)"),
@@ -395,7 +414,8 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("environment and policy", texts.COLLECT_SOURCE)
     _add(source, "--num-envs", "--seed", "--policy", "--env-kwargs", "--max-frames-per-traj")
     _add(source, "--frame-skip", "--info-keys")
-    _add(source, "--rename", action="append")
+    _add(source, "--rename", "--reset", action="append")
+    _add(source, "--reset-seeds", default=None)
     workers = parser.add_argument_group("workers", texts.COLLECT_WORKERS)
     _add(workers, "--workers", "--mode", "--transport", "--respawns", "--step-timeout")
     storage = parser.add_argument_group("storage", texts.COLLECT_STORAGE)
@@ -427,7 +447,7 @@ def _add(group: Any, *names: str, **more: Any) -> None:
     for name in names:
         kind, metavar, text = _OPTIONS[name]
         if kind is None:
-            group.add_argument(name, action="store_true", help=text)
+            group.add_argument(name, action="store_true", help=text, **more)
         elif isinstance(kind, tuple):
             group.add_argument(name, choices=kind, help=text, **more)
         else:

@@ -47,6 +47,8 @@ class Plan:
     info_keys: list[str] | None = None
     finals: str | None = None
     rename: list[str] | None = None
+    reset: list[str] | None = None
+    reset_seeds: bool | None = None
     workers: int | None = None
     mode: str | None = None
     transport: str | None = None
@@ -76,6 +78,7 @@ class Plan:
             "episodes": call.get("total_episodes"),
             "workers": call.get("num_workers"),
             "policy": None,  # the call says its class, and not where that is
+            **_resets_of(part(call, "resets")),
         }
         command = {"num_envs": run.get("lanes"), **command}
         names = {each.name for each in fields(cls)}
@@ -108,11 +111,22 @@ class Plan:
         for name, value in self.as_dict().items():
             if name == "env":
                 words.append(value)
-            elif name == "rename":
-                words += [word for each in value for word in ("--rename", each)]
+            elif name in ("rename", "reset"):
+                words += [word for each in value for word in (f"--{name}", each)]
+            elif value is True:
+                words.append("--" + name.replace("_", "-"))
             else:
                 words += ["--" + name.replace("_", "-"), _word(value)]
         return pasteable(shlex.join([*words, "--out", out, *options]))
+
+
+def _resets_of(resets: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a command for the resets of a call; a function is none of them."""
+    sampler = part(resets, "sampler")
+    found: dict[str, Any] = {"reset": [f"{name}={text}" for name, text in sampler.items()]}
+    return {name: value for name, value in found.items() if value} | (
+        {"reset_seeds": True} if resets.get("seeds") is True else {}
+    )
 
 
 _MAY_BE_0 = ("seed", "workers", "respawns")
@@ -124,7 +138,7 @@ _KINDS = {
 
 def _may_be(name: str, value: Any) -> bool:
     if not isinstance(value, _KINDS[name]) or isinstance(value, bool):
-        return False
+        return value is True and bool in _KINDS[name]
     if isinstance(value, float):
         return 0 < value < math.inf
     if isinstance(value, str):

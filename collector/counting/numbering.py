@@ -1,6 +1,7 @@
 """Numbering: trajectory ids, steps within a trajectory, and the seeds of lanes. Pure."""
 
 import itertools
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from tallyroll.storage.trajectories.by_lane import LaneOrder
 Int64 = NDArray[np.int64]
 
 SEED_MASK = 0x7FFF_FFFF
+RESETS_DRAWN = 64
+"""Seeds of a lane's resets that are drawn together."""
 
 
 def lane_seed(seed: int, lane: int, incarnation: int) -> int:
@@ -44,6 +47,16 @@ def _seeds(seed: int, lane: int, incarnation: int) -> Iterator[int]:
     sequence = np.random.SeedSequence(seed, spawn_key=(lane, incarnation))
     for words in itertools.count(1):
         yield int(sequence.generate_state(words, np.uint32)[-1]) & SEED_MASK
+
+
+def reset_seeds(seed: int, lane: int, incarnation: int, block: int) -> Iterator[int]:
+    """Seeds of `RESETS_DRAWN` resets of a lane in one of its starts, whatever other lanes have.
+
+    That of its k-th trajectory is in the block ``k // RESETS_DRAWN``.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(lane, incarnation, block))
+    words = sequence.generate_state(RESETS_DRAWN, np.uint32) & np.uint32(SEED_MASK)
+    return iter(array("q", words.tolist()))
 
 
 def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.random.SeedSequence:

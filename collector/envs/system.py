@@ -66,6 +66,10 @@ class Declares:
     a run is repeated by as many lanes and the same actions only."""
     context: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Parameters of the task that a reset takes beside a seed, one value a lane."""
+    reset_seeds: bool = False
+    """True if each reset of a lane takes `System.next_seeds`, where these are not None."""
+    options: bool = False
+    """True if each reset of a lane takes `System.next_options`, where these are not None."""
     parts: bool = False
     """True if ``step`` takes ``lanes`` and steps those alone."""
     arrivals: int = 0
@@ -202,6 +206,10 @@ class System(ABC):
 
     The system reads a lane's at its next reset, after which the driver draws others. Copy values
     to keep them."""
+    next_seeds: NDArray[np.int64] | None = None
+    """Seeds ``[lane]`` of the next resets, read then as contexts are; None: they have none."""
+    next_options: Sequence[Mapping[str, Any]] | None = None
+    """``options`` of each lane's next reset, read then as contexts are; None: it has none."""
     stepped_by: Decision = Decision("system")
     """The way its lanes are stepped; for `RunPlan.steps`."""
     lent: Decision = Decision("copied", "the system returns arrays of its own")
@@ -216,6 +224,12 @@ class System(ABC):
     The driver sets it for steps that fill a slab, and only if there may be work."""
     forgets_resets: bool = False
     """True if a lane that ended and was reset may reset itself again in the next step."""
+    why_no_resets: str = "the system declares neither reset_seeds nor options"
+    """The reason that resets take no seeds or options, for messages."""
+    names_contexts: ClassVar[bool] = False
+    """True if :meth:`make` takes ``context``, the names of contexts to declare."""
+    kept_options: frozenset[str] = frozenset()
+    """Names of options that the system needs for itself."""
     first_lane: int = 0
     """The number of the first lane in a run, for messages."""
 

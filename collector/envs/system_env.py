@@ -42,6 +42,7 @@ class SystemEnv(EnvBase):
         make: makes it again with seeds, where it takes them only then.
         draw: draws contexts, from a generator of each lane; one a lane ahead, for some systems
             reset within their step. Needed where the system declares a context.
+        draws_later: a collector draws them, by its ``resets``.
 
     Raises:
         ArgumentError: the system declares what cannot be, or lacks what it needs.
@@ -58,8 +59,9 @@ class SystemEnv(EnvBase):
         rename: Rename | None = None,
         make: Make | None = None,
         draw: Draw | None = None,
+        draws_later: bool = False,
     ) -> None:
-        stepper = Stepper(system, rename=rename, make=make, draw=draw)
+        stepper = Stepper(system, rename=rename, make=make, draw=draw, draws_later=draws_later)
         d = stepper.declares
         super().__init__(device=torch.device(d.device), batch_size=torch.Size([d.lanes]))
         self.is_closed = False

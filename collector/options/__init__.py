@@ -30,6 +30,7 @@ from tallyroll.collector.options.objects import (
     keywords_of,
     object_of,
 )
+from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.slab.info import Info, infos_of
 from tallyroll.collector.slab.names import checked_rename, split
 from tallyroll.storage.rows.keys import Key
@@ -68,6 +69,7 @@ class Options:
     columns: Columns
     checks: Checks
     devices: Devices
+    resets: Resets
 
     # What follows from these.
     policy_device: torch.device | None = field(init=False)

@@ -18,6 +18,7 @@ from tallyroll.collector.options.checks import (
     refuse_unknown,
     tick_count,
 )
+from tallyroll.collector.options.draws import Sampler
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Rename
 
@@ -247,3 +248,5 @@ class MoreOptions(TypedDict, total=False):
     storing_device: DeviceLike
     split_trajs: bool
     set_truncated: bool
+    reset_sampler: Sampler | None
+    reset_seeds: bool

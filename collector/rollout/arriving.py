@@ -11,6 +11,7 @@ from tallyroll.collector.envs.stepping.ends import put_finals
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.rollout.lanes import Account, Lanes
+from tallyroll.collector.rollout.reset_columns import ResetColumns
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Array, Slab
@@ -65,6 +66,7 @@ class ArrivingLanes(Lanes):
         """Lanes that wait for an action, in the order of their arrival."""
         self._arrived = np.zeros(slab.slots, np.bool_)
         """Slots in which lanes came back; in the others some were only sent off."""
+        self._resets = ResetColumns.of(env, slab, self._cursor)
         self._executed = np.zeros((slab.slots, slab.lanes), np.bool_)
 
     def begin(self, at: int, first: TensorDictBase) -> None:
@@ -174,6 +176,8 @@ class ArrivingLanes(Lanes):
         for key, waiting in self._waiting.items():
             slab.array(key)[at] = waiting[lanes]
         cursor.at = at
+        if self._resets is not None:
+            self._resets.put(at, lanes)
         ended = self._put(out, self._pending[lanes])
         self._executed[at] = ~self._pending[lanes]
         seen = self._following(lanes, ended, out)

@@ -12,6 +12,7 @@ from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.envs.driven.step_then_reset import way_of
 from tallyroll.collector.policies.random_actions import action_keys
 from tallyroll.collector.rollout.lanes import Lanes, changed
+from tallyroll.collector.rollout.reset_columns import ResetColumns
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, VALID, Key, as_key
@@ -38,9 +39,11 @@ class CopiedLanes(Lanes):
             key: (column[:, 0] if self._squeeze else column).unbind(0)
             for key, column in slab.columns.items()
         }
+        self._resets = ResetColumns.of(env, slab)
+        own = {NEXT_VALID} if self._resets is None else {NEXT_VALID, *self._resets.keys}
         self._actions = action_keys(env)
         items = [(key, key, v) for key, v in self._views.items() if key not in self._actions]
-        items = [item for item in items if item[0] not in extra and item[0] != NEXT_VALID]
+        items = [item for item in items if item[0] not in extra and item[0] not in own]
         self._before = [item for item in items if item[0][0] != NEXT]
         self._after = [item for item in items if item[0][0] == NEXT]
         if NEXT_VALID in self._views:
@@ -107,6 +110,8 @@ class CopiedLanes(Lanes):
             # A step may write its results to the memory of its input, and a reset to the memory
             # of the step's results: each is copied before.
             _copy(td, self._before, at)
+            if self._resets is not None:
+                self._resets.put(at)
             try:
                 td, following = self._way(td, partial(_copy, views=self._after, at=at))
             except BaseException as error:

@@ -19,6 +19,7 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
+from tallyroll.collector.rollout.reset_columns import ResetColumns
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.slab.slab import Cursor, Slab, SlabColumn
@@ -145,6 +146,7 @@ class SystemLanes(Lanes):
         self._steps: list[Callable[[], None] | None] = [None] * slab.slots
         """A function for each slot that was stepped with views of it."""
         self._tds: list[TensorDictBase] = []
+        self._resets = ResetColumns.of(env, slab, self.cursor)
         self.all_are_transitions = not stepper.declares.has_reset_slots
         if not self.all_are_transitions:
             self.pending = np.zeros(self.lanes, np.bool_)
@@ -171,6 +173,8 @@ class SystemLanes(Lanes):
     def step(self, start: int, stop: int) -> None:
         """Step through slots ``[start, stop)``, whose actions are there."""
         cursor, system = self.cursor, self.stepper.system
+        if self._resets is not None:
+            self._resets.fill(start, stop)
         system.while_waiting = cursor.while_waiting
         try:
             if not self._by_views:
@@ -192,6 +196,8 @@ class SystemLanes(Lanes):
     def step_part(self, at: int, lanes: int) -> None:
         """Step the first ``lanes`` lanes only, in one slot."""
         self.cursor.at = at
+        if self._resets is not None:
+            self._resets.fill(at, at + 1)
         try:
             self.stepper.step_part(self.cursor, lanes)
         except BaseException as error:

@@ -172,6 +172,7 @@ def plan_slab(
         require_masks(env)
     require_names_of(env, written=extra)
     layout = in_place_layout(env) if in_place else copied_layout(env)
+    layout |= reset_layout(env)
     _require_values(layout, SpaceError, "the environment")
     _require_values(extra, PolicyError, "the policy")
     dims = _batch_dims(env, layout, policy)
@@ -264,6 +265,13 @@ def in_place_layout(env: SystemEnv) -> dict[Key, SlabColumn]:
     if NEXT_VALID in map(as_key, env.observation_spec.keys(True, True)):
         layout[NEXT_VALID] = SlabColumn(torch.bool, ())
     return layout
+
+
+def reset_layout(env: EnvBase) -> dict[Key, SlabColumn]:
+    """Columns of what each trajectory began from, where resets are given anything."""
+    base = system_of(env)
+    resets = None if base is None else base.stepper.contexts.resets
+    return {} if resets is None else resets.layout
 
 
 def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:

@@ -28,6 +28,8 @@ LANE: Final[Key] = (COLLECTOR, "lane")
 POLICY_VERSION: Final[Key] = (COLLECTOR, "policy_version")
 NEXT_VALID: Final[Key] = (COLLECTOR, "next_valid")
 VALID: Final[Key] = (COLLECTOR, "valid")
+RESET_SEED: Final[Key] = (COLLECTOR, "reset_seed")
+CONTEXT: Final[Key] = (COLLECTOR, "context")
 CUT: Final[Key] = (COLLECTOR, "cut")
 MASK: Final[Key] = (COLLECTOR, "mask")
 

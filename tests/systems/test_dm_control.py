@@ -14,9 +14,10 @@ import pytest
 import torch
 from dm_control import suite
 from dm_env import specs
+from reset_kit import trajectories
 from tensordict import TensorDictBase
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.systems.dm_control import DmControlSystem
@@ -32,6 +33,27 @@ from tallyroll.storage import open_storage, verify
 
 SHORT = {"task_kwargs": {"time_limit": 0.15}}  # 15 steps of cartpole
 BALANCE = {"num_envs": 3, "env_kwargs": SHORT, "frames_per_batch": 40}
+
+
+def test_each_episode_by_hand_from_its_seed() -> None:
+    with SyncCollector(
+        "dm_control:cartpole-balance",
+        total_frames=120,
+        seed=0,
+        resets=Resets(seeds=True),
+        **BALANCE,
+    ) as collector:
+        rows = torch.cat([batch.clone() for batch in collector])
+    found = trajectories(rows)
+    for part in found:
+        env = suite.load("cartpole", "balance", task_kwargs=SHORT["task_kwargs"])
+        env.task.random.seed(int(part["collector", "reset_seed"][0]))
+        seen = env.reset().observation
+        for row in part:
+            assert np.array_equal(row["position"], seen["position"])
+            seen = env.step(row["action"].numpy()).observation
+            assert np.array_equal(row["next", "velocity"], seen["velocity"])
+    assert len(found) > 6
 
 
 class Chain(dm_env.Environment):

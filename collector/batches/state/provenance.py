@@ -23,6 +23,7 @@ def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) ->
         "finals": options.checks.finals,
         "info_keys": [str(info) for info in options.info_keys],
         "rename": spelled_rename(options.rename),
+        **({"resets": options.resets.described()} if options.resets.draws else {}),
         **more,
     }
     return {name: value for name, value in kept.items() if value != []}

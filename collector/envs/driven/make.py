@@ -169,10 +169,13 @@ def _by_name(name: str, options: Options) -> Made:
         env = of_gymnasium.from_id(name, options)
     else:
         kind, of_kind = found
+        more: dict[str, Any] = {}
+        if kind.names_contexts and options.resets.sampler is not None:
+            more["context"] = sorted(options.resets.options_of(0))
 
         def make(seeds: Sequence[int] | None) -> Any:
             try:
-                return kind.make(of_kind, options.num_envs or 1, seeds, **kwargs)
+                return kind.make(of_kind, options.num_envs or 1, seeds, **kwargs, **more)
             except TypeError as error:
                 raise ArgumentError(f"cannot make {name!r} with {kwargs}: {error}") from error
 
@@ -196,7 +199,12 @@ def _over(system: System, options: Options, make: Make | None) -> SystemEnv:
         made.keep_infos(infos)
         return made
 
-    env = SystemEnv(system, rename=options.rename, make=again if keeps and make else make)
+    env = SystemEnv(
+        system,
+        rename=options.rename,
+        make=again if keeps and make else make,
+        draws_later=options.resets.sampler is not None,
+    )
     if not keeps:
         _with_names(env, infos, {})
     return env

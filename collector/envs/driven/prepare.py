@@ -10,6 +10,7 @@ from torchrl.envs import Compose, EnvBase, InitTracker, StepCounter, Transformed
 from torchrl.modules import set_exploration_modules_spec_from_env
 
 from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs.driven.resets import give_resets
 from tallyroll.collector.envs.driven.traits import can_step_part, chain, runs_on_cpu, system_of
 from tallyroll.collector.envs.probes.known_faults import refuse_known_faults
 from tallyroll.collector.envs.probes.probe import refuse_reused
@@ -24,6 +25,7 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
     Raises:
         ArgumentError, EnvironmentRefused: it cannot be driven as ``options`` want it.
     """
+    give_resets(env, options.resets)
     if options.layout.name != "torchrl":  # there what TorchRL does is what is wanted, and is said
         refuse_known_faults(env, options.max_frames_per_traj, options.checks.finals == "lost")
     device = options.env_device or (None if runs_on_cpu(env) else options.device)
@@ -83,6 +85,10 @@ def seed_env(
     base = system_of(env)
     if base is not None:
         base.system.first_lane = lanes[0]
+        resets = base.stepper.contexts.resets
+        first = [] if resets is None else resets.seed(seed, incarnation, lanes)
+        if first:
+            return first
         if base.stepper.takes_seeds:
             base.seed_lanes(seeds)
             shared = base.system.declares.seeds == "shared"

@@ -12,6 +12,7 @@ from torchrl.data import Unbounded
 
 from tallyroll.collector.compat import OBSERVATIONS, own_observations
 from tallyroll.collector.envs.exact import terminated_of, truncated_of
+from tallyroll.collector.envs.gymnasium.given_resets import KEPT, GivenResets, takes_resets
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns, named, observations
 from tallyroll.collector.envs.gymnasium.lane_rows import LaneRows, Rows, refuse_overwriting
@@ -55,6 +56,8 @@ class GymnasiumSystem(System):
         SpaceError: a space that no column can hold.
     """
 
+    kept_options = KEPT
+
     def __init__(
         self,
         env: VectorEnv,
@@ -77,6 +80,8 @@ class GymnasiumSystem(System):
         self._values = LaneValues(env, self._rewards)
         if self.infos:
             install(env, {info.key[-1] for info in self.infos.infos})
+        *self._takes, self.why_no_resets = takes_resets(env, rules)
+        self._given = GivenResets(self, env.unwrapped)
         self._infoless, self._infos_of_step = not self.infos, Rows()
         self._after_end = RESET_SLOT if rules.at_end == "reset_slot" else 0
         # The vector may put observations together where they are wanted: one copy less.
@@ -101,6 +106,8 @@ class GymnasiumSystem(System):
             at_end=self._rules.at_end,
             finals="extra" if self._rules.at_end == "first" else "returned",
             resets="mask" if self._rules.by_mask else "all",
+            reset_seeds=self._takes[0],
+            options=self._takes[1],
             parts=type(self.env) is SyncVectorEnv and self.autoreset is AutoresetMode.DISABLED,
         )
 
@@ -154,11 +161,13 @@ class GymnasiumSystem(System):
         if self._in_turn is not None and not given and self._in_turn.are_alone:
             self.infos.steps[lanes] = 0
             lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
-            return self._in_turn.reset(lanes, lent)
+            with self._given:
+                return self._in_turn.reset(lanes, lent)
         asked = {**given, "reset_mask": lanes}
         # Some vector wrappers forget what they know of every lane, also of those that go on.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
-        call = partial(self.env.reset, options=asked)
+        seed = None if self.next_seeds is None else self._seed(self.next_seeds.tolist())
+        call = partial(self.env.reset, seed=seed, options=asked)
         if self._within is not None:
             call = partial(self._within.call_reset, lanes, asked)
         obs, info = self._called(call, first=True)
@@ -199,7 +208,8 @@ class GymnasiumSystem(System):
     def _called(self, call: Callable[[], Any], *, first: bool) -> Any:
         """Call the vector and return its result, if its lanes return what they declare."""
         try:
-            returned = call()
+            with self._given:
+                returned = call()
         except CANNOT_TAKE as error:
             self._values.look(first=first, raised=error)
             raise

@@ -13,7 +13,7 @@ import numpy as np
 from torchrl.data import TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.kinds.functional_lanes import Context, FunctionalLanes
+from tallyroll.collector.envs.kinds.functional_lanes import Drawn, FunctionalLanes
 from tallyroll.collector.envs.kinds.functional_specs import specs_of
 from tallyroll.collector.envs.kinds.packing import Packing
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step
@@ -31,8 +31,9 @@ _PACKED_NBYTES = 2**15
 class Functional(FunctionalLanes):
     """Lanes of a pure function: a subclass writes :meth:`begin` and :meth:`advance` of one lane.
 
-    The key of a lane is ``PRNGKey(seed)``. An episode splits it, ``key, own = split(key)``: it
-    begins with ``own``, and its step t, from 0 on, has ``fold_in(key, t)``. Where JAX runs on an
+    The key of a lane is ``PRNGKey(seed)``, in each episode that has a seed. An episode splits it,
+    ``key, own = split(key)``: it begins with ``own``, and its step t, from 0 on, has
+    ``fold_in(key, t)``. Where JAX runs on an
     accelerator, what lanes return is copied to the host. Specs are as in `Declares`; ``known`` are
     those that the environment declares, and ``unbounded`` names columns that leave their bounds.
 
@@ -87,26 +88,27 @@ class Functional(FunctionalLanes):
             at_end="first",
             finals="extra",
             context=context or {},
+            reset_seeds=True,
             groups=groups or {},
         )
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Array]:
         """See `System.reset`."""
         if lanes is not None:
-            self._carry, first = self._restarted(self._carry, lanes, self._context())
+            self._carry, first = self._restarted(self._carry, lanes, self._drawn())
         elif seeds is None and self._carry is not None:
-            self._carry, first = self._begun(self._carry[1][0], self._context())
+            self._carry, first = self._begun(self._carry[1][0], self._drawn().context)
         else:
             if seeds is None:
                 seeds = np.random.SeedSequence().generate_state(self.declares.lanes).tolist()
             keys = self._keys(np.asarray(seeds, np.uint32))
-            self._carry, first = self._begun(keys, self._context())
+            self._carry, first = self._begun(keys, self._drawn().context)
         return _views(first)
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
         """Step all lanes, and begin the next episode of those that ended."""
         if self._packs:
-            self._carry, words = self._turned(*self._carry, (*action,), self._context())
+            self._carry, words = self._turned(*self._carry, (*action,), self._drawn())
             self._wait()
             return self._unpacked(np.asarray(words))
         if self._apart:
@@ -115,10 +117,10 @@ class Functional(FunctionalLanes):
             ends, first = np.asarray(told), final
             if np.count_nonzero(ends) or not self._renews:
                 self._renews = True  # the first step compiles all
-                self._carry, first = self._renewed(*self._carry, final, told, self._context())
+                self._carry, first = self._renewed(*self._carry, final, told, self._drawn())
         else:
             self._carry, first, final, reward, told, agents = self._turned(
-                *self._carry, (*action,), self._context()
+                *self._carry, (*action,), self._drawn()
             )
             self._wait()
             ends = np.asarray(told)
@@ -151,10 +153,11 @@ class Functional(FunctionalLanes):
         if self.while_waiting is not None:
             self.while_waiting()
 
-    def _context(self) -> Context:
+    def _drawn(self) -> Drawn:
         # JAX may use the memory of NumPy's arrays itself, and the driver draws into these.
-        names = self.declares.context
-        return {name: self.next_context[name].copy() for name in names} if names else {}
+        names, seeds = self.declares.context, self.next_seeds
+        context = {name: self.next_context[name].copy() for name in names} if names else {}
+        return Drawn(context, None if seeds is None else seeds.astype(np.uint32))
 
 
 def _views(arrays: Iterable[Any]) -> list[Array]:

@@ -21,6 +21,14 @@ Context: TypeAlias = Mapping[str, Any]
 _FEW = 8
 
 
+class Drawn(NamedTuple):
+    """Beginnings of next episodes, ``[lane, ...]``."""
+
+    context: Context
+    seeds: Any
+    """None: keys go on from those of the last episodes."""
+
+
 class Outcome(NamedTuple):
     """The result of a step of one lane: trees and arrays of JAX."""
 
@@ -38,6 +46,8 @@ class FunctionalLanes(System):
 
     _jax: Any
     _packing: Packing
+    _keys: Any
+    """The keys of seeds, compiled."""
     _begun: Any
     """:meth:`_begin_all`, compiled."""
 
@@ -61,19 +71,18 @@ class FunctionalLanes(System):
         steps = jax.numpy.zeros(len(keys), np.int32)
         return (strong(jax, leaves), (pairs[:, 0], steps, context)), strong(jax, columns.values())
 
-    def _restart(self, carry: Any, lanes: Any, context: Context) -> tuple[Any, list[Any]]:
-        fresh, first = self._begun(carry[1][0], context)
+    def _restart(self, carry: Any, lanes: Any, drawn: Drawn) -> tuple[Any, list[Any]]:
+        keys = carry[1][0] if drawn.seeds is None else self._keys(drawn.seeds)
+        fresh, first = self._begun(keys, drawn.context)
         return merged(self._jax, lanes, fresh, carry), first
 
-    def _turn(
-        self, leaves: Any, rest: Any, action: Sequence[Any], drawn: Context
-    ) -> tuple[Any, ...]:
+    def _turn(self, leaves: Any, rest: Any, action: Sequence[Any], drawn: Drawn) -> tuple[Any, ...]:
         carry, final, reward, ends, agents = self._move(leaves, rest, action)
         carry, first = self._renew(carry[0], carry[1], final, ends, drawn)
         return carry, first, final, reward, ends, agents
 
     def _turn_packed(
-        self, leaves: Any, rest: Any, action: Sequence[Any], drawn: Context
+        self, leaves: Any, rest: Any, action: Sequence[Any], drawn: Drawn
     ) -> tuple[Any, Any]:
         """The same, and all that is seen in one array; final observations are its last part."""
         carry, first, final, reward, ends, agents = self._turn(leaves, rest, action, drawn)
@@ -97,7 +106,7 @@ class FunctionalLanes(System):
         return after, strong(jax, seen.values()), out.reward, ends, out.agents
 
     def _renew(
-        self, leaves: Any, rest: Any, final: Any, ends: Any, drawn: Context
+        self, leaves: Any, rest: Any, final: Any, ends: Any, drawn: Drawn
     ) -> tuple[Any, Any]:
         """Begin the next episodes of lanes that ended, a few at a time: mostly they are few.
 
@@ -109,7 +118,8 @@ class FunctionalLanes(System):
         def some(under_way: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             carry, seen, left = under_way
             at = jax.numpy.sort(jax.numpy.where(left, np.arange(lanes), lanes))[:few]
-            begun = self._begin_all(carry[1][0][at], {name: x[at] for name, x in drawn.items()})
+            keys = carry[1][0][at] if drawn.seeds is None else self._keys(drawn.seeds[at])
+            begun = self._begin_all(keys, {name: x[at] for name, x in drawn.context.items()})
             carry, seen = placed(jax, at, lanes, begun, (carry, seen))
             return carry, seen, left.at[at].set(False, mode="drop")
 

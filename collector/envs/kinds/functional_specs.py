@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from gymnasium import spaces
 from torchrl.data import TensorSpec, Unbounded
 
@@ -114,6 +116,30 @@ def actions(space: spaces.Space[Any]) -> dict[Key, TensorSpec]:
     """
     leaf = action_leaf(space, 1)
     return {leaf.key: leaf.spec[0]}
+
+
+def contexts(names: Iterable[str], found: Mapping[str, Any], of: str) -> dict[str, TensorSpec]:
+    """The specs of contexts, from the values that parameters of these names have.
+
+    Args:
+        names: of contexts.
+        found: parameters by name.
+        of: what has them, and how they are found, for messages.
+
+    Raises:
+        ArgumentError: one is no parameter, or is no array of numbers.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for name in names:
+        value = np.asarray(found.get(name))
+        if value.dtype.kind not in "biuf":
+            raise ArgumentError(
+                f"context: expected parameters of {of} that are numbers or arrays of them, got "
+                f"{name!r}"
+            )
+        dtype = {"f": torch.float32, "b": torch.bool}.get(value.dtype.kind, torch.int32)
+        specs[name] = Unbounded(value.shape, dtype=dtype)
+    return specs
 
 
 def made(name: str, kwargs: Mapping[str, Any], make: Callable[..., Any]) -> Any:

@@ -47,6 +47,9 @@ class Restarts:
         d = system.declares
         seeds = options.pop("seed", self.seeds)
         self.seeds = None
+        resets = self._contexts.resets
+        if resets is not None and resets.seeds is not None:
+            seeds = resets.seeds.tolist()
         if isinstance(seeds, int):
             seeds = [seeds + lane for lane in range(d.lanes)]
         again = d.resets == "none" and self._begun

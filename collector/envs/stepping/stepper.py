@@ -34,6 +34,7 @@ class Stepper:
         rename: other names for columns, old name -> new name.
         make: makes it again with seeds, where it takes them only then.
         draw: draws contexts, where it declares any.
+        draws_later: a collector will say how they are drawn.
 
     Raises:
         ArgumentError: the system declares what cannot be, or lacks what it needs.
@@ -47,10 +48,11 @@ class Stepper:
         rename: Rename | None = None,
         make: Make | None = None,
         draw: Draw | None = None,
+        draws_later: bool = False,
     ) -> None:
         require_consistent(system.declares)
         self.system = system
-        self.contexts = Contexts(system, draw)
+        self.contexts = Contexts(system, draw, later=draws_later)
         self.restarts = Restarts(make, self.contexts)
         self._names = renamed(system.columns, rename or {})
         d = system.declares
@@ -72,7 +74,7 @@ class Stepper:
         self.results = Results(self.system, self.observation_keys)
         finish = FINISH.get(d.at_end)
         self._finish = None if finish is None else partial(finish, self)
-        self._follow_resets(bool(d.context))
+        self._follow_resets(bool(d.context) or d.reset_seeds or d.options)
 
     def _follow_resets(self, on: bool) -> None:
         """Follow which lanes wait for a reset slot, where there are any, from now on."""
@@ -166,7 +168,8 @@ class Stepper:
         assert put is not None, "writes_to has chosen it"
         board, finish, array, row = cursor.board, self._finish, np.ndarray, rows[0]
         table = put.args[0] if at_once else None
-        beside = self.declares.at_end == "first" and not self.declares.context
+        draws = bool(self.declares.context) or self.contexts.resets is not None
+        beside = self.declares.at_end == "first" and not draws
 
         def step() -> None:
             cursor.at = at

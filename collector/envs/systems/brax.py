@@ -9,7 +9,7 @@ from torchrl.data import Bounded, TensorSpec
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.kinds.functional import Functional
 from tallyroll.collector.envs.kinds.functional_lanes import Context, Outcome
-from tallyroll.collector.envs.kinds.functional_specs import made, refuse_bare
+from tallyroll.collector.envs.kinds.functional_specs import contexts, made, refuse_bare
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
 Vary = Callable[[Any, Context], Any]
@@ -35,7 +35,7 @@ class BraxSystem(Functional):
         vary: ``vary(sys, context) -> sys``, where a context is not a field.
     """
 
-    package, extra = "brax", "brax"
+    package, extra, names_contexts = "brax", "brax", True
     about = "own time limit, truncated; finals kept, lanes reset by mask; a seed a lane"
     where: ClassVar[tuple[str, str]] = ("brax.envs.base", "Env")
     parameters: ClassVar[str] = "sys"
@@ -97,16 +97,32 @@ class BraxSystem(Functional):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The environment of ``brax:name``; ``kwargs`` are its own, and ``episode_length``."""
-        length = kwargs.pop("episode_length", 1000)
+        """The environment of ``brax:name``; ``kwargs`` are its own, and ``episode_length``.
+
+        ``context`` has names of fields of its ``sys`` that are drawn at each reset.
+        """
+        length, names = kwargs.pop("episode_length", 1000), kwargs.pop("context", ())
         envs = needs("brax.envs", cls.extra)
-        return cls(made(name, kwargs, envs.get_environment), lanes, episode_length=length)
+        env = made(name, kwargs, envs.get_environment)
+        system = getattr([*_chain(env)][-1], cls.parameters)
+        found = {each: _field(system, each) for each in names}
+        context = contexts(
+            names, found, f'{name} (fields of its {cls.parameters}, as "opt.gravity")'
+        )
+        return cls(env, lanes, episode_length=length, context=context)
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
         """None, or raises: an environment does not say how many lanes are wanted."""
         refuse_bare(made, *cls.where, cls.__name__)
         return None
+
+
+def _field(parameters: Any, name: str) -> Any:
+    """Return the field ``name``, as ``"opt.gravity"``; None if there is none."""
+    for part in name.split("."):
+        parameters = getattr(parameters, part, None)
+    return parameters
 
 
 def _chain(env: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from tallyroll.collector.envs.kinds.functional import Functional
 from tallyroll.collector.envs.kinds.functional_lanes import Context, Outcome
 from tallyroll.collector.envs.kinds.functional_specs import (
     actions,
+    contexts,
     made,
     observations,
     refuse_bare,
@@ -33,7 +34,7 @@ class GymnaxSystem(Functional):
         unbounded: names of observations that leave the bounds that they are declared with.
     """
 
-    package, extra = "gymnax", "gymnax"
+    package, extra, names_contexts = "gymnax", "gymnax", True
     about = "its time limit truncates; finals kept, lanes reset by mask; a seed a lane"
 
     def __init__(
@@ -91,16 +92,19 @@ class GymnaxSystem(Functional):
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
         """The environment of ``gymnax:name``.
 
-        ``params`` in ``kwargs`` replaces parameters, by name, and ``unbounded`` is as above; the
-        others are the environment's.
+        ``params`` in ``kwargs`` replaces parameters, by name, ``context`` has names of those that
+        are drawn at each reset, and ``unbounded`` is as above; the others are the environment's.
         """
         unbounded, changed = kwargs.pop("unbounded", ()), kwargs.pop("params", {})
+        names = kwargs.pop("context", ())
         env, params = made(name, kwargs, needs("gymnax", cls.extra).make)
         if unknown := {*changed} - {*vars(params)}:
             raise ArgumentError(
                 f"params: {name} has no {sorted(unknown)}; expected some of {sorted(vars(params))}"
             )
-        return cls(env, lanes, params.replace(**changed), unbounded=unbounded)
+        params = params.replace(**changed)
+        context = contexts(names, vars(params), f"{name} ({', '.join(vars(params))})")
+        return cls(env, lanes, params, context=context, unbounded=unbounded)
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:

@@ -17,6 +17,7 @@ class PlaygroundSystem(BraxSystem):
     package, extra = "mujoco_playground", "playground"
     where = ("mujoco_playground._src.mjx_env", "MjxEnv")
     parameters = "mjx_model"
+    names_contexts = False  # by a factory
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:

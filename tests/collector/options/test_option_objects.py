@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from reset_kit import Weather
 from tensordict import TensorDictBase
 
 from tallyroll.collector import (
@@ -26,9 +27,11 @@ from tallyroll.collector import (
     Layout,
     MultiprocessCollector,
     Processes,
+    Resets,
     Supervision,
     SyncCollector,
     UnknownArgument,
+    uniform,
 )
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.objects import MoreOptions, keywords_of
@@ -40,10 +43,20 @@ from collect_kit import ByObservation, assert_same
 from oracles import OracleTorchEnv, make_oracle_vec
 from worker_kit import in_threads
 
-SHARED = {"columns": Columns, "checks": Checks, "devices": Devices, "layout": Layout}
+SHARED = {
+    "columns": Columns,
+    "checks": Checks,
+    "devices": Devices,
+    "resets": Resets,
+    "layout": Layout,
+}
 OF_WORKERS = {"processes": Processes, "supervision": Supervision}
 RUN: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 20}
 LENGTHS = (3, 5)
+
+
+def weather() -> SyncVectorEnv:
+    return SyncVectorEnv([Weather] * 2, autoreset_mode=AutoresetMode.DISABLED)
 
 
 @pytest.fixture
@@ -79,8 +92,8 @@ def test_collectors_state_options_alike() -> None:
     assert set(described(MultiprocessCollector)) == {*many} - {*shared} | {"policy"}
     options = [each.name for each in fields(Options) if each.init]
     assert [name for name in shared if name in options] == options
-    assert len(one) <= 23
-    assert len(many) <= 28
+    assert len(one) <= 24
+    assert len(many) <= 29
 
 
 def test_type_checkers_are_told_of_each_field_as_a_keyword() -> None:
@@ -110,6 +123,8 @@ def torch_env() -> OracleTorchEnv:
 
 TOLD = {"observation": "told"}
 FILLED = [Info("absent", "int64", fill=3)]
+GRAVITY = {"gravity": uniform(1, 2)}
+OF_RESETS = {"env": weather, "with": {"seed": 0}}
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "info_keys": (FILLED, Columns(info_keys=FILLED), {}),
     "rename": (TOLD, Columns(rename=TOLD), {}),
@@ -127,6 +142,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         Layout("torchrl", set_truncated=True),
         {"env": torch_env, "with": {"layout": "torchrl"}},
     ),
+    "reset_sampler": (GRAVITY, Resets(sampler=GRAVITY), OF_RESETS),
+    "reset_seeds": (True, Resets(seeds=True), OF_RESETS),
 }
 """Keyword -> a value, the object that says the same, and how to run it."""
 ARGUMENT_OF = {kind: name for name, kind in (SHARED | OF_WORKERS).items()}
@@ -149,7 +166,7 @@ def test_an_object_does_what_its_keyword_does(keyword: str, tmp_path: Path) -> N
     value, given, how = CASES[keyword]
     env, name, beside = how.get("env", vector), ARGUMENT_OF[type(given)], how.get("with", {})
     ran = []
-    for number, options in enumerate(({**beside, keyword: value}, {name: given})):
+    for number, options in enumerate(({**beside, keyword: value}, {**beside, name: given})):
         if "storage" in how:
             options["storage"] = tmp_path / str(number)
         ran.append(run(env, **options))
@@ -194,6 +211,7 @@ def test_keywords_go_beside_an_object_that_says_nothing_of_them(keyword: str) ->
         Columns: {"frame_skip": 5} if keyword != "frame_skip" else {"info_keys": ["a"]},
         Checks: {"finals": "kept"} if keyword != "finals" else {"validate": "warn"},
         Devices: {"env": "cpu"} if keyword != "env_device" else {"policy": "cpu"},
+        Resets: {"seeds": True} if keyword != "reset_seeds" else {"sampler": GRAVITY},
         Layout: {"name": "torchrl"},
     }
     mixed = options_of(**{keyword: value, name: kind(**others[kind]), **storage})

@@ -19,7 +19,7 @@ from pettingzoo.classic.tictactoe import tictactoe
 from pettingzoo.utils.wrappers import BaseWrapper, OrderEnforcingWrapper
 from tensordict import TensorDictBase
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, uniform
 from tallyroll.collector.cli import main
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.systems.pettingzoo import PettingZooSystem
@@ -85,6 +85,34 @@ class Race(ParallelEnv):
 
     def close(self) -> None:
         self.closed = True
+
+
+class Told(Race):
+    """A race that observes an option of its reset in the place of the episode."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed)
+        self.episode = options["slope"]
+        return self.observed(self.agents, {}), {}
+
+
+def test_each_race_begins_with_its_seed_and_options() -> None:
+    resets = Resets(sampler={"slope": uniform(0, 1)}, seeds=True)
+    with SyncCollector(
+        lambda: PettingZooSystem([Told(), Told()]),
+        frames_per_batch=40,
+        total_frames=40,
+        seed=0,
+        resets=resets,
+    ) as collector:
+        rows = next(iter(collector))
+    first = rows[rows["collector", "step"] == 0]
+    for row in first:
+        seed = int(row["collector", "reset_seed"])
+        seen, _ = Told().reset(seed, resets.options_of(seed))
+        assert row["collector", "context", "slope"] == resets.options_of(seed)["slope"]
+        assert np.array_equal(row["seer", "observation"][0], seen["seer_0"])
+    assert len(first) > 6
 
 
 def races(lanes: int) -> PettingZooSystem:

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 import pytest
 import torch
+from reset_kit import trajectories
 from tensordict import TensorDictBase
 from torchrl.data import Bounded
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, uniform
 from tallyroll.collector.envs.kinds import functional
 from tallyroll.collector.envs.kinds.packing import Packing
 from tallyroll.collector.envs.system import System
@@ -69,6 +70,47 @@ def collected(rows: TensorDictBase, seed: int, lanes: int, params: Any = SHORT) 
         return state, {"observation": observation}, {"reward": reward, **flags}
 
     return replay(rows, seed, lanes, ["action"], reset, step)
+
+
+def test_each_gravity_by_hand_and_nothing_compiled_for_it() -> None:
+    resets = Resets(sampler={"gravity": uniform(1, 20)}, seeds=True)
+    batches = []
+    with SyncCollector(
+        "gymnax:CartPole-v1",
+        frames_per_batch=60,
+        total_frames=180,
+        num_envs=3,
+        seed=0,
+        env_kwargs={"params": {"max_steps_in_episode": 12}},
+        resets=resets,
+    ) as collector:
+        batches.append(next(iter(collector)).clone())
+        with compilations() as compiled:
+            batches += [batch.clone() for batch in collector]
+    assert compiled == []
+    begin, advance = jax.jit(CARTPOLE.reset_env), jax.jit(CARTPOLE.step_env)
+    gravities = set()
+    for part in trajectories(torch.cat(batches)):
+        began = part[0]["collector"]
+        seed, gravity = began["reset_seed"].item(), began["context", "gravity"].item()
+        assert np.float32(resets.options_of(seed)["gravity"]) == np.float32(gravity)
+        params = SHORT.replace(gravity=np.float32(gravity))
+        key, own = jax.random.split(jax.random.PRNGKey(seed))
+        seen, state = begin(own, params)
+        for step, row in enumerate(part):
+            np.testing.assert_allclose(row["observation"], seen, rtol=2e-4, atol=2e-5)
+            own = jax.random.fold_in(key, step)
+            seen, state, *_ = advance(own, state, row["action"].numpy(), params)
+            np.testing.assert_allclose(row["next", "observation"], seen, rtol=2e-4, atol=2e-5)
+        gravities.add(gravity)
+    assert len(gravities) > 12
+    with pytest.raises(ArgumentError, match=r"parameters of CartPole-v1 .*gravity.* got 'mass'"):
+        SyncCollector(
+            "gymnax:CartPole-v1",
+            frames_per_batch=4,
+            total_frames=4,
+            resets=Resets(sampler={"mass": 1.0}),
+        )
 
 
 def test_episodes_by_hand() -> None:

@@ -50,6 +50,7 @@ class DmControlSystem(System):
             at_end="final",
             parts=True,
             seeds=seeds,
+            reset_seeds=seeds == "reset",
         )
         self._obs = [np.zeros((lanes, *s.shape), s.dtype) for s in specs.values()]
         self._exact = [ExactRow((n,), tuple(s.shape), np.dtype(s.dtype)) for n, s in specs.items()]
@@ -95,6 +96,7 @@ class DmControlSystem(System):
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Restart lanes; a seed sets the generator of a lane's task."""
+        seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
         for lane in numbers(lanes, len(self._envs)):
             if seeds is not None:
                 self._generators[lane].seed(seeds[lane])

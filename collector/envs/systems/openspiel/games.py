@@ -72,6 +72,7 @@ def declares_of(game: Any, lanes: int) -> Declares:
         action={(*at, "action"): Categorical(actions, each, dtype=torch.int64)},
         reward={(*at, "reward"): Unbounded((players, 1) if together else (players,))},
         at_end="final",
+        reset_seeds=True,
         truncation=False,
         parts=True,
         groups={GROUP: players} if together else {},

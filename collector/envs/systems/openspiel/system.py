@@ -100,6 +100,7 @@ class OpenSpielSystem(System):
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
         """Begin new plays; a seed is that of a lane's chance."""
+        seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
         for lane in numbers(lanes, len(self._states)):
             if seeds is not None:
                 self._rngs[lane] = np.random.default_rng(seeds[lane])

@@ -64,16 +64,26 @@ class PettingZooSystem(System):
         self._rows = AgentRows(self._groups, lanes)
         self._arrays = self._rows.with_masks(self._mask)
         self.declares = Declares(
-            lanes=lanes, at_end="final", parts=True, turns=self._turns, **declared(self._groups)
+            lanes=lanes,
+            at_end="final",
+            parts=True,
+            turns=self._turns,
+            reset_seeds=True,
+            options=True,
+            **declared(self._groups),
         )
 
     def reset(
         self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any
     ) -> Sequence[Array]:
-        """Reset environments; each takes its seed."""
+        """Reset environments; each takes its seed, and options that were drawn for it."""
+        seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
         for lane in numbers(lanes, len(self.envs)):
             seed = None if seeds is None else seeds[lane]
-            seen, _ = self.envs[lane].reset(seed=seed, options=options.get("options"))
+            own = options.get("options")
+            if self.next_options is not None:
+                own = dict(self.next_options[lane])
+            seen, _ = self.envs[lane].reset(seed=seed, options=own)
             self._rows.put(lane, seen, self.first_lane)
             self._look(lane)
             self._require_seen(lane, seen)

@@ -1,0 +1,170 @@
+"""Seeds, options and contexts of resets, drawn one ahead, a lane each, and those under way."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.counting.numbering import reset_seeds
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.options.resets import Resets, number_of, other_of
+from tallyroll.collector.slab.slab import SlabColumn
+from tallyroll.storage.rows.dtypes import NUMPY, TORCH
+from tallyroll.storage.rows.keys import CONTEXT, RESET_SEED, Key
+
+
+class ResetDraws:
+    """Draws of each lane: those of its next reset, and those that its trajectory began from.
+
+    Args:
+        resets: how they are drawn.
+        system: is given them. Its contexts, where it declares any, are the options.
+
+    Raises:
+        ArgumentError: the sampler has other names than the contexts that the system declares, or
+            options that are drawn again from seeds that nothing keeps.
+    """
+
+    def __init__(self, resets: Resets, system: System) -> None:
+        d = system.declares
+        self._resets, self._context = resets, dict(d.context)
+        self._lanes = d.lanes
+        dtypes, shapes = resets.columns(), dict.fromkeys(resets.columns(), ())
+        if self._context:
+            dtypes = {name: np.dtype(NUMPY[spec.dtype]) for name, spec in d.context.items()}
+            shapes = {name: tuple(spec.shape) for name, spec in d.context.items()}
+        self._dtypes = dtypes
+        self._names = frozenset(resets.options_of(0))
+        self._require_names(type(system).__name__)
+        self._next: dict[str, NDArray[Any]] = {
+            name: np.zeros((d.lanes, *shapes[name]), dtype) for name, dtype in dtypes.items()
+        }
+        self._now = {name: values.copy() for name, values in self._next.items()}
+        self._seeds = np.zeros(d.lanes, np.int64)
+        self._options: list[dict[str, Any]] = [{}] * d.lanes
+        self._now_seed = np.zeros(d.lanes, np.int64)
+        self._draws_options = resets.sampler is not None
+        self.told: Callable[[NDArray[np.intp]], None] | None = None
+        """Is called with the lanes whose next trajectories have begun; None: nothing is."""
+        self.seed(int(np.random.SeedSequence().generate_state(1)[0]), 0, range(d.lanes))
+
+    def _require_names(self, kind: str) -> None:
+        if self._context and self._names != {*self._context}:
+            raise ArgumentError(
+                f"reset_sampler: expected the contexts {sorted(self._context)} that {kind} "
+                f"declares, got {sorted(self._names)}"
+            )
+        others = sorted(self._names - {*self._dtypes})
+        if others and not self._resets.seeds and self._resets.options_vary:
+            raise ArgumentError(
+                f"reset_sampler: expected numbers, which become columns, got {others}; other "
+                "options are drawn again from the seed of the reset: add seeds=True"
+            )
+
+    def seed(self, seed: int, incarnation: int, lanes: Sequence[int]) -> list[int]:
+        """Draw what the next resets are given, for an incarnation of ``lanes`` of the run.
+
+        Returns their seeds; none where they are not given any.
+        """
+        self._keys = [(seed, lane, incarnation) for lane in lanes]
+        self._blocks = [0] * self._lanes
+        self._words: list[Iterator[int]] = [iter(())] * self._lanes
+        for lane in range(self._lanes):
+            self._seeds[lane] = self._further(lane)
+            if self._draws_options:
+                self._draw(lane)
+        return self._seeds.tolist() if self._resets.seeds else []
+
+    @property
+    def seeds(self) -> NDArray[np.int64] | None:
+        """The seeds ``[lane]`` of the next resets, which change; None: they have none."""
+        return self._seeds if self._resets.seeds else None
+
+    def give(self, system: System) -> None:
+        """Let ``system`` read what its next resets are given."""
+        system.next_seeds = self.seeds
+        system.next_options = None
+        if self._context:
+            system.next_context = self._next
+        elif self._draws_options:
+            system.next_options = self._options
+
+    def begun(self, lanes: NDArray[Any]) -> None:
+        """Note that trajectories of ``lanes``, a mask or numbers, have begun, and draw the next."""
+        at = lanes.nonzero()[0] if lanes.dtype == np.bool_ else lanes
+        seeds, words = self._seeds, self._words
+        self._now_seed[at] = seeds[at]
+        for name, values in self._next.items():
+            self._now[name][at] = values[at]
+        for lane in at.tolist():
+            seed = next(words[lane], -1)
+            seeds[lane] = self._further(lane) if seed < 0 else seed
+            if self._draws_options:
+                self._draw(lane)
+        if self.told is not None and len(at):
+            self.told(at)
+
+    def _further(self, lane: int) -> int:
+        """Draw more seeds for a lane, and return the first of them."""
+        words = self._words[lane] = reset_seeds(*self._keys[lane], self._blocks[lane])
+        self._blocks[lane] += 1
+        return next(words)
+
+    def _draw(self, lane: int) -> None:
+        """Draw the options that go with a lane's next seed."""
+        drawn = self._resets.options_of(self._seeds[lane])
+        if drawn.keys() != self._names:
+            raise ArgumentError(
+                f"reset_sampler: expected the options {sorted(self._names)}, as at first, got "
+                f"{sorted(map(str, drawn))}"
+            )
+        if self._context:
+            for name, value in drawn.items():
+                self._put_context(name, lane, value)
+            return
+        given = {}
+        for name, value in drawn.items():
+            dtype = self._dtypes.get(name)
+            if dtype is None:
+                given[name] = other_of(name, value)
+            else:
+                given[name] = self._next[name][lane] = number_of(name, value, dtype)
+        self._options[lane] = given
+
+    def _put_context(self, name: str, lane: int, value: Any) -> None:
+        """Draw a context, which a float of fewer digits may round; rows have the rounded one.
+
+        Raises:
+            ArgumentError: it is none, or another one as the system declares it.
+        """
+        to = self._next[name][lane, ...]
+        found = np.asarray(value)
+        fits = found.shape == to.shape and found.dtype.kind in "biuf"
+        if fits:
+            with np.errstate(over="ignore", invalid="ignore"):
+                to[...] = found
+            same = to == found if to.dtype.kind != "f" else np.isfinite(to)
+            fits = bool(np.all(same))
+        if not fits:
+            raise ArgumentError(
+                f"reset_sampler: expected {name!r} as the context that is declared, {to.dtype} "
+                f"{list(to.shape)} and finite, got {value!r:.200}"
+            )
+
+    # --- columns ----------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> Mapping[Key, NDArray[Any]]:
+        """Values ``[lane, ...]`` of the trajectories under way, by their columns."""
+        of_context = {(*CONTEXT, name): values for name, values in self._now.items()}
+        return ({RESET_SEED: self._now_seed} if self._resets.seeds else {}) | of_context
+
+    @property
+    def layout(self) -> dict[Key, SlabColumn]:
+        """The columns of a slab."""
+        return {
+            key: SlabColumn(TORCH[values.dtype], values.shape[1:])
+            for key, values in self.now.items()
+        }

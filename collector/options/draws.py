@@ -1,0 +1,200 @@
+"""Distributions of one option of a reset: uniform, a choice, or the same each time."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from tallyroll.collector.errors import ArgumentError
+
+Sampler: TypeAlias = Mapping[str, Any] | Callable[[np.random.Generator], Mapping[str, Any]]
+"""Draws the options of a reset."""
+_CALL = re.compile(r"(?P<kind>[A-Za-z_]\w*)\s*\((?P<inner>.*)\)", re.DOTALL)
+
+
+class Draw(Protocol):
+    """Draws a value from a generator."""
+
+    def draw(self, rng: np.random.Generator) -> Any:
+        """Return a value."""
+
+    @property
+    def examples(self) -> Sequence[Any]:
+        """Values that it may draw, of every kind that there is."""
+
+    @property
+    def spelling(self) -> str:
+        """Its spelling, which :func:`parsed` reads back."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Any number of a range, each as likely; made by :func:`uniform`."""
+
+    low: float
+    high: float
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """Return a number."""
+        return float(rng.uniform(self.low, self.high))
+
+    @property
+    def examples(self) -> Sequence[Any]:
+        """Its bounds."""
+        return self.low, self.high
+
+    @property
+    def spelling(self) -> str:
+        """Spelled as a call of :func:`uniform`."""
+        return f"uniform({self.low!r}, {self.high!r})"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some values, each as likely; made by :func:`choice`."""
+
+    values: tuple[Any, ...]
+
+    def draw(self, rng: np.random.Generator) -> Any:
+        """Return one of them."""
+        return self.values[int(rng.integers(len(self.values)))]
+
+    @property
+    def examples(self) -> Sequence[Any]:
+        """All of them."""
+        return self.values
+
+    @property
+    def spelling(self) -> str:
+        """Spelled as a call of :func:`choice`."""
+        return f"choice({', '.join(map(json.dumps, self.values))})"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value each time."""
+
+    value: Any
+
+    def draw(self, rng: np.random.Generator) -> Any:
+        """Return it."""
+        return self.value
+
+    @property
+    def examples(self) -> Sequence[Any]:
+        """The value."""
+        return (self.value,)
+
+    @property
+    def spelling(self) -> str:
+        """Spelled as JSON."""
+        return json.dumps(self.value)
+
+
+def uniform(low: float, high: float) -> Uniform:
+    """Return any float64 from ``low`` on and below ``high``, each as likely.
+
+    Raises:
+        ArgumentError: a bound is no finite number, or ``low`` is above ``high``.
+
+    Examples:
+        >>> from tallyroll.collector import Resets, uniform
+        >>> resets = Resets(sampler={"gravity": uniform(-15, -5)}, seeds=True)
+        >>> -15 <= resets.options_of(reset_seed=7)["gravity"] < -5
+        True
+    """
+    for bound in (low, high):
+        wrong = isinstance(bound, (bool, np.bool_)) or not isinstance(
+            bound, (int, float, np.integer, np.floating)
+        )
+        if wrong or not math.isfinite(bound):
+            raise ArgumentError(f"uniform: expected two finite numbers, got {low!r}, {high!r}")
+    if not (low <= high and math.isfinite(float(high) - float(low))):
+        raise ArgumentError(
+            f"uniform: expected the lower bound first, and a finite range, got {low!r}, {high!r}"
+        )
+    return Uniform(float(low), float(high))
+
+
+def choice(values: Sequence[Any]) -> Choice:
+    """Return one of ``values``, each as likely: JSON values, or a NumPy array of numbers.
+
+    Numbers become a column: int64 if all are integers, bool if all are that, else float64.
+
+    Raises:
+        ArgumentError: they are no sequence, there are none, or one is no JSON value.
+    """
+    if isinstance(values, np.ndarray) and values.ndim == 1:
+        values = values.tolist()
+    if isinstance(values, (str, bytes)) or not isinstance(values, (list, tuple, range)):
+        raise ArgumentError(f"choice: expected a list of values, got {values!r}")
+    if not values:
+        raise ArgumentError("choice: expected at least one value, got none")
+    return Choice(tuple(json_value("choice", each) for each in values))
+
+
+def json_value(name: str, value: Any) -> Any:
+    """``value`` as JSON has it, NumPy's numbers as Python's.
+
+    Raises:
+        ArgumentError: it is none, or has a number that is not finite.
+    """
+    plain = value.item() if isinstance(value, np.generic) else value
+    try:
+        same = json.loads(json.dumps(plain, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"{name}: expected a finite number or another JSON value, got {value!r}"
+        ) from error
+    if type(same) is not type(plain) and not isinstance(plain, tuple):
+        raise ArgumentError(f"{name}: expected a JSON value, got {value!r}")
+    return same
+
+
+def draw_of(name: str, value: Any) -> Draw:
+    """Return how an option is drawn: as it is said, or a constant.
+
+    Raises:
+        ArgumentError: it is no JSON value.
+    """
+    if isinstance(value, (Uniform, Choice, Constant)):
+        return value
+    return Constant(json_value(name, value))
+
+
+def parsed(text: str) -> Draw:
+    """Return a distribution by its spelling: ``uniform(-15, -5)``, ``choice(1, 2)`` or JSON.
+
+    Nothing of it is evaluated.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    wanted = f"expected uniform(LOW, HIGH), choice(A, B, …) or a JSON value, got {text!r}"
+    match = _CALL.fullmatch(text.strip())
+    try:
+        if match is None:
+            return Constant(_json(text))
+        values = _json(f"[{match['inner']}]")
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{wanted}; texts have double quotes") from error
+    if match["kind"] == "uniform":
+        if len(values) != 2:
+            raise ArgumentError(f"uniform: expected two numbers, got {match['inner']!r}")
+        return uniform(*values)
+    if match["kind"] == "choice":
+        return choice(values)
+    raise ArgumentError(f"{wanted}; there is no {match['kind']!r}")
+
+
+def _json(text: str) -> Any:
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is no JSON")
+
+    value = json.loads(text, parse_constant=refuse)
+    json.dumps(value, allow_nan=False)  # 1e999 is read as infinite
+    return value

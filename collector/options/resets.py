@@ -1,0 +1,196 @@
+"""Resets that vary: what each episode begins from, drawn from the seed of the run."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.options.checks import flag
+from tallyroll.collector.options.draws import Constant, Draw, Sampler, draw_of, json_value
+from tallyroll.collector.options.objects import OptionObject
+from tallyroll.storage.rows.keys import can_be_stored
+
+_OF_OPTIONS = 1
+"""Options have a stream of their own beside that of the environment, which has the same seed."""
+_KINDS: dict[str, type] = {"b": bool, "i": int, "f": float}
+_INT64, _FLOAT = 2**63, sys.float_info.max
+_DTYPES = {kind: np.dtype(each) for kind, each in _KINDS.items()}
+
+
+def sampler_of(name: str, value: Any) -> Any:
+    """A copy of a sampler; None, or a callable, as it is.
+
+    Raises:
+        ArgumentError: it is none, or an option's name or value cannot be right.
+    """
+    if value is None or (callable(value) and not isinstance(value, Mapping)):
+        return value
+    if not isinstance(value, Mapping):
+        raise ArgumentError(
+            f"{name}: expected options by name, {{'gravity': uniform(-15, -5)}}, or a function of "
+            f"a generator, got {type(value).__name__}"
+        )
+    if not value:
+        raise ArgumentError(f"{name}: expected at least one option, got none; leave it out")
+    for option in value:
+        require_name(name, option)
+    return {option: draw_of(f"{name}: {option}", each) for option, each in value.items()}
+
+
+def require_name(name: str, option: object) -> None:
+    """Raise unless an option can be a column.
+
+    Raises:
+        ArgumentError: it has no such name.
+    """
+    if not isinstance(option, str) or not can_be_stored(option) or option.startswith((".", "_")):
+        raise ArgumentError(
+            f"{name}: expected a name that a column can have, without '/' and without '.' or '_' "
+            f"in front, got {option!r}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resets(OptionObject):
+    """Seeds, options and contexts of resets, which rows remember: an argument of collectors.
+
+    Each trajectory's are drawn from the run's seed, the lane, its incarnation and the number of
+    the trajectory in it: the same for any number of workers. As keywords of a collector they are
+    ``reset_sampler`` and ``reset_seeds``.
+
+    Args:
+        sampler: options by name, each :func:`uniform`, :func:`choice` or the same value each time;
+            or a function that takes a NumPy generator and returns options by name, always the same
+            names. Numbers become columns ``("collector", "context", name)``; other options are
+            JSON values, and :meth:`options_of` draws them again. A system that declares a context
+            gets that; others get ``options`` of ``env.reset``.
+        seeds: each reset has a seed, the column ``("collector", "reset_seed")``.
+
+    Raises:
+        ArgumentError: one of them cannot be right.
+
+    Examples:
+        >>> from tallyroll.collector import Resets, SyncCollector, uniform
+        >>> low = uniform(-0.05, 0.0)
+        >>> resets = Resets(sampler={"low": low, "high": 0.05}, seeds=True)
+        >>> with SyncCollector(
+        ...     "CartPole-v1", frames_per_batch=50, total_frames=50, resets=resets
+        ... ) as collector:
+        ...     rows = next(iter(collector))["collector"]
+        >>> seed = int(rows["reset_seed"][0])
+        >>> resets.options_of(seed)["low"] == float(rows["context", "low"][0])
+        True
+    """
+
+    sampler: Sampler | None = field(
+        default=None, metadata={"check": sampler_of, "keyword": "reset_sampler"}
+    )
+    seeds: bool = field(default=False, metadata={"check": flag, "keyword": "reset_seeds"})
+
+    @property
+    def draws(self) -> bool:
+        """True if there is anything to draw."""
+        return self.seeds or self.sampler is not None
+
+    @property
+    def options_vary(self) -> bool:
+        """True if options may differ from reset to reset."""
+        if self.sampler is None or callable(self.sampler):
+            return self.sampler is not None
+        return not all(isinstance(each, Constant) for each in self.sampler.values())
+
+    def options_of(self, reset_seed: int) -> dict[str, Any]:
+        """Draw the options of a trajectory again, from the seed that its rows have.
+
+        Raises:
+            ArgumentError: the sampler is a function, and what it returned are no options.
+        """
+        if self.sampler is None:
+            return {}
+        rng = np.random.default_rng(
+            np.random.SeedSequence(int(reset_seed), spawn_key=(_OF_OPTIONS,))
+        )
+        if not callable(self.sampler):
+            return {name: each.draw(rng) for name, each in self.sampler.items()}
+        drawn = self.sampler(rng)
+        if not isinstance(drawn, Mapping):
+            raise ArgumentError(
+                "reset_sampler: expected a function that returns options by name, got "
+                f"{type(drawn).__name__}"
+            )
+        return dict(drawn)
+
+    def columns(self) -> dict[str, np.dtype[Any]]:
+        """Return the options that become columns, and their dtypes; a function is tried out.
+
+        Raises:
+            ArgumentError: an option is neither a number nor a JSON value.
+        """
+        if self.sampler is None:
+            return {}
+        if callable(self.sampler):
+            draws: dict[str, Draw] = {}
+            for name, value in self.options_of(0).items():
+                require_name("reset_sampler", name)
+                draws[name] = draw_of(f"reset_sampler: {name}", value)
+        else:
+            draws = dict(self.sampler)
+        found = {name: dtype_of(each.examples) for name, each in draws.items()}
+        return {name: dtype for name, dtype in found.items() if dtype is not None}
+
+    def described(self) -> dict[str, Any]:
+        """Return JSON values for a manifest."""
+        if self.sampler is None or callable(self.sampler):
+            name = getattr(self.sampler, "__qualname__", type(self.sampler).__qualname__)
+            return {"seeds": self.seeds, "sampler": None if self.sampler is None else name}
+        spelled = {name: each.spelling for name, each in self.sampler.items()}
+        return {"seeds": self.seeds, "sampler": spelled}
+
+
+def dtype_of(values: Sequence[Any]) -> np.dtype[Any] | None:
+    """Return the dtype of a column of numbers; None if some of ``values`` are none."""
+    if not all(isinstance(each, (bool, int, float)) for each in values):
+        return None
+    kinds = {np.asarray(each).dtype.kind for each in values}
+    if not kinds <= {"b", "i", "f"}:  # integers beyond 64 bits
+        return None
+    if kinds == {"b"}:
+        return _DTYPES["b"]
+    if "b" in kinds:  # True beside 1 is no number
+        return None
+    return _DTYPES["f" if "f" in kinds else "i"]
+
+
+def number_of(name: str, value: Any, dtype: np.dtype[Any]) -> Any:
+    """``value`` as Python's number of a column of ``dtype``.
+
+    Raises:
+        ArgumentError: it is no finite number, or another one there.
+    """
+    found = value.item() if isinstance(value, np.generic) else value
+    kind: str = dtype.kind
+    number: bool | int | float | None = None
+    if isinstance(found, bool) or kind == "b":
+        number = found if isinstance(found, bool) and kind == "b" else None
+    elif isinstance(found, (int, float)) and -_INT64 <= found < _INT64 and kind == "i":
+        number = int(found)
+    elif isinstance(found, (int, float)) and abs(found) <= _FLOAT and kind == "f":
+        number = float(found)
+    if number is None or number != found:
+        raise ArgumentError(
+            f"reset_sampler: expected a finite number of {dtype} as {name!r}, as at first, got "
+            f"{value!r}"
+        )
+    return number
+
+
+def other_of(name: str, value: Any) -> Any:
+    """``value`` of an option that is no column, a JSON value.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    return json_value(f"reset_sampler: {name}", value)

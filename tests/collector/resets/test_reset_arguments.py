@@ -1,0 +1,339 @@
+"""Resets that cannot be: what they are told, and at what time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from reset_kit import Weather
+from torchrl.data import Unbounded
+from torchrl.envs import GymEnv, SerialEnv
+
+from tallyroll.collector import (
+    ArgumentError,
+    EnvironmentRefused,
+    Resets,
+    SyncCollector,
+    choice,
+    uniform,
+)
+from tallyroll.collector.envs import Declares, Step, System
+from tallyroll.collector.envs.gymnasium.given_resets import takes_resets
+from tallyroll.collector.envs.gymnasium.vector_rules import VectorRules
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.options.draws import parsed
+from tallyroll.storage import StorageError, ways
+
+from collect_kit import assert_same
+
+GRAVITY = Resets(sampler={"gravity": uniform(-15, -5)})
+SEEDS = Resets(seeds=True)
+
+
+def collect(create: Any, resets: Resets, frames: int = 30, **options: Any) -> Any:
+    """Collect a batch."""
+    given = {"frames_per_batch": frames, "total_frames": frames, "seed": 0, **options}
+    with SyncCollector(create, resets=resets, **given) as collector:
+        return next(iter(collector))
+
+
+# --- distributions, and their spelling ------------------------------------------------------------
+
+SPELLINGS = {
+    "uniform(-15,-5)": uniform(-15, -5),
+    " uniform ( 1e-3 , 2 ) ": uniform(0.001, 2),
+    "choice(1, 2.5, true)": choice([1, 2.5, True]),
+    'choice("sea, moon", [1, {"a": null}])': choice(["sea, moon", [1, {"a": None}]]),
+}
+WRONG = {
+    "gauss(0,1)": r"there is no 'gauss'",
+    "uniform(1)": "two numbers, got '1'",
+    "uniform(2,1)": "lower bound first, and a finite range, got 2, 1",
+    "uniform(-1e308,1e308)": "finite range",
+    "uniform(NaN,1)": "expected uniform",
+    "uniform(0,1e999)": "expected uniform",
+    'uniform("a",1)': "two finite numbers, got 'a', 1",
+    "uniform(true,1)": "two finite numbers, got True, 1",
+    "uniform(0,1)**2": "expected uniform",
+    "choice()": "at least one value",
+    "choice(sea)": "texts have double quotes",
+    "sea": "texts have double quotes",
+    "": "expected uniform",
+    "__import__('os').getcwd()": "expected uniform",
+    "[" * 100_000: "expected uniform",
+}
+
+
+def test_a_spelling_is_read_back() -> None:
+    """Of each kind, and of constants."""
+    for text, draw in SPELLINGS.items():
+        assert parsed(text) == draw == parsed(draw.spelling)
+    for text in ('"sea"', "-9.81", "[1, 2]", "null", "false"):
+        assert parsed(text).spelling == text
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_spelling_is_refused(text: str) -> None:
+    """Whatever is in it, nothing is evaluated."""
+    with pytest.raises(ArgumentError, match=WRONG[text].replace("(", r"\(")):
+        parsed(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: uniform(np.nan, 1), "two finite numbers, got nan, 1"),
+        (lambda: choice("sea"), "a list of values, got 'sea'"),
+        (lambda: choice([]), "at least one value"),
+        (lambda: choice([np.inf]), "a finite number or another JSON value, got inf"),
+        (lambda: choice([object]), "another JSON value, got <class 'object'>"),
+        (lambda: Resets(sampler=3), "options by name, .* got int"),
+        (lambda: Resets(sampler={}), "at least one option"),
+        (lambda: Resets(sampler={"a/b": 1}), "a name that a column can have, .* got 'a/b'"),
+        (lambda: Resets(sampler={1: 1}), "got 1"),
+        (lambda: Resets(sampler={"a": float("nan")}), "reset_sampler: a: expected a finite"),
+        (lambda: Resets(sampler={"a": {1, 2}}), "reset_sampler: a: expected a finite"),
+        (lambda: Resets(seeds="yes"), "reset_seeds: expected True or False, got 'yes'"),
+        (lambda: Resets(seed=True), "got seed="),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_at_once(make: Any, said: str) -> None:
+    """Before there is a collector."""
+    with pytest.raises((ArgumentError, TypeError), match=said):
+        make()
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+class Draws:
+    """A sampler whose results change after some calls."""
+
+    def __init__(self, *results: Any) -> None:
+        self.results = list(results)
+
+    def __call__(self, rng: np.random.Generator) -> Any:
+        """The next of the results; the last one again and again."""
+        return self.results.pop(0) if len(self.results) > 1 else self.results[0]
+
+
+LATER = [
+    ({"b": 1.0}, r"the options \['gravity'\], as at first, got \['b'\]"),
+    ({"gravity": 1.0, "b": 2}, r"got \['b', 'gravity'\]"),
+    ({"gravity": "low"}, "a finite number of float64 as 'gravity', as at first, got 'low'"),
+    ({"gravity": np.nan}, "a finite number of float64 as 'gravity', as at first, got nan"),
+    ({"gravity": True}, "as at first, got True"),
+    ({"gravity": 10**400}, "as at first, got 1000"),
+    ([1], "a function that returns options by name, got list"),
+]
+
+
+@pytest.mark.parametrize(("later", "said"), LATER)
+def test_a_function_that_returns_something_else_later_ends_the_run(later: Any, said: str) -> None:
+    """The error says what came first, and what then."""
+    sampler = Draws(*[{"gravity": 1.0}] * 9, later)
+    with pytest.raises(ArgumentError, match=said):
+        collect(Weather, Resets(sampler=sampler, seeds=True), 100)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (lambda _: {"gravity": object()}, "gravity: expected a finite number or another JSON"),
+        (lambda _: {"": 1}, "a name that a column can have"),
+        (lambda _: None, "returns options by name, got NoneType"),
+        (lambda _: {"level": "sea"}, r"got \['level'\]; .* add seeds=True"),
+        ({"level": choice(["sea", "moon"])}, r"got \['level'\]; .* add seeds=True"),
+        ({"reset_mask": 1.0}, r"other names than \['reset_mask'\]"),
+    ],
+)
+def test_a_sampler_that_cannot_be_recorded_is_refused(sampler: Any, said: str) -> None:
+    """At the construction of the collector."""
+    with pytest.raises(ArgumentError, match=said):
+        collect(Weather, Resets(sampler=sampler))
+
+
+def test_a_constant_needs_no_seed() -> None:
+    """It is the same whatever is drawn."""
+    rows = collect(Weather, Resets(sampler={"gravity": 2, "level": "moon"}))
+    assert set(rows["observation"][:, 1].tolist()) == {1.0}
+    assert set(rows["collector", "context", "gravity"].tolist()) == {2}
+
+
+# --- environments that cannot ---------------------------------------------------------------------
+
+
+class Cloud(System):
+    """A system that declares contexts, and resets within its step; it observes what it got."""
+
+    def __init__(self, lanes: int = 2, **declared: Any) -> None:
+        context = {"wind": Unbounded((2,)), "rain": Unbounded(())}
+        self.declares = Declares(
+            lanes=lanes,
+            observation={("seen",): Unbounded((4,))},
+            action={("action",): Unbounded((1,))},
+            **{"at_end": "first", "finals": "extra", "context": context, **declared},
+        )
+        self._seen = np.zeros((lanes, 4), np.float32)
+
+    def _begin(self, lanes: Any) -> None:
+        if self.declares.context:
+            self._seen[lanes, :2] = self.next_context["wind"][lanes]
+            self._seen[lanes, 2] = self.next_context["rain"][lanes]
+        self._seen[lanes, 3] = 0
+        if self.next_seeds is not None:
+            self._seen[lanes, 3] = self.next_seeds[lanes] % 1000 * 1000
+
+    def reset(self, lanes: Any, seeds: Any, **options: Any) -> list[Any]:
+        """Begin with the contexts that were drawn."""
+        self._begin(slice(None) if lanes is None else lanes)
+        return [self._seen]
+
+    def step(self, action: Any, lanes: Any = None) -> Step:
+        """End after three steps; where ends are reset slots, begin in the step after."""
+        if self.declares.at_end == "reset_slot":
+            return self._step_or_begin()
+        self._seen[:, 3] += 1
+        final, over = self._seen.copy(), self._seen[:, 3] % 1000 == 3
+        if over.any():
+            self._begin(over)
+        cut = np.zeros_like(over)
+        return Step([self._seen], [cut * 1.0], over, cut, final=[final])
+
+    def _step_or_begin(self) -> Step:
+        begins = self._seen[:, 3] % 1000 == 3
+        self._seen[~begins, 3] += 1
+        if begins.any():
+            self._begin(begins)
+        over = self._seen[:, 3] % 1000 == 3
+        cut = np.zeros_like(over)
+        return Step([self._seen], [cut * 1.0], over, cut)
+
+
+WIND: Mapping[str, Any] = {"wind": [1, 0.1], "rain": uniform(0, 1)}
+TORCHRL = partial(GymEnv, "CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("create", "resets", "said"),
+    [
+        (TORCHRL, SEEDS, "GymEnv is an environment of TorchRL's, .* pass the id"),
+        (partial(SerialEnv, 2, TORCHRL), GRAVITY, "SerialEnv is an environment of TorchRL's"),
+        (partial(SyncVectorEnv, [Weather]), SEEDS, "takes no seed .*AutoresetMode.DISABLED"),
+        (partial(SyncVectorEnv, [Weather]), GRAVITY, "takes no options .* reset_slots"),
+        (
+            partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="vector_entry_point"),
+            SEEDS,
+            "CartPoleVectorEnv takes no seed at the reset of a lane",
+        ),
+        (
+            partial(Cloud, context={}),
+            SEEDS,
+            "Cloud takes no seed .* neither reset_seeds nor options",
+        ),
+        (partial(Cloud, context={}), GRAVITY, "takes no options .* declares no context"),
+    ],
+)
+def test_an_environment_that_cannot_is_refused(create: Any, resets: Resets, said: str) -> None:
+    """At the construction, with the reason and a way out."""
+    with pytest.raises(EnvironmentRefused, match=said):
+        collect(create, resets)
+
+
+def test_an_async_vector_is_refused_options() -> None:
+    """Its lanes would all have the same ones; no process is started for that."""
+    rules = VectorRules(AutoresetMode.DISABLED, "final", True, True, False, False, [])
+    vector: AsyncVectorEnv = object.__new__(AsyncVectorEnv)
+    vector.closed = True  # for its end
+    seeds, options, why = takes_resets(vector, rules)
+    assert (seeds, options) == (True, False)
+    assert "MultiprocessCollector" in why
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        ({"wind": [1, 2]}, r"the contexts \['rain', 'wind'\] that Cloud declares, got \['wind'\]"),
+        ({**WIND, "rain": "much"}, "'rain' as the context that is declared, float32 .* got 'much'"),
+        ({**WIND, "wind": [1]}, r"'wind' as .* float32 \[2\] and finite, got \[1\]"),
+        ({**WIND, "rain": 1e300}, "and finite, got 1e"),
+    ],
+)
+def test_other_contexts_than_those_declared_are_refused(sampler: Any, said: str) -> None:
+    """By name, shape and size."""
+    with pytest.raises(ArgumentError, match=said):
+        collect(Cloud, Resets(sampler=sampler))
+
+
+def test_contexts_that_are_drawn_otherwise_already_are_refused() -> None:
+    """A `SystemEnv` with ``draw=`` draws its own."""
+    env = partial(SystemEnv, Cloud(), draw=lambda _: {"wind": [0, 0], "rain": 0})
+    with pytest.raises(ArgumentError, match="was made with draw="):
+        collect(env, Resets(sampler=WIND))
+
+
+@pytest.mark.parametrize("how", [{}, {"max_frames_per_traj": 2}])
+def test_a_system_that_resets_itself_gets_what_was_drawn_ahead(how: dict[str, Any]) -> None:
+    """Its rows say what it began from, rounded as it was; seeds too, where it takes them."""
+    rows = collect(partial(Cloud, reset_seeds=True), Resets(sampler=WIND, seeds=True), **how)
+    own, seen = rows["collector"], rows["seen"]
+    assert (own["context", "wind"] == seen[:, :2]).all()
+    assert (own["context", "rain"] == seen[:, 2]).all()
+    assert own["context", "wind"].shape == (30, 2)
+    steps = 3 if not how else 2
+    assert (own["reset_seed"] % 1000 * 1000 + own["step"] == seen[:, 3]).all()
+    assert own["step"].max() == steps - 1
+    assert len(own["context", "rain"].unique()) == len(own["traj_ids"].unique()) > 9
+
+
+@pytest.mark.parametrize(
+    "ends", [{}, {"at_end": "reset_slot", "finals": "returned"}], ids=["first", "reset_slot"]
+)
+@pytest.mark.parametrize("context", [{}, None], ids=["seeds", "contexts"])
+def test_each_end_of_a_system_takes_what_was_drawn(ends: Any, context: Any) -> None:
+    """With seeds alone too, where nothing else is looked at after a step."""
+    more: dict[str, Any] = {} if context is None else {"context": context}
+    create = partial(Cloud, reset_seeds=True, **ends, **more)
+    resets = SEEDS if more else Resets(sampler=WIND, seeds=True)
+    rows = collect(create, resets)
+    own, seen = rows["collector"], rows["seen"]
+    assert (own["reset_seed"] % 1000 * 1000 + own["step"] == seen[:, 3]).all()
+    assert len(own["reset_seed"].unique()) == len(own["traj_ids"].unique()) == 10
+    with ways.switched_off(*ways.WAYS):
+        assert_same(collect(create, resets), rows)
+
+
+def test_a_later_collector_draws_nothing_of_an_earlier_one() -> None:
+    """Of the same environment, which stays its caller's."""
+    env = SystemEnv(Cloud(context={}, reset_seeds=True))
+    assert ("collector", "reset_seed") in collect(env, SEEDS).keys(True)
+    rows = collect(env, Resets())
+    assert ("collector", "reset_seed") not in rows.keys(True)
+    assert rows["seen"][:, 3].max() == 2
+    env.close()
+
+
+# --- storages, and keywords -----------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_the_same_columns_only(tmp_path: Any) -> None:
+    """A storage has a schema, which other resets do not have."""
+    given: dict[str, Any] = {"storage": tmp_path / "s", "num_envs": 2}
+    collect(Weather, GRAVITY, **given)
+    with pytest.raises(StorageError, match="gravity"):
+        collect(Weather, SEEDS, 60, resume=True, **given)
+
+
+def test_fields_are_keywords_of_a_collector_too() -> None:
+    """And stand in one place only."""
+    rows = collect("CartPole-v1", None, reset_seeds=True)  # type: ignore[arg-type]
+    assert ("collector", "reset_seed") in rows.keys(True)
+    with pytest.raises(ArgumentError, match="reset_seeds: expected in one place"):
+        collect("CartPole-v1", SEEDS, reset_seeds=True)
+    with pytest.raises(ArgumentError, match=r"resets: expected Resets\(...\), got bool"):
+        collect("CartPole-v1", True)  # type: ignore[arg-type]
