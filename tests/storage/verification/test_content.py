@@ -166,6 +166,29 @@ def test_any_rows_in_any_order(
             assert content_hash(folder / name, ids=ids_are) == wanted
 
 
+def test_how_rows_were_committed_is_no_content(tmp_path: Path) -> None:
+    given = rows([0, 0, 1], [0, 1, 0])
+    for name, cut in (("one", [False] * 3), ("two", [True, False, True])):
+        write(tmp_path / name, given.clone().set(CUT, torch.tensor(cut)))
+    write(tmp_path / "none", given)
+    hashes = {content_hash(tmp_path / name) for name in ("one", "two", "none")}
+    assert len(hashes) == 1
+    assert diff(tmp_path / "one", tmp_path / "two").same
+
+
+@pytest.mark.parametrize("last", [10, 13, 20, 27])
+def test_a_trajectory_goes_on_over_the_end_of_a_ring(tmp_path: Path, last: int) -> None:
+    steps = [*range(last)]
+    every = rows([4] * last, steps, torch.arange(last))
+    with MemmapStorage(tmp_path / "ring", max_size=10) as storage:
+        for at in range(0, last, 3):
+            storage.extend(every[at : at + 3])
+    write(tmp_path / "rows", every[-10:])
+    assert content_hash(tmp_path / "ring") == plain(tmp_path / "rows")
+    with ways.switched_off("kernel"):
+        assert content_hash(tmp_path / "ring") == plain(tmp_path / "rows")
+
+
 def test_formats_rings_commits_and_workers_do_not_matter(path: Path, tmp_path: Path) -> None:
     wanted = content_hash(path)
     found = {}
@@ -304,6 +327,10 @@ def test_rows_of_one_alone(tmp_path: Path) -> None:
         (9, 3, False, True),
     ]
     assert "only in the first" in str(found.places[0])
+    more = write(tmp_path / "more", rows([5, 6], [0, 0]))
+    less = write(tmp_path / "less", rows([5], [0]))
+    assert not diff(more, less).same
+    assert not diff(less, more).same
 
 
 pairs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=9)
