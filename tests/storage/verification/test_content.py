@@ -327,6 +327,10 @@ def test_rows_of_one_alone(tmp_path: Path) -> None:
         (9, 3, False, True),
     ]
     assert "only in the first" in str(found.places[0])
+    more = write(tmp_path / "more", rows([5, 6], [0, 0]))
+    less = write(tmp_path / "less", rows([5], [0]))
+    assert not diff(more, less).same
+    assert not diff(less, more).same
 
 
 pairs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=9)
