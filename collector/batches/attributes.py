@@ -1,5 +1,6 @@
 """Attributes of every collector."""
 
+from tallyroll.collector.batches.state.restarting import Restarting
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.options import Options
@@ -11,10 +12,16 @@ class Attributes:
 
     _options: Options
     _ledger: Ledger
+    _restarting: Restarting
     _episodes: EpisodeLog
     _lanes: int
     _frames_per_batch: int
     _last_rows: range | None = None
+
+    @property
+    def restarting(self) -> Restarting:
+        """The state of the run, as `save_checkpoint` and `load_checkpoint` use it."""
+        return self._restarting
 
     @property
     def ledger(self) -> Ledger:

@@ -104,7 +104,7 @@ class Collector(Attributes, ABC):
         call["unobserved"] = [list(key) for key in source.unobserved]
         self._rollout = rollout
         self._run = self._beginning.state(description, call)
-        self.restarting = Restarting(self._run, self._beginning, rollout, self._publish)
+        self._restarting = Restarting(self._run, self._beginning, rollout, self._publish)
         self._assembly = assemble(
             self._run,
             source,
@@ -319,7 +319,7 @@ class Collector(Attributes, ABC):
         Environments cannot be saved: after loading, every lane starts a new trajectory, from a
         seed that was not used before. Transitions that wait for the next batch are discarded.
         """
-        return self.restarting.saved()
+        return self._restarting.saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a result of :meth:`state_dict`; call it before iterating.
@@ -327,7 +327,7 @@ class Collector(Attributes, ABC):
         Raises:
             StateError: this collector has collected already, or the state has other parts.
         """
-        self.restarting.go_on_from(state)
+        self._restarting.go_on_from(state)
 
 
 def _mean(values: Sequence[float]) -> float:

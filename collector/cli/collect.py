@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,8 +20,8 @@ from rich.filesize import decimal
 from tallyroll.collector.batches.logs.run_log import EVERY, RunLog
 from tallyroll.collector.batches.logs.target import LogTarget, open_target
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.state.checkpoints.regular import RegularCheckpoints
 from tallyroll.collector.batches.stored.resume import has_begun, last_run_of
-from tallyroll.collector.cli.checkpoints import RunCheckpoints, preemption, wrong_options
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
@@ -40,6 +41,8 @@ from tallyroll.collector.workers.unblocked_output import (
 from tallyroll.storage import StorageLocked
 from tallyroll.storage.files.paths import free_bytes
 from tallyroll.storage.storages import DiskStorage
+
+_CHECKPOINTS = ("checkpoint", "checkpoint_every", "checkpoint_on", "checkpoint_rows")
 
 
 class Signals:
@@ -103,7 +106,11 @@ class CollectRun:
         self.began, self.has_begun = 0, False
         """Rows that the run had before, and whether it stands in the manifest."""
         self.plan = self._planned()
-        self.checkpoints = RunCheckpoints(args, resumes=self.resumes, note=self.note)
+        self.checkpoints = RegularCheckpoints(
+            None if args.checkpoint is None else Path(args.checkpoint),
+            args.checkpoint_every,
+            resumes=self.resumes,
+        )
         if wrong := wrong_workers(self.plan, args):
             raise CommandError(wrong)
 
@@ -211,7 +218,7 @@ class CollectRun:
             self._collector(plan.env, policy) as collector,
             self._logs(collector, targets) as logs,
         ):
-            self.checkpoints.load(collector)
+            self.checkpoints.load(collector, self.args.checkpoint_rows or "rewind", self.note)
             self.began, self.has_begun = collector.ledger.stored, True
             self._say_what_it_takes()
             if self.args.plan:
@@ -371,7 +378,9 @@ class CollectRun:
     def _kept_options(self) -> list[str]:
         every = [] if self.args.log_every is None else ["--log-every", str(self.args.log_every)]
         logs = [word for each in self.args.log or () for word in ("--log", each)]
-        return [*logs, *every, *self.checkpoints.options()]
+        given = [(name, getattr(self.args, name)) for name in _CHECKPOINTS]
+        saved = [("--" + name.replace("_", "-"), str(value)) for name, value in given if value]
+        return [*logs, *every, *(word for pair in saved for word in pair)]
 
     def _say_what_an_error_left(self, error: Exception) -> None:
         """Say how to go on, too."""
@@ -479,9 +488,13 @@ def run(args: argparse.Namespace) -> int:
     # What a resumed run leaves out stands in its manifest.
     if not args.resume and (wrong := wrong_workers(Plan.of(args), args)):
         args.usage_error(wrong)
-    if wrong := wrong_options(args):
-        args.usage_error(wrong)
-    signals = Signals(preemption(args))
+    for name in _CHECKPOINTS[1:]:
+        if getattr(args, name) is not None and args.checkpoint is None:
+            option = "--" + name.replace("_", "-")
+            args.usage_error(f"{option} is for --checkpoint, and there is none; give --checkpoint")
+    if args.checkpoint_rows is not None and not args.resume:
+        args.usage_error("--checkpoint-rows is for --resume, which loads a checkpoint")
+    signals = Signals([signal.Signals[args.checkpoint_on]] if args.checkpoint_on else [])
     with signals.taken_over():
         try:
             with open_output(args) as storage:

@@ -59,7 +59,7 @@ example: a row every 5,000 transitions, for a table and for TensorBoard
     --log runs/pole.csv --log tensorboard:runs/curves
 """
 COLLECT_CHECKPOINTS = """\
-example: a job that a scheduler may end at any moment, and starts again with the same command
+example: a job that a scheduler ends, and starts again by the same command
   tallyroll collect CartPole-v1 --frames 1e6 --out runs/pole --resume \\
     --checkpoint runs/saved --checkpoint-every 5e4 --checkpoint-on SIGUSR1
 """

@@ -32,11 +32,13 @@ def test_what_users_meet_first_has_examples() -> None:
         "Columns",
         "Ledger",
         "MemmapStorage",
+        "Resets",
         "RunLog",
         "SyncCollector",
         "System",
         "Trajectories",
         "collect",
+        "uniform",
     ]
 
 
