@@ -11,7 +11,6 @@ from tallyroll.storage.errors import RunUnderWay, StateMismatch
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.record_slots import Rewind
 from tallyroll.storage.files.rewind_history import least_kept, settled
-from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 
@@ -59,11 +58,8 @@ def take_back(
         writer.refuse()
     reader = writer.reader
     with writer.turn:
-        engine = reader.running()
-        engine.right.require()
-        head = reader.head
-        _require_free(writer, run)
-        _require_rewindable(reader, rows)
+        engine, head = reader.running(), reader.head
+        require_rewindable(writer, rows, run)
         if rows == head:
             return 0
         at, payload = (rows, b"") if record is None else record
@@ -83,7 +79,11 @@ def forget_beside(writer: RowWriter) -> None:
         writer.files.inside.remove(path)
 
 
-def _require_free(writer: RowWriter, run: object) -> None:
+def require_rewindable(writer: RowWriter | NoWriter, rows: int, run: object = None) -> None:
+    """Raise as `take_back` does, where it would; nothing changes."""
+    if isinstance(writer, NoWriter):
+        writer.refuse()
+    writer.reader.running().right.require()
     if run is None or not writer.claim.is_of(run):
         try:
             writer.claim.require_none()
@@ -92,9 +92,7 @@ def _require_free(writer: RowWriter, run: object) -> None:
                 f"a collector is writing a run to {writer.path}, and its rows cannot be taken back "
                 "under its feet. Give the checkpoint that collector, or shut it down before."
             ) from error
-
-
-def _require_rewindable(reader: FileReader, rows: int) -> None:
+    reader = writer.reader
     if not 0 <= rows <= reader.head:
         raise StateMismatch(
             f"{rows} rows are to be left in {reader.path}, and it has {reader.head}. Restore the "

@@ -90,7 +90,8 @@ class TrajectoryIndex:
 
     def _forget_rewound(self, reader: Reading) -> None:
         """Begin again if rows were taken back: numbers from there on mean other rows."""
-        if (rewinds := reader.rewinds) != self._rewinds:
+        seen = max(self._links.seen if self._links else 0, self.counted.seen if self.counted else 0)
+        if (rewinds := reader.rewinds) != self._rewinds or reader.head < seen:
             self._links = self.counted = None
             self._rewinds, self._in_file = rewinds, -1
 

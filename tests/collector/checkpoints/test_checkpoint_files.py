@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from tallyroll.collector.batches.state.checkpoints import folder
 from tallyroll.collector.batches.state.checkpoints.plain import from_plain, to_plain
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.storage import MemmapStorage
-from tallyroll.storage.errors import StorageError
+from tallyroll.storage.errors import StorageError, StorageFull
 
 from killed_storages_kit import Told, forked, in_a_process, oracle
 
@@ -189,6 +190,38 @@ def test_where_nothing_is(tmp_path: Path) -> None:
     for wrong in ({"every": 0}, {"keep_last": 0}, {"copy_rows": True}, {"collector": 3}):
         with pytest.raises(ArgumentError):
             save_checkpoint(tmp_path / "c", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_leaves_the_ones_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = torch.nn.Linear(2, 2)
+    first = save_checkpoint(tmp_path / "c", net=net)
+    before = net.weight.tolist()
+    with torch.no_grad():
+        net.weight += 1
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(StorageFull):
+            save_checkpoint(tmp_path / "c", net=net)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [".lock", "000001-at-0"]
+    assert first == tmp_path / "c" / "000001-at-0"
+    load_checkpoint(tmp_path / "c", net=net)
+    assert net.weight.tolist() == before
+
+
+def test_two_processes_save_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "c", number=1)
+    monkeypatch.setattr(folder, "_PATIENCE_SECONDS", 0.05)
+    saving = pytest.raises(StateError, match="another process has been saving")
+    with folder.locked(tmp_path / "c"), saving:
+        save_checkpoint(tmp_path / "c", number=2)
+    save_checkpoint(tmp_path / "c", number=2)
+    assert load_checkpoint(tmp_path / "c").values == {"number": 2}
 
 
 def save_often(path: Path, told: Told) -> None:

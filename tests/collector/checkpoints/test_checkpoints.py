@@ -301,7 +301,7 @@ def test_counts_after_a_kill_between_the_rewind_and_what_follows(tmp_path: Path)
 def saved(tmp_path: Path) -> Path:
     with sync(tmp_path / "rows", linear(), seed=5) as collector:
         collector.collect(40)
-        path = save_checkpoint(tmp_path / "c", collector=collector, number=3)
+        path = save_checkpoint(tmp_path / "c", collector=collector, number=3, learner=Step())
         collector.collect(40)
     assert path is not None
     return path
@@ -318,7 +318,10 @@ def test_refused_with_nothing_changed(saved: Path, tmp_path: Path) -> None:
     with sync(rows, linear(), resume=True) as collector:
         refused(ArgumentError, "rows: expected", collector=collector, rows="all")
         refused(
-            StateError, "has no optimizer; it has number", collector=collector, optimizer=Step()
+            StateError,
+            "has no optimizer; it has learner, number",
+            collector=collector,
+            optimizer=Step(),
         )
         refused(ArgumentError, r"number: .* \.values", collector=collector, number=Step())
         refused(ArgumentError, "has a state_dict", collector=Step())
@@ -339,8 +342,11 @@ def test_refused_with_nothing_changed(saved: Path, tmp_path: Path) -> None:
         refused(StateError, "collected already", collector=collector)
     with MemmapStorage(rows, mode="append") as storage:
         storage.finalize()
-    with MemmapStorage(rows, mode="append") as storage:
-        refused(StateMismatch, "was finalized with 81 rows", storage=storage)
+    with MemmapStorage(rows, mode="append") as storage, sync(storage, linear()) as collector:
+        learner = Step()
+        learner.done.data += 7
+        refused(StateMismatch, "was finalized with 81 rows", collector=collector, learner=learner)
+        assert learner.done == 7
     assert not verify(rows).findings
 
 

@@ -159,7 +159,8 @@ def load_checkpoint(
 
     Raises:
         StateError: no checkpoint, a damaged one, or one that does not fit; nothing changed.
-        StateMismatch: it belongs to other rows; nothing changed.
+        StateMismatch: it belongs to other rows, or the storage cannot go back; nothing changed.
+        RunUnderWay: another collector writes to the storage; nothing changed.
         ArgumentError: ``rows`` is neither.
     """
     if rows not in ("rewind", "keep"):
@@ -177,7 +178,8 @@ def load_checkpoint(
         if at is None:
             raise StateError(f"{chosen} was saved without a storage, and one is given")
         restored = collector is None and restore_rows(storage, chosen / folder.ROWS)
-        at.require_same(storage, keep=rows == "keep" and not restored)
+        run = None if collector is None else collector.restarting.stored_run
+        at.require_same(storage, run, keep=rows == "keep" and not restored)
     elif at is not None and collector is not None:
         raise StateError(
             f"{chosen} has {at.rows} rows of the storage at {at.path}, and the collector has no "
@@ -199,7 +201,7 @@ def load_checkpoint(
         return _rewound(found, at, state, collector, storage)
     if collector is not None:
         collector.restarting.keep(state["collector"])
-    later = 0 if storage is None or at is None else storage.head - at.rows
+    later = 0 if storage is None or at is None else max(0, storage.head - at.rows)
     return replace(found, kept=later)
 
 

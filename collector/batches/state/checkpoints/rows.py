@@ -14,7 +14,7 @@ from tallyroll.storage.files.run_record import RunRecord, is_count, record_after
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.rewinds import require_kept, take_back
+from tallyroll.storage.stores.rewinds import require_kept, require_rewindable, take_back
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,15 @@ class RowsAt:
 
     # --- going back -------------------------------------------------------------------------------
 
-    def require_same(self, storage: DiskStorage, *, keep: bool) -> None:
-        """Refuse another storage, or one whose rows are not those any more; nothing changes.
+    def require_same(self, storage: DiskStorage, run: StoredRun | None, *, keep: bool) -> None:
+        """Refuse another storage, or one whose rows cannot be gone back to; nothing changes.
+
+        ``keep``: its rows stay as they are. ``run`` is that of the collector.
 
         Raises:
             StateMismatch: says why.
+            RunUnderWay: another collector writes to it.
+            WriteError: this process may not write to it.
         """
         reader = storage.reader
         if not self.id:  # it had no rows and no files yet
@@ -105,6 +109,7 @@ class RowsAt:
                 "Restore the storage from a copy that is as new as the checkpoint."
             )
         require_kept(reader, self.rows, self.rewinds, "the checkpoint")
+        require_rewindable(storage.writer, self.rows, run)
 
     def go_back(self, storage: DiskStorage, run: StoredRun | None) -> tuple[int, int, Since]:
         """Take back the rows that came later.
