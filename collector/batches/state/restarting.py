@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakMethod
 
 from tallyroll.collector.batches.state.beginning import Beginning
 from tallyroll.collector.batches.state.run_state import RunState
@@ -24,7 +25,7 @@ class Restarting:
         run: its state.
         beginning: gave it its seeds and its policy.
         rollout: where its transitions come from.
-        publish: hands the policy's weights to workers that act by copies.
+        publish: a method that hands the policy's weights to workers that act by copies.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Restarting:
         publish: Callable[[], None],
     ) -> None:
         self._run, self._beginning, self._rollout = run, beginning, rollout
-        self._publish = publish
+        self._publisher = WeakMethod(publish)  # its owner goes when nobody else refers to it
 
     @property
     def storage(self) -> DiskStorage | None:
@@ -78,3 +79,7 @@ class Restarting:
             policy.version = max(newest, policy.version)
             policy.update_weights()  # no number names two sets of weights
             self._publish()
+
+    def _publish(self) -> None:
+        if (publish := self._publisher()) is not None:
+            publish()

@@ -537,7 +537,7 @@ if __name__ == "__main__":
 def script(folder: Path, name: str, mode: str, tty: int | None) -> subprocess.Popen[bytes]:
     """A script as a shell would start it; at a terminal it is what Ctrl-C ends."""
     (folder / "tmp").mkdir(parents=True)
-    tests = [str(Path(__file__).parent), str(TESTS)]
+    tests = [str(Path(__file__).parent), str(TESTS), str(TESTS / "random_axes")]
     text = SCRIPT.format(tests=tests, name=name, folder=str(folder), mode=mode)
     (folder / "script.py").write_text(text)
 
