@@ -85,6 +85,7 @@ class OpenedFiles:
         made = create_new(reader.format, schema, runs, id=id, ring=reader.ring, **self._options)
         reader.use(*made)
 
+    @told
     def require_room(self, schema: Schema, rows: int) -> None:
         """Refuse to make files that have no room for so many rows, or for the capacity.
 

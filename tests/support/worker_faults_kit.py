@@ -501,7 +501,7 @@ class Parent:
         (folder / "tmp").mkdir(exist_ok=True)
         self.folder = folder
         self.process = multiprocessing.get_context("forkserver").Process(
-            target=_parent, args=(SERVER._forkserver_address, folder, tty, target, args)
+            target=_parent, args=(server_of_tests(), folder, tty, target, args)
         )
         self.process.start()
 
@@ -528,7 +528,13 @@ class Parent:
         return (self.folder / "stderr").read_text()
 
 
-def _parent(address: str, folder: Path, tty: str | None, target: Any, args: Any) -> None:
+def server_of_tests() -> dict[str, Any]:
+    """Where a process finds the fork server of the tests; Python 3.14 asks for its key, too."""
+    names = ("_forkserver_address", "_forkserver_authkey")
+    return {name: getattr(SERVER, name) for name in names if hasattr(SERVER, name)}
+
+
+def _parent(server: dict[str, Any], folder: Path, tty: str | None, target: Any, args: Any) -> None:
     os.setsid()
     names = [os.devnull, str(folder / "stdout"), str(folder / "stderr")]
     for number, name in enumerate(names if tty is None else [tty] * 3):
@@ -538,7 +544,7 @@ def _parent(address: str, folder: Path, tty: str | None, target: Any, args: Any)
     os.environ["TMPDIR"] = str(folder / "tmp")
     tempfile.tempdir = None
     multiprocessing.current_process()._config.pop("tempdir", None)
-    SERVER._forkserver_address = address
+    vars(SERVER).update(server)
     SERVER.ensure_running = lambda: None  # it is another process's child
     try:
         target(folder, *args)

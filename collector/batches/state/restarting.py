@@ -36,7 +36,7 @@ class Restarting:
         publish: Callable[[], None],
     ) -> None:
         self._run, self._beginning, self._rollout = run, beginning, rollout
-        self._publisher = WeakMethod(publish)  # its owner goes when nobody else refers to it
+        self._publisher = WeakMethod(publish)  # its owner goes with its last reference
 
     @property
     def storage(self) -> DiskStorage | None:

@@ -268,11 +268,10 @@ def kill_while_saving(base: Path, points: int, seed: int) -> list[int]:
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(base / "start", work)
         told.head = 20
-        line = (
-            pick.randrange(1 + (number - 1) * total // points, 1 + number * total // points)
-            if number
-            else 0
-        )
+        line = 0
+        if number:  # one in each part of the run, so that few meet all of it
+            first = 1 + (number - 1) * total // points
+            line = pick.randrange(first, max(first, number * total // points) + 1)
 
         def act(work: Path = work, told: Told = told, line: int = line) -> None:
             told.lines = lines_of(lambda: save_often(work, told), line)

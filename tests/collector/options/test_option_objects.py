@@ -78,8 +78,8 @@ def options_of(collector: Any = SyncCollector, **given: Any) -> Options:
 
 def described(collector: type) -> list[str]:
     """The arguments that a collector's docstring describes."""
-    args = (collector.__doc__ or "").partition("Args:")[2].partition("Raises:")[0]
-    return re.findall(r"^ {8}(\w+):", args, re.MULTILINE)
+    args = (inspect.getdoc(collector) or "").partition("Args:")[2].partition("Raises:")[0]
+    return re.findall(r"^ {4}(\w+):", args, re.MULTILINE)
 
 
 def test_collectors_state_options_alike() -> None:
@@ -353,11 +353,13 @@ NEEDED = ["create_env_fn", "policy", "frames_per_batch", "total_frames", "num_en
 
 def test_help_begins_with_an_example_and_what_is_always_needed() -> None:
     text = pydoc.plain(pydoc.render_doc(SyncCollector))
+    described = inspect.getdoc(SyncCollector) or ""
     lines = [line.strip(" |") for line in text.splitlines()]
+    lines = lines[lines.index(described.partition("\n")[0]) :]  # below its signature
     assert 0 < lines.index("Examples:") < 10
     assert lines.index("Examples:") < lines.index("Args:") < lines.index("Other Parameters:") < 75
-    args = (SyncCollector.__doc__ or "").partition("Args:")[2].partition("Other Parameters:")[0]
-    always = re.findall(r"^ {8}(\w+):", args, re.MULTILINE)
+    args = described.partition("Args:")[2].partition("Other Parameters:")[0]
+    always = re.findall(r"^ {4}(\w+):", args, re.MULTILINE)
     assert always == [*NEEDED, "storage", "device"]
     assert [*inspect.signature(SyncCollector).parameters][: len(always)] == always
 
