@@ -31,6 +31,8 @@ def traced(
     def local(frame: Any, event: str, _: Any) -> Any:
         if event == "opcode":
             instruction(frame)
+        else:
+            frame.f_trace_opcodes = True  # Python 3.14 heeds it once there was such an event
         return local
 
     def trace(frame: Any, event: str, _: Any) -> Any:

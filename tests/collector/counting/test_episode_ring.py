@@ -255,7 +255,6 @@ def taken_with(what: str, place: int) -> int:
 @pytest.mark.parametrize("what", ["read", "more", "raise"])
 def test_a_handler_may_come_anywhere(what: str) -> None:
     """It reads the log, or collects more episodes and reads these; or any instruction raises."""
-    taken_with(what, 0)  # Python 3.14 shows instructions from the second time on
     places = taken_with(what, 0)
     assert places > (150 if what == "raise" else 15)
     for place in range(1, places + 1):
