@@ -284,7 +284,7 @@ class Header:
         """The newest intact record, with the number of rows that were committed with it."""
         head, rewind = self.head, self.records.rewind
         if rewind is not None and head <= rewind.rows:
-            return (rewind.at, rewind.payload) if rewind.payload else None
+            return (rewind.at, rewind.payload) if rewind.at >= 0 else None
         return next(((rows, found) for _, rows, found in self.records.intact if rows <= head), None)
 
     def write_record(self, payload: bytes, head: int) -> None:
@@ -335,7 +335,7 @@ class Header:
             self.set_floor(head)  # first, so that a reader never finds it above the rows
             self.reserve = head + ring
         self.set_rewinds(rewind.number)
-        if rewind.payload:
+        if rewind.at >= 0:
             self.write_record(rewind.payload, rewind.at)
         else:
             self.records.forget()

@@ -42,9 +42,9 @@ class Rewind(NamedTuple):
     rows: int
     """The rows that are to stay."""
     at: int
-    """The rows that the record was written with."""
+    """The rows that the record was written with; -1: there is to be none."""
     payload: bytes
-    """The record; empty: there is to be none."""
+    """The record."""
 
 
 class RecordSlots:

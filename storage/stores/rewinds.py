@@ -62,7 +62,7 @@ def take_back(
         require_rewindable(writer, rows, run)
         if rows == head:
             return 0
-        at, payload = (rows, b"") if record is None else record
+        at, payload = (-1, b"") if record is None else record
         rewind = Rewind(reader.rewinds + 1, rows, at, payload)
         writer.runs.settle()
         forget_beside(writer)  # before: they would tell of rows that are not there
