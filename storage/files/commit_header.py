@@ -334,6 +334,8 @@ class Header:
         elif self.reserve >= head + ring or self.floor > head:
             self.set_floor(head)  # first, so that a reader never finds it above the rows
             self.reserve = head + ring
+        elif self.reserve > ring:  # indices count from the oldest row, as a writer's do
+            self.set_floor(self.reserve - ring)
         self.set_rewinds(rewind.number)
         if rewind.at >= 0:
             self.write_record(rewind.payload, rewind.at)
