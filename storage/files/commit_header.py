@@ -282,10 +282,7 @@ class Header:
     @property
     def record(self) -> tuple[int, bytes] | None:
         """The newest intact record, with the number of rows that were committed with it."""
-        head, rewind = self.head, self.records.rewind
-        if rewind is not None and head <= rewind.rows:
-            return (rewind.at, rewind.payload) if rewind.at >= 0 else None
-        return next(((rows, found) for _, rows, found in self.records.intact if rows <= head), None)
+        return self.records.with_rows(self.head)
 
     def write_record(self, payload: bytes, head: int) -> None:
         """Write ``payload``, which becomes valid when ``head`` rows are committed.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tallyroll.storage.errors import RecordTooLarge
@@ -69,11 +70,15 @@ class RecordSlots:
     @property
     def rewind(self) -> Rewind | None:
         """The rewind whose record is the newest; None: a record of rows is."""
-        for _, head, payload in self._all[:1]:
-            if head < 0 and len(payload) >= _REWIND.size:
-                number, at = _REWIND.unpack_from(payload)
-                return Rewind(number, -1 - head, at, payload[_REWIND.size :])
-        return None
+        return _rewind_of(self._all)
+
+    def with_rows(self, head: int) -> tuple[int, bytes] | None:
+        """Return the record that counts where ``head`` rows are committed, with its own rows."""
+        every = self._all
+        rewind = _rewind_of(every)
+        if rewind is not None and head <= rewind.rows:
+            return (rewind.at, rewind.payload) if rewind.at >= 0 else None
+        return next(((rows, found) for _, rows, found in every if 0 <= rows <= head), None)
 
     def write_rewind(self, sequence: int, rewind: Rewind) -> None:
         """Write the record of a rewind into the slot whose turn it is."""
@@ -123,28 +128,33 @@ class RecordSlots:
 
     def forget_after(self, head: int) -> None:
         """Wipe the records of more than ``head`` rows."""
-        for index, start in enumerate(STARTS):
-            record = self.read(index)
-            if record and record[1] > head:
-                _SLOT.pack_into(self._memory, start, 0, 0, 0, 0)
+        self._wipe(lambda record: record is not None and record[1] > head)
 
     def forget(self) -> None:
         """Wipe both records."""
-        for start in STARTS:
-            _SLOT.pack_into(self._memory, start, 0, 0, 0, 0)
+        self._wipe(lambda record: True)
 
     def forget_rewind(self) -> None:
         """Wipe the records of rewinds."""
-        for index, start in enumerate(STARTS):
-            record = self.read(index)
-            if record and record[1] < 0:
-                _SLOT.pack_into(self._memory, start, 0, 0, 0, 0)
+        self._wipe(lambda record: record is not None and record[1] < 0)
 
     def forget_torn(self) -> None:
         """Wipe the records that fail their check."""
+        self._wipe(lambda record: record is None)
+
+    def _wipe(self, doomed: Callable[[Record | None], bool]) -> None:
         for index, start in enumerate(STARTS):
-            if self.read(index) is None:
+            if doomed(self.read(index)):
                 _SLOT.pack_into(self._memory, start, 0, 0, 0, 0)
+
+
+def _rewind_of(records: list[Record]) -> Rewind | None:
+    """Return the rewind whose record is the first of some; None: there is none."""
+    for _, head, payload in records[:1]:
+        if head < 0 and len(payload) >= _REWIND.size:
+            number, at = _REWIND.unpack_from(payload)
+            return Rewind(number, -1 - head, at, payload[_REWIND.size :])
+    return None
 
 
 def check_record_size(payload: bytes) -> None:

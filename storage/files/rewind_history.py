@@ -18,8 +18,7 @@ def least_kept(manifest: Manifest, since: int, until: int) -> int | None:
         since: rewinds that are not asked for.
         until: rewinds that there were.
     """
-    history = manifest.get(_HISTORY)
-    left = history if isinstance(history, list) else []
+    left = _history_of(manifest)
     # What a damaged manifest does not say may have left no row.
     found = [
         left[at] if at < len(left) and type(left[at]) is int else 0 for at in range(since, until)
@@ -27,10 +26,14 @@ def least_kept(manifest: Manifest, since: int, until: int) -> int | None:
     return min(found, default=None)
 
 
+def _history_of(manifest: Manifest) -> list[Any]:
+    history = manifest.get(_HISTORY)
+    return history if isinstance(history, list) else []
+
+
 def settled(manifest: Manifest, rewind: Rewind) -> Manifest:
     """Return the manifest without the runs that have no rows left, and with the rewind."""
-    history = manifest.get(_HISTORY)
-    before = (history if isinstance(history, list) else [])[: rewind.number - 1]
+    before = _history_of(manifest)[: rewind.number - 1]
     before += [0] * (rewind.number - 1 - len(before))
     return {**without_runs_from(manifest, rewind.rows), _HISTORY: [*before, rewind.rows]}
 
@@ -44,4 +47,4 @@ def without_runs_from(manifest: Manifest, row: int) -> Manifest:
 
 def with_history_of(manifest: Manifest, source: Manifest) -> Manifest:
     """Return a manifest with the history of another storage's."""
-    return {**manifest, _HISTORY: source.get(_HISTORY, [])}
+    return {**manifest, _HISTORY: _history_of(source)}

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -114,9 +115,14 @@ def diff(
         open_storage(first, accept_copy=accept_copy) as one,
         open_storage(second, accept_copy=accept_copy) as other,
     ):
-        readers = one.reader, other.reader
-        made = lambda: _Comparison(*readers, ids).made(progress)  # noqa: E731
-        return steadily(readers[0], lambda: steadily(readers[1], made))
+        made = partial(_compared, one.reader, other.reader, ids, progress)
+        return steadily(one.reader, lambda: steadily(other.reader, made))
+
+
+def _compared(
+    one: RowReader, other: RowReader, ids: Numbering, progress: Progress | None
+) -> Differences:
+    return _Comparison(one, other, ids).made(progress)
 
 
 class _Comparison:

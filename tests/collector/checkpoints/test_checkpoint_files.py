@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.storage import MemmapStorage
 from tallyroll.storage.errors import StorageError, StorageFull
 
-from killed_storages_kit import Told, forked, in_a_process, oracle
+from killed_storages_kit import Told, forked, in_a_process, lines_of, oracle
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
 
@@ -233,29 +232,6 @@ def save_often(path: Path, told: Told) -> None:
             told.head = storage.head
 
 
-def lines_of(act: Any, kill_at: int) -> int:
-    """As that of the kit, of the lines of `folder` alone."""
-    count = 0
-
-    def local(frame: Any, event: str, _: Any) -> Any:
-        nonlocal count
-        if event == "line":
-            count += 1
-            if count == kill_at:
-                os.kill(os.getpid(), 9)
-        return local
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        return local if frame.f_code.co_filename == folder.__file__ else None
-
-    sys.settrace(trace)
-    try:
-        act()
-    finally:
-        sys.settrace(None)
-    return count
-
-
 def kill_while_saving(base: Path, points: int, seed: int) -> list[int]:
     """Kill a saver at lines all over; how many rows the newest checkpoint had each time."""
     (base / "start").mkdir()
@@ -274,7 +250,7 @@ def kill_while_saving(base: Path, points: int, seed: int) -> list[int]:
             line = pick.randrange(first, max(first, number * total // points) + 1)
 
         def act(work: Path = work, told: Told = told, line: int = line) -> None:
-            told.lines = lines_of(lambda: save_often(work, told), line)
+            told.lines = lines_of(lambda: save_often(work, told), line, folder.__file__)
 
         _, status = os.waitpid(forked(act), 0)
         assert status == 0 or (line and os.WIFSIGNALED(status)), status

@@ -338,9 +338,12 @@ def kill_at_random(case: Case, path: Path, kills: int) -> list[int]:
 # -- one process for many forks: a kill at every line
 
 
-def lines_of(act: Callable[[], None], kill_at: int = 0) -> int:
-    """Lines of the package that ``act`` runs; at line ``kill_at`` this process kills itself."""
-    inside, count = str(Path(tallyroll.storage.__file__).parent), 0
+PACKAGE = str(Path(tallyroll.storage.__file__).parent)
+
+
+def lines_of(act: Callable[[], None], kill_at: int = 0, inside: str = PACKAGE) -> int:
+    """Lines of files ``inside`` that ``act`` runs; at line ``kill_at`` this process is killed."""
+    count = 0
 
     def local(frame: Any, event: str, _: Any) -> Any:
         nonlocal count

@@ -191,11 +191,12 @@ def load_checkpoint(
         collector.restarting.require_fit(state["collector"], keep=rows == "keep")
     for name, part in parts.items():
         _load(name, part, saved[name])
+    values = _values(saved)
     found = Loaded(
         chosen,
         int(about.get("transitions", 0)) if collector is None else collector.ledger.stored,
-        unused=tuple(sorted(saved.keys() - parts.keys() - _values(saved).keys())),
-        values=_values(saved),
+        unused=tuple(sorted(saved.keys() - parts.keys() - values.keys())),
+        values=values,
     )
     if rows == "rewind":
         return _rewound(found, at, state, collector, storage)
@@ -262,23 +263,39 @@ def _is_due(place: Path, transitions: int, every: int) -> bool:
 # --- parts ----------------------------------------------------------------------------------------
 
 
+def _kind_of(part: Any) -> str:
+    """Return how the state of a part is asked for and given back."""
+    for kind, of in (
+        ("torch", torch.Generator),
+        ("numpy", np.random.Generator),
+        ("python", random.Random),
+    ):
+        if isinstance(part, of):
+            return kind
+    stateful = callable(getattr(part, "state_dict", None)) and hasattr(part, "load_state_dict")
+    return "state_dict" if stateful else "value"
+
+
 def _state_of(name: str, part: Any) -> dict[str, Any]:
     """Return the state of a part, and its kind."""
-    if isinstance(part, torch.Generator):
-        return {"kind": "torch", "state": part.get_state()}
-    if isinstance(part, np.random.Generator):
-        return {"kind": "numpy", "state": part.bit_generator.state}
-    if isinstance(part, random.Random):
-        return {"kind": "python", "state": part.getstate()}
-    if callable(getattr(part, "state_dict", None)) and hasattr(part, "load_state_dict"):
-        return {"kind": "state_dict", "state": part.state_dict()}
-    try:
-        return {"kind": "value", "state": to_plain(part, name)}
-    except StateError as error:
-        raise ArgumentError(
-            f"{name}: expected something with state_dict() and load_state_dict(), a generator of "
-            f"random numbers, or plain values, got {type(part).__name__}"
-        ) from error
+    kind, state = _kind_of(part), None
+    if kind == "torch":
+        state = part.get_state()
+    elif kind == "numpy":
+        state = part.bit_generator.state
+    elif kind == "python":
+        state = part.getstate()
+    elif kind == "state_dict":
+        state = part.state_dict()
+    else:
+        try:
+            state = to_plain(part, name)
+        except StateError as error:
+            raise ArgumentError(
+                f"{name}: expected something with state_dict() and load_state_dict(), a generator "
+                f"of random numbers, or plain values, got {type(part).__name__}"
+            ) from error
+    return {"kind": kind, "state": state}
 
 
 def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:
@@ -288,7 +305,7 @@ def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:
             f"{name}: it was saved as a plain value; read it from .values of what load_checkpoint "
             "returns"
         )
-    wanted = _state_of(name, part)["kind"]
+    wanted = _kind_of(part)
     if wanted != kind:
         raise StateError(f"{name}: expected what was saved, a {kind}, got a {wanted}")
     if kind == "torch":
