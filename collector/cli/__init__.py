@@ -25,6 +25,9 @@ from tallyroll.collector.cli.parser import make_parser
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.workers.unblocked_output import output_dropped
 
+_READING = ("diff", "inspect", "report", "verify")
+"""Commands whose modules are in `reading`."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own); returns the exit status."""
@@ -47,7 +50,8 @@ def _main(argv: Sequence[str] | None) -> int:
         status = 2 if args.command in ("diff", "verify") else 1
         with visible_warnings():
             # Each command has a module, imported now: torch takes seconds, and --help none.
-            return int(import_module(f"{__name__}.{args.command}").run(args))
+            folder = f"{__name__}.reading" if args.command in _READING else __name__
+            return int(import_module(f"{folder}.{args.command}").run(args))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -13,7 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.cli import main, trajectories
+from tallyroll.collector.cli import main
+from tallyroll.collector.cli.reading import trajectories
 from tallyroll.storage import MemmapStorage, open_storage
 
 from collect_kit import ByObservation

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from tallyroll.collector.cli.output import as_json, emit
 from tallyroll.collector.cli.page import Page, times
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.cli.trajectories import (
+from tallyroll.collector.cli.reading.trajectories import (
     by_version,
     count_rows,
     show,
