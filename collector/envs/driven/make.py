@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import gymnasium
+import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
 
@@ -113,10 +114,36 @@ def _is_factory(create: Any) -> bool:
 
 
 def _callable_alone(factory: Any) -> Callable[..., Any]:
-    """Return ``factory``, called with ``seeds=None`` if it needs seeds and there are none yet."""
+    """Return ``factory``, called with ``seeds=None`` if it needs seeds and there are none yet.
+
+    Raises:
+        ArgumentError: it needs other arguments, as a policy does.
+    """
+    if lacking := _needed_by(factory):
+        name = getattr(factory, "__qualname__", type(factory).__qualname__)
+        raise ArgumentError(
+            f"create_env_fn: expected a function without arguments that makes an environment, got "
+            f"{name}, which needs {', '.join(lacking)}; functools.partial gives it arguments, and "
+            "a policy stands at the other place"
+        )
     seeds = _seeds_of(factory)
     wanted = seeds is not None and seeds.default is inspect.Parameter.empty
     return partial(factory, seeds=None) if wanted else factory
+
+
+def _needed_by(factory: Callable[..., Any]) -> list[str]:
+    """Return the arguments without which ``factory`` cannot be called, but for ``seeds``."""
+    called = factory.forward if isinstance(factory, torch.nn.Module) else factory
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in several and each.name != "seeds"
+    ]
 
 
 def _seeds_of(factory: Callable[..., Any]) -> inspect.Parameter | None:

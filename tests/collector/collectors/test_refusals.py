@@ -15,7 +15,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
 
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector, errors
+from tallyroll.collector import GymnasiumVectorEnv, SyncCollector, errors, evaluate
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import (
     ArgumentError,
@@ -171,6 +171,25 @@ def test_a_factory_that_raises_raises(untouched: Path) -> None:
 
     with pytest.raises(ZeroDivisionError, match="no simulator here"):
         SyncCollector(broken, storage=untouched, **BUDGET)
+
+
+def _policy(observation: torch.Tensor, scale: float = 1) -> torch.Tensor:
+    raise AssertionError("this is no factory")
+
+
+@pytest.mark.parametrize(
+    ("policy", "needs"),
+    [
+        (_policy, "_policy, which needs observation"),
+        (partial(_policy, scale=2), "partial, which needs observation"),
+        (torch.nn.Linear(4, 2), "Linear, which needs input"),
+    ],
+)
+def test_a_policy_in_the_place_of_the_environment(policy: Any, needs: str, untouched: Path) -> None:
+    with pytest.raises(ArgumentError, match=needs):
+        SyncCollector(policy, storage=untouched, **BUDGET)
+    with pytest.raises(ArgumentError, match="a policy stands at the other place"):
+        evaluate("CartPole-v1", policy, episodes=1)  # type: ignore[arg-type]
 
 
 class Undeclared(OracleVectorEnv):
