@@ -118,14 +118,14 @@ def swapped(name: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_torchrl_ppo_swapped_is_torchrls_but_for_a_line(tmp_path: Path) -> None:
-    assert swapped("torchrl_ppo_swapped.py") == {
+    assert swapped("coming_from/torchrl_ppo_swapped.py") == {
         "from torchrl.collectors import Collector": (
             "from tallyroll.collector.torchrl import Collector"
         )
     }
     for env in ("serial", "vector"):
         out = run(
-            "torchrl_ppo_swapped.py",
+            "coming_from/torchrl_ppo_swapped.py",
             tmp_path,
             env=env,
             total_frames=640,
@@ -144,7 +144,7 @@ def test_torchrl_ppo_swapped_is_torchrls_but_for_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrl_sac_swapped_is_torchrls_but_for_two_lines(tmp_path: Path) -> None:
-    assert swapped("torchrl_sac_swapped.py") == {
+    assert swapped("coming_from/torchrl_sac_swapped.py") == {
         "from torchrl.collectors import Collector": (
             "from tallyroll.collector.torchrl import Collector"
         ),
@@ -153,7 +153,7 @@ def test_torchrl_sac_swapped_is_torchrls_but_for_two_lines(tmp_path: Path) -> No
         ),
     }
     out = run(
-        "torchrl_sac_swapped.py",
+        "coming_from/torchrl_sac_swapped.py",
         tmp_path,
         total_frames=610,
         frames_per_batch=50,

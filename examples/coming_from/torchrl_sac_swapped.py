@@ -1,6 +1,6 @@
 """SAC as a TorchRL script writes it, from which two imports were changed: collector and storage.
 
-    python examples/torchrl_sac_swapped.py --seed 1
+    python examples/coming_from/torchrl_sac_swapped.py --seed 1
 
     -from torchrl.collectors import Collector
     +from tallyroll.collector.torchrl import Collector

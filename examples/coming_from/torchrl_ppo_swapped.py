@@ -1,6 +1,6 @@
 """PPO as a TorchRL script writes it, from which one line was changed: the collector's import.
 
-    python examples/torchrl_ppo_swapped.py --seed 1
+    python examples/coming_from/torchrl_ppo_swapped.py --seed 1
 
     -from torchrl.collectors import Collector
     +from tallyroll.collector.torchrl import Collector
