@@ -1,6 +1,7 @@
 """DQN solves CartPole-v1 from a ring on disk, on exactly 100,000 transitions.
 
     python examples/dqn.py --seed 1
+    python examples/dqn.py --seed 1 --checkpoint runs/dqn    # once more, if it was killed
 
 64 lanes write into a ring of memory-mapped files, in which new transitions overwrite the oldest:
 ``collect(n)`` puts n more there and yields nothing, for training looks only at samples. ``n_step``
@@ -25,8 +26,10 @@ in 40 to 80 s a seed on two shared cores. Seeds 6, 7 and 8, tried once the defau
 from __future__ import annotations
 
 import argparse
+import signal
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ from torchrl.data import Categorical
 from torchrl.modules import EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from tallyroll.collector import SyncCollector, evaluate
+from tallyroll.collector import SyncCollector, evaluate, load_checkpoint, save_checkpoint
 from tallyroll.storage import MemmapStorage, n_step
 
 SOLVED = 475
@@ -68,6 +71,8 @@ class Args:
     epsilon: float = option(0.05, "share of random actions, reached after a fifth of the budget")
     max_grad_norm: float = option(10.0, "norm at which gradients are clipped")
     eval_episodes: int = option(100, "episodes of the evaluation at the end")
+    checkpoint: str = option("", "directory of ring and checkpoints, from which the run goes on")
+    save_every: int = option(5000, "transitions between two checkpoints")
 
 
 def parse() -> Args:
@@ -79,7 +84,7 @@ def parse() -> Args:
             "--" + each.name.replace("_", "-"),
             type=type(each.default),
             default=each.default,
-            help=f"{each.metadata['help']} (default: {each.default})",
+            help=f"{each.metadata['help']} (default: {each.default or 'none'})",
         )
     return Args(**vars(parser.parse_args()))
 
@@ -121,10 +126,22 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
         init_random_frames=args.random_frames,
         seed=args.seed,
         storage=storage,
+        resume="auto",
     )
+    ended: list[int] = []
+    if args.checkpoint:
+        signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    saved = Path(args.checkpoint, f"{args.seed}-saved")
+    parts = {"loss": loss, "optimizer": optimizer}
     report = 100 * args.frames_per_batch
     with collector:
-        while collected := collector.collect(args.frames_per_batch):
+        if len(storage):
+            print(load_checkpoint(saved, collector=collector, **parts))
+        while not ended:
+            if args.checkpoint:
+                save_checkpoint(saved, collector=collector, every=args.save_every, **parts)
+            if not (collected := collector.collect(args.frames_per_batch)):
+                break
             explore.step(collected)
             stored = collector.ledger.stored
             if stored < args.random_frames:
@@ -146,6 +163,10 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
                     f"frames {stored:6d}  in the ring {len(storage):6d}  "
                     f"epsilon {explore.eps.item():.2f}  return {metrics['return_mean']:6.1f}"
                 )
+        if args.checkpoint:
+            save_checkpoint(saved, collector=collector, **parts)
+        if ended:
+            raise SystemExit(f"saved by a signal at {collector.ledger.stored} transitions")
 
     ledger = collector.ledger
     assert ledger.stored == args.total_frames
@@ -162,10 +183,11 @@ def main(args: Args) -> None:
     start = time.perf_counter()
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(args.seed)
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        MemmapStorage(Path(directory, "ring"), max_size=args.ring) as storage,
-    ):
+    with ExitStack() as stack:
+        folder = args.checkpoint or stack.enter_context(tempfile.TemporaryDirectory())
+        ring = Path(folder, str(args.seed))
+        mode = "append" if ring.exists() else "create"
+        storage = stack.enter_context(MemmapStorage(ring, mode=mode, max_size=args.ring))
         actor = train(storage, args)
     print(f"{time.perf_counter() - start:.1f} s")
     result = evaluate(

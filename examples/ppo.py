@@ -1,6 +1,7 @@
 """PPO solves CartPole-v1 on batches of exactly the asked number of transitions.
 
     python examples/ppo.py --seed 1
+    python examples/ppo.py --seed 1 --checkpoint runs/ppo    # once more, if it was killed
 
 Eight lanes of a Gymnasium vector environment in its default mode, NEXT_STEP, in which the slot
 after each episode only resets. Tallyroll keeps these slots out of the batches; where a batch ends
@@ -24,9 +25,11 @@ each of the five too, while the last 100 training episodes, which begin with wor
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -40,7 +43,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from tallyroll.collector import SyncCollector, evaluate
+from tallyroll.collector import SyncCollector, evaluate, load_checkpoint, save_checkpoint
 
 LOSSES = ("loss_objective", "loss_critic", "loss_entropy")
 
@@ -65,6 +68,7 @@ class Args:
     entropy: float = option(0.0, "weight of the entropy bonus")
     max_grad_norm: float = option(0.5, "norm at which gradients are clipped")
     eval_episodes: int = option(100, "episodes of the evaluation at the end")
+    checkpoint: str = option("", "directory of rows and checkpoints, from which the run goes on")
 
 
 def parse() -> Args:
@@ -76,7 +80,7 @@ def parse() -> Args:
             "--" + each.name.replace("_", "-"),
             type=type(each.default),
             default=each.default,
-            help=f"{each.metadata['help']} (default: {each.default})",
+            help=f"{each.metadata['help']} (default: {each.default!r})",
         )
     return Args(**vars(parser.parse_args()))
 
@@ -139,14 +143,25 @@ def main(args: Args) -> None:
     )
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
 
+    ended: list[int] = []
+    if args.checkpoint:
+        signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    saved = Path(args.checkpoint, f"{args.seed}-saved")
+    parts = {"loss": loss, "optimizer": optimizer}
     collector = SyncCollector(
         partial(make_env, args),
         actor,
         frames_per_batch=args.frames_per_batch,
         total_frames=args.total_frames,
         seed=args.seed,
+        storage=Path(args.checkpoint, str(args.seed)) if args.checkpoint else None,
+        resume="auto" if args.checkpoint else False,
     )
     with collector:
+        if collector.ledger.stored:
+            print(load_checkpoint(saved, collector=collector, **parts))
+        elif args.checkpoint:  # a run that is killed before its first batch goes on from here
+            save_checkpoint(saved, collector=collector, **parts)
         for batch in collector:
             before = collector.ledger.stored - len(batch)
             optimizer.param_groups[0]["lr"] = args.lr * (1 - before / args.total_frames)
@@ -166,6 +181,10 @@ def main(args: Args) -> None:
                 f"batch {len(batch):5d}  frames {metrics['frames']:7.0f}  "
                 f"episodes {metrics['episodes']:5.0f}  return {metrics['return_mean']:6.1f}"
             )
+            if args.checkpoint:
+                save_checkpoint(saved, collector=collector, **parts)
+            if ended:
+                raise SystemExit(f"saved by a signal at {collector.ledger.stored} transitions")
     seconds = time.perf_counter() - start
 
     ledger = collector.ledger

@@ -2,7 +2,7 @@
 
     pip install -c constraints.txt '.[mujoco]'
     python examples/sac.py --seed 1
-    python examples/sac.py --seed 1 --checkpoint runs/cheetah    # once more, if it was killed
+    python examples/sac.py --seed 1 --checkpoint runs/sac    # once more, if it was killed
 
 One step of eight lanes and two gradient steps, in turn: ``collect(8)`` puts exactly eight more
 transitions into a ring of memory-mapped files, in which new ones overwrite the oldest, and yields
@@ -25,6 +25,7 @@ needs no extra: --env-id Pendulum-v1 --total-frames 4001 --random-frames 1003 --
 from __future__ import annotations
 
 import argparse
+import signal
 import tempfile
 import time
 from contextlib import ExitStack
@@ -68,6 +69,7 @@ class Args:
     tau: float = option(0.005, "how far the target critics follow in a gradient step")
     eval_episodes: int = option(16, "episodes of the evaluation at the end")
     checkpoint: str = option("", "directory of ring and checkpoints, from which the run goes on")
+    save_every: int = option(5000, "transitions between two checkpoints")
 
 
 def parse() -> Args:
@@ -146,16 +148,24 @@ def train(storage: MemmapStorage, args: Args) -> ProbabilisticActor:
         frames_per_batch=args.frames_per_batch,
         total_frames=args.total_frames,
         init_random_frames=args.random_frames,
-        seed=None if len(storage) else args.seed,
+        seed=args.seed,
         storage=storage,
         resume="auto",
     )
-    saved, parts = Path(args.checkpoint, "saved"), {"loss": loss, "optimizer": optimizer}
-    if len(storage):
-        print(load_checkpoint(saved, collector=collector, **parts))
+    ended: list[int] = []
+    if args.checkpoint:
+        signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    saved = Path(args.checkpoint, f"{args.seed}-saved")
+    parts = {"loss": loss, "optimizer": optimizer}
     report = 1250 * args.frames_per_batch
     with collector:
-        while collector.collect(args.frames_per_batch):
+        if len(storage):
+            print(load_checkpoint(saved, collector=collector, **parts))
+        while not ended:
+            if args.checkpoint:
+                save_checkpoint(saved, collector=collector, every=args.save_every, **parts)
+            if not collector.collect(args.frames_per_batch):
+                break
             stored = collector.ledger.stored
             if stored < args.random_frames:
                 continue
@@ -173,8 +183,10 @@ def train(storage: MemmapStorage, args: Args) -> ProbabilisticActor:
                     f"frames {stored:6d}  in the ring {len(storage):6d}  "
                     f"alpha {losses['alpha'].item():.3f}  return {metrics['return_mean']:8.1f}"
                 )
-                if args.checkpoint:
-                    save_checkpoint(saved, collector=collector, **parts)
+        if args.checkpoint:
+            save_checkpoint(saved, collector=collector, **parts)
+        if ended:
+            raise SystemExit(f"saved by a signal at {collector.ledger.stored} transitions")
 
     ledger = collector.ledger
     assert ledger.stored == args.total_frames
@@ -193,7 +205,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     with ExitStack() as stack:
         folder = args.checkpoint or stack.enter_context(tempfile.TemporaryDirectory())
-        ring = Path(folder, "ring")
+        ring = Path(folder, str(args.seed))
         mode = "append" if ring.exists() else "create"
         storage = stack.enter_context(MemmapStorage(ring, mode=mode, max_size=args.ring))
         actor = train(storage, args)

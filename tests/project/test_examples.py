@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +25,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, T
 from torchrl.modules import GRUModule
 
 from tallyroll.collector import SyncCollector
-from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import MemmapStorage, open_storage, verify
 
 from examples_kit import EXAMPLES, numbers, run
 
@@ -199,8 +201,10 @@ def test_ppo_multiprocess_differs_from_ppo_by_its_collector() -> None:
     )
     changed = [line for line in difflib.unified_diff(one, many, n=0) if line[0] in "+-"]
     assert changed[2:] == [
-        "-from tallyroll.collector import SyncCollector, evaluate",
-        "+from tallyroll.collector import MultiprocessCollector, evaluate",
+        "-from tallyroll.collector import "
+        "SyncCollector, evaluate, load_checkpoint, save_checkpoint",
+        "+from tallyroll.collector import "
+        "MultiprocessCollector, evaluate, load_checkpoint, save_checkpoint",
         '-    num_envs: int = option(8, "lanes")',
         '+    num_workers: int = option(2, "processes that step environments")',
         '+    num_envs: int = option(4, "lanes of each of them")',
@@ -414,6 +418,163 @@ def test_off_policy_restart_goes_on_from_its_checkpoint(
     assert points == ["0", "21", "25", "42", "50"]
     assert out.startswith(f"25 transitions from {tmp_path}")
     assert out.endswith("50 transitions, exactly; 20 of them with random actions\n")
+
+
+RESTARTED: dict[str, dict[str, float | str]] = {
+    "ppo.py": {"frames_per_batch": 64, "epochs": 1},
+    "dqn.py": {"frames_per_batch": 10, "random_frames": 50, "ring": 150, "updates": 1},
+    "sac.py": {
+        "env_id": "Pendulum-v1",
+        "frames_per_batch": 10,
+        "random_frames": 50,
+        "ring": 150,
+        "updates": 1,
+        "width": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RESTARTED)
+def test_an_example_that_was_ended_goes_on_from_its_checkpoint(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main, args = (names_of(name)[each] for each in ("main", "Args"))
+    save = main.__globals__["save_checkpoint"]
+    options = RESTARTED[name] | {"seed": 3, "num_envs": 3, "minibatch": 8, "eval_episodes": 1}
+    options |= {"total_frames": 201, "checkpoint": str(tmp_path)}
+
+    def run_until(ends: int) -> str:
+        """Go on; SIGTERM comes while ``ends`` transitions are saved."""
+
+        def saving(*path: Path, collector: SyncCollector, **parts: Any) -> Path | None:
+            if collector.ledger.stored == ends:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return save(*path, collector=collector, **parts)
+
+        main.__globals__["save_checkpoint"] = saving
+        main(args(**options))
+        return capsys.readouterr().out
+
+    before = signal.getsignal(signal.SIGTERM)
+    # PPO ends after it saved, the others after they collected once more.
+    later, steps = (0, (64, 128)) if name == "ppo.py" else (10, (50, 100))
+    try:
+        for ends in steps:
+            with pytest.raises(SystemExit, match=rf"^saved by a signal at {ends + later} trans"):
+                run_until(ends)
+        out = run_until(-1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    from_there = re.findall(rf"^(\d+) transitions from {tmp_path}", out, re.MULTILINE)
+    assert [int(each) for each in from_there] == [each + later for each in steps]
+    (counted,) = re.findall(r"^201 transitions, exactly: (.*) beyond", out, re.MULTILINE)
+    made, *minus = (int(each) for each in re.findall(r"\d+", counted))
+    assert made - sum(minus) == 201
+    assert verify(tmp_path / "3").sound
+    with open_storage(tmp_path / "3") as storage:
+        assert storage.head == 201
+
+
+def command(folder: Path, name: str, text: str) -> None:
+    """Make a command of a shell script, in the folder that the search for commands begins with."""
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of commands that are found before all others."""
+    folder = tmp_path / "commands"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
+    return folder
+
+
+def array_job(task: int | None, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", EXAMPLES / "array_job.sh", *arguments],
+        env=os.environ
+        | {"RUNS": "here", "SLURM_ARRAY_JOB_ID": "77"}
+        | ({} if task is None else {"SLURM_ARRAY_TASK_ID": str(task)}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_array_job_gives_each_task_its_algorithm_and_seed(commands: Path) -> None:
+    command(commands, "python", 'echo "$@"')
+    found = []
+    for task in range(15):
+        out, err = array_job(task, "--total-frames", "11").communicate(timeout=20)
+        assert err == ""
+        found += re.findall(
+            r"^examples/(\w+)\.py --seed (\d) --eval-episodes 10 --checkpoint here/(\w+) "
+            r"--.* --total-frames 11$",
+            out,
+        )
+    assert found == [
+        (name, str(seed), name) for name in ("ppo", "dqn", "sac") for seed in range(1, 6)
+    ]
+    job = array_job(15)
+    assert job.communicate(timeout=20) == ("", "SLURM_ARRAY_TASK_ID: expected 0 to 14, got 15\n")
+    assert job.returncode == 2
+    job = array_job(None)
+    assert "expected the number of a job, 0 to 14" in job.communicate(timeout=20)[1]
+    assert job.returncode
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "queued"),
+    [
+        (signal.SIGUSR1, 3, "requeue 77_4\n"),
+        (signal.SIGUSR1, 0, ""),  # it was at its end
+        (signal.SIGTERM, 3, ""),  # Slurm queues it itself
+    ],
+)
+def test_array_job_tells_its_run_and_goes_back_to_the_queue(
+    number: signal.Signals, status: int, queued: str, commands: Path
+) -> None:
+    # The run needs a while to save, and is waited for.
+    told = f"sleep 0.1; echo told; exit {status}"
+    command(commands, "python", f"trap '{told}' TERM; echo ready; while :; do sleep 0.05; done")
+    command(commands, "scontrol", 'echo "$@"')
+    with array_job(4) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        job.send_signal(number)
+        assert job.communicate(timeout=20) == (f"told\n{queued}", "")
+    assert job.returncode == status
+
+
+def test_array_job_says_which_run_fails_by_itself_or_is_stuck(
+    tmp_path: Path, commands: Path
+) -> None:
+    names = names_of("array_job.py")
+    main, args = names["main"], names["Args"]
+    command(commands, "python", "echo no such environment; exit 1")
+    with pytest.raises(
+        SystemExit, match=r"^(ppo|dqn|sac)/1 failed by itself, see .*:\nno such env"
+    ):
+        main(args(folder=str(tmp_path), seeds=1))
+    command(commands, "python", "sleep 100")
+    with pytest.raises(SystemExit, match=r"^(ppo|dqn|sac)/1 is stuck: not done after 0 s; see "):
+        main(args(folder=str(tmp_path), seeds=1, limit=0.1))
+
+
+@pytest.mark.slow
+def test_array_job_ends_with_exact_budgets_however_often_it_is_killed(tmp_path: Path) -> None:
+    out = run(
+        "array_job.py", tmp_path, folder="runs", seeds=1, total_frames=1501, kills=1, at_once=3
+    )
+    found = re.findall(
+        r"^(\w+)/1  1501 transitions, exactly; 2 starts, killed by \w+ at", out, re.M
+    )
+    assert found == ["ppo", "dqn", "sac"]
+    assert re.search(r"^3 runs of 1501 transitions, 3 of them exact; 3 kills, ", out, re.MULTILINE)
+    page = (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
+    assert "CartPole-v1 · ppo" in page
 
 
 def test_off_policy_restart_says_what_it_cannot_write(
