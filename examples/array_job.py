@@ -72,7 +72,7 @@ class Job:
     task: int
     folder: Path
     kills: list[tuple[signal.Signals, float, float]]
-    """Kills to come: the signal, the share of what is left to collect, the seconds from the start."""
+    """Kills to come: the signal, the share of what is left to collect, seconds from the start."""
     killed: list[str] = field(default_factory=list)
     starts: int = 0
 

@@ -77,6 +77,8 @@ class Wishes:
     track_policy_version: Any = False
     trajs_per_batch: int | None = None
     trajs_per_write: int | None = None
+    replay_write_mode: Literal["rollout", "trajectory"] | None = None
+    """An argument since TorchRL 0.15; taken here with any."""
     traj_format: Literal["padded", "cat"] | None = None
     update_at_each_batch: bool = False
     cat_results: str | int | None = None
@@ -87,6 +89,11 @@ class Wishes:
     plain: Mapping[str, Any] = field(default_factory=dict)
     """Values of arguments that need nothing done, for attributes of their names."""
     exploration_type: Any = ExplorationType.RANDOM
+
+    @property
+    def whole_trajectories(self) -> bool:
+        """True if what is yielded, or goes to the buffer, are whole trajectories."""
+        return self.trajs_per_batch is not None or self.replay_write_mode == "trajectory"
 
 
 _HERE = {*Wishes.__annotations__} - {"plain", *_OWN}
@@ -172,13 +179,16 @@ def _check(wishes: Wishes) -> None:
         one_of("traj_format", wishes.traj_format, Literal["padded", "cat"])
         if wishes.trajs_per_batch is None:
             raise ArgumentError("traj_format goes with trajs_per_batch; give both or neither")
-    if wishes.trajs_per_batch is not None and wishes.set_truncated:
-        raise ArgumentError("trajs_per_batch gives whole trajectories; leave set_truncated out")
-    alone = wishes.postproc, wishes.interruptor, wishes.trajs_per_batch
-    if not wishes.extend_buffer and alone != (None, None, None):
+    if wishes.replay_write_mode is not None:
+        _check_write_mode(wishes, wishes.replay_write_mode)
+    if wishes.whole_trajectories and wishes.set_truncated:
+        by = "replay_write_mode" if wishes.trajs_per_batch is None else "trajs_per_batch"
+        raise ArgumentError(f"{by} gives whole trajectories; leave set_truncated out")
+    alone = wishes.postproc, wishes.interruptor
+    if not wishes.extend_buffer and (alone != (None, None) or wishes.whole_trajectories):
         raise ArgumentError(
-            "extend_buffer=False adds single steps; postproc, interruptor and trajs_per_batch go "
-            "with whole batches: leave extend_buffer out"
+            "extend_buffer=False adds single steps; postproc, interruptor, trajs_per_batch and "
+            "replay_write_mode go with whole batches: leave extend_buffer out"
         )
     cat = wishes.cat_results
     if cat not in (None, "stack") and (isinstance(cat, bool) or not isinstance(cat, int)):
@@ -189,6 +199,21 @@ def _check(wishes: Wishes) -> None:
             "track_policy_version: expected integers, got a PolicyVersion of another type; "
             "versions are counted: pass True"
         )
+
+
+def _check_write_mode(wishes: Wishes, mode: str) -> None:
+    one_of("replay_write_mode", mode, Literal["rollout", "trajectory"])
+    if wishes.replay_buffer is None:
+        raise ArgumentError(
+            f"replay_write_mode={mode!r} says how a replay buffer is written; give replay_buffer="
+        )
+    if wishes.trajs_per_batch is not None:
+        raise ArgumentError(
+            f"replay_write_mode={mode!r} and trajs_per_batch contradict each other; leave "
+            "trajs_per_batch out, which is for trajectories that are yielded"
+        )
+    if mode == "rollout" and wishes.trajs_per_write is not None:
+        raise ArgumentError('trajs_per_write goes with replay_write_mode="trajectory"')
 
 
 def _written_before(buffer: ReplayBuffer | None, most: int) -> int:

@@ -4,11 +4,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.options.checks import one_of
 from tallyroll.collector.torchrl.arguments import Wishes
 from tallyroll.collector.torchrl.updating import Updating
 
@@ -33,6 +34,7 @@ REFUSED_NAMES: Mapping[str, str] = {
     "receive_weights": "there is no collector above; call update_policy_weights_(weights)",
     "profile_config": "use torch.profiler around the loop over the collector",
     "register_scheme_receiver": "there is no collector above; call update_policy_weights_(weights)",
+    "worker_policy_versions": "each row says by which it was chosen: track_policy_version=True",
     "running": "see is_running(), of start(); workers in async mode are always ahead",
 }
 """Attributes and methods of TorchRL's collectors that raise AttributeError, with the way out."""
@@ -122,8 +124,17 @@ class TorchRLNames(Updating):
         super().load_state_dict(ours)
         self._batches_made = int(state_dict["iter"]) + 1
 
-    def stats(self) -> dict[str, int | bool]:
-        """Counts by TorchRL's names; :meth:`metrics` and :attr:`ledger` have more."""
+    def stats(self, workers: str = "aggregate") -> dict[str, int | bool]:
+        """Counts by TorchRL's names; :meth:`metrics` and :attr:`ledger` have more.
+
+        ``workers``: ``"per_worker"`` asks for counts of each worker alone, of which there is none.
+
+        Raises:
+            ArgumentError: ``workers`` is none of TorchRL's words.
+        """
+        one_of("workers", workers, Literal["aggregate", "per_worker", "both"])
+        if workers == "per_worker":
+            return {}
         found: dict[str, int | bool] = {
             "frames": self.ledger.stored,
             "batches": self._batches_made,

@@ -83,6 +83,9 @@ class Yielding(Collector):
         self.post_collect_hook = wishes.post_collect_hook
         self.interruptor = wishes.interruptor
         self.trajs_per_batch, self.trajs_per_write = wishes.trajs_per_batch, wishes.trajs_per_write
+        self.replay_write_mode = None
+        if wishes.replay_buffer is not None:
+            self.replay_write_mode = "trajectory" if wishes.whole_trajectories else "rollout"
         self.traj_format = wishes.traj_format or "padded"
         self.compact_obs, self.extend_buffer = wishes.compact_obs, wishes.extend_buffer
         self.policy_version_tracker = wishes.track_policy_version or None
@@ -93,7 +96,7 @@ class Yielding(Collector):
     def _in_pieces(self) -> bool:
         """True if batches are put together here from the run's, and go to the buffer from here."""
         wishes = self._wishes
-        return wishes.interruptor is not None or wishes.trajs_per_batch is not None
+        return wishes.interruptor is not None or wishes.whole_trajectories
 
     @property
     def _adds_steps(self) -> bool:
@@ -130,7 +133,7 @@ class Yielding(Collector):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, or None for each that went to the replay buffer, to the budget's end."""
-        if self.trajs_per_batch is None:
+        if not self._wishes.whole_trajectories:
             return self.iterator()
         return BatchIterator(self._outputs, self._make_trajectories)
 

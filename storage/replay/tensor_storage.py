@@ -99,6 +99,20 @@ class AsTensorStorage(TensorStorage):
     def _wait_for_init(self) -> None:
         """Return at once: no other process makes this storage."""
 
+    # TorchRL 0.15 asks these, for workers of a `DataLoader` that are forked.
+
+    def _content_leaves(self) -> list[torch.Tensor]:
+        return []  # rows are in files
+
+    def _content_devices(self) -> set[torch.device]:
+        return {self.device}
+
+    def _share_memory_(self) -> None:
+        """Do nothing: every process that maps the files reads later rows."""
+
+    def _fork_safe(self) -> bool:
+        return True  # a copy reads the count of rows in the files, as this storage does
+
     def _init(self, *_: Any, **__: Any) -> NoReturn:
         _refuse()
 

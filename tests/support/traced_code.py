@@ -57,7 +57,7 @@ def traced(
 
 _CHECKED = {
     dis.opmap[name]
-    for name in ("CALL", "CALL_FUNCTION_EX", "CALL_FUNCTION_KW")
+    for name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "CALL_FUNCTION_KW")
     if name in dis.opmap
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torchrl
 import torchrl.collectors
 from torchrl.collectors import BaseCollector
 
@@ -57,6 +58,7 @@ HONOURED = {
     "postproc": "test_a_postproc_gets_what_is_yielded",
     "pre_collect_hook": "test_hooks_are_called_around_each_batch",
     "replay_buffer": "test_with_a_buffer_none_is_yielded_and_the_rows_are_in_it",
+    "replay_write_mode": "test_whole_trajectories_go_to_a_buffer",
     "reset_at_each_iter": "test_lanes_are_reset_before_each_batch",
     "set_truncated": "test_last_frames_are_truncated_where_it_is_wished",
     "split_trajs": "test_trajectories_are_split",
@@ -72,6 +74,10 @@ HONOURED = {
     "weight_updater": "test_a_weight_updater_says_which_weights",
     "worker_idx": "test_attributes_are_those_of_torchrl",
 }
+SINCE = {"replay_write_mode": (0, 15)}
+"""Arguments that the oldest release does not have, with the first one that does."""
+INSTALLED = tuple(int(part) for part in torchrl.__version__.split(".")[:2])  # a nightly: its year
+
 PAIRS = [
     (ours.Collector, torchrl.collectors.Collector, REFUSED),
     (ours.MultiCollector, torchrl.collectors.MultiCollector, REFUSED_OF_MANY),
@@ -111,7 +117,8 @@ def test_every_argument_is_decided(mine: type, theirs: type, refused: dict[str, 
 
 def test_what_is_decided_is_there() -> None:
     known = set().union(*(arguments(theirs) for _, theirs, _ in PAIRS))
-    gone = {*HONOURED, *REFUSED_OF_MANY, *NEUTRAL} - known - {"local_init_rb"}
+    later = {name for name, since in SINCE.items() if since > INSTALLED}
+    gone = {*HONOURED, *REFUSED_OF_MANY, *NEUTRAL} - known - {"local_init_rb"} - later
     assert not gone, f"TorchRL has no longer {sorted(gone)}"
     assert not set(HONOURED) & set(NEUTRAL)
     assert not set(HONOURED) & set(REFUSED)

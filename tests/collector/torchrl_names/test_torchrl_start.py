@@ -104,6 +104,7 @@ def _check(rows: TensorDictBase) -> None:
     assert torch.equal(rows["collector", "step"].float(), now[:, 2])
 
 
+@pytest.mark.filterwarnings("ignore:SliceSampler returned a short flat batch:UserWarning")
 def test_slices_that_are_sampled_meanwhile_are_of_one_trajectory() -> None:
     sampler = SliceSampler(num_slices=4, traj_key=("collector", "traj_ids"), strict_length=False)
     storage = LazyTensorStorage(10_000)

@@ -439,17 +439,17 @@ def test_whole_trajectories_are_those_of_torchrl(form: str) -> None:
 
 def test_whole_trajectories_go_to_a_buffer() -> None:
     found = []
-    for per_write in (None, 2):
+    asked: list[dict[str, Any]] = [
+        {"trajs_per_batch": 1},
+        {"trajs_per_batch": 1, "trajs_per_write": 2},
+        {"replay_write_mode": "trajectory"},
+        {"replay_write_mode": "trajectory", "trajs_per_write": 2},
+    ]
+    for each in asked:
         buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        given: dict[str, Any] = {"frames_per_batch": 12, "total_frames": 48}
-        with Collector(
-            env(),
-            ByObservation(),
-            replay_buffer=buffer,
-            trajs_per_batch=1,
-            trajs_per_write=per_write,
-            **given,
-        ) as collector:
+        given: dict[str, Any] = {"frames_per_batch": 12, "total_frames": 48, **each}
+        with Collector(env(), ByObservation(), replay_buffer=buffer, **given) as collector:
+            assert collector.replay_write_mode == "trajectory"
             assert set(collector) == {None}
         rows = buffer[:]
         assert rows["next", "done"][-1]
@@ -457,7 +457,55 @@ def test_whole_trajectories_go_to_a_buffer() -> None:
         begins = [at for at, number in enumerate(step) if number == 0]
         assert all(rows["next", "done"][at - 1] for at in begins[1:]), "one after the other, whole"
         found.append(rows)
-    assert torch.equal(found[0]["observation"], found[1]["observation"])
+    for rows in found[1:]:
+        assert torch.equal(found[0]["observation"], rows["observation"])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "said"),
+    [
+        (None, {}, ""),
+        ("rollout", {"buffer": True}, ""),
+        ("rollout", {"buffer": True, "replay_write_mode": "rollout"}, ""),
+        (
+            None,
+            {"buffer": True, "replay_write_mode": "both"},
+            r"expected one of \['rollout', 'traj",
+        ),
+        (None, {"replay_write_mode": "trajectory"}, "give replay_buffer="),
+        (
+            None,
+            {"buffer": True, "replay_write_mode": "trajectory", "trajs_per_batch": 2},
+            "leave trajs_per_batch out",
+        ),
+        (
+            None,
+            {"buffer": True, "replay_write_mode": "rollout", "trajs_per_write": 2},
+            'trajs_per_write goes with replay_write_mode="trajectory"',
+        ),
+        (
+            None,
+            {"buffer": True, "replay_write_mode": "trajectory", "set_truncated": True},
+            "replay_write_mode gives whole trajectories; leave set_truncated out",
+        ),
+        (
+            None,
+            {"buffer": True, "replay_write_mode": "trajectory", "extend_buffer": False},
+            "leave extend_buffer out",
+        ),
+    ],
+)
+def test_how_a_buffer_is_written_is_said_or_refused(
+    wanted: str | None, given: dict[str, Any], said: str
+) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100)) if given.pop("buffer", None) else None
+    given = {"frames_per_batch": 12, "replay_buffer": buffer, **given}
+    if said:
+        with pytest.raises(ArgumentError, match=said):
+            Collector(env(), ByObservation(), **given)
+    else:
+        with Collector(env(), ByObservation(), **given) as collector:
+            assert collector.replay_write_mode == wanted
 
 
 def test_cut_trajectories_are_dropped_where_every_batch_resets() -> None:
@@ -608,6 +656,10 @@ def test_a_state_has_the_names_of_torchrl_and_goes_on() -> None:
         assert torch.equal(weight(other.policy), weight(policy))
         assert len(list(other)) == 2
         assert other.stats()["completed"]
+        assert other.stats("both") == other.stats()
+        assert other.stats("per_worker") == {}
+        with pytest.raises(ArgumentError, match=r"^workers: expected one of \['aggregate', "):
+            other.stats("each")
     with (
         Collector(env(), None, **given) as other,
         pytest.raises(StateError, match="a state of this"),

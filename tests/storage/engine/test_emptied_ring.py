@@ -137,6 +137,7 @@ def test_an_emptied_ring_is_like_torchrls_own_storage(
     storage.close()
 
 
+@pytest.mark.filterwarnings("ignore:SliceSampler returned a short flat batch:UserWarning")
 @pytest.mark.parametrize("sampler_class", [SliceSampler, SliceSamplerWithoutReplacement])
 @pytest.mark.parametrize("by", ["end_key", "traj_key"])
 def test_slices_of_an_emptied_ring_are_those_of_torchrls_own(

@@ -84,6 +84,7 @@ def test_collectors_write_and_samplers_read(
     assert_true_rows(everything)
 
 
+@pytest.mark.filterwarnings("ignore:SliceSampler returned a short flat batch:UserWarning")
 @pytest.mark.parametrize("sampler_class", [SliceSampler, SliceSamplerWithoutReplacement])
 def test_slices_of_one_lane_by_torchrls_own_samplers(storage: Any, sampler_class: Any) -> None:
     """Where rows of a trajectory lie one behind the other, TorchRL's samplers are right too."""

@@ -147,6 +147,10 @@ def test_what_it_says_of_itself(make: Callable[[str], DiskStorage]) -> None:
             there = other.storage._storage[: len(storage)]
             assert (storage._storage.exclude("index") == there.exclude("index")).all()
             assert storage.flatten() is storage
+        # TorchRL 0.15 asks them where it forks workers of a `DataLoader`.
+        assert (storage._content_devices(), storage._content_leaves()) == ({storage.device}, [])
+        assert storage._fork_safe()
+        storage._share_memory_()
 
 
 def test_a_key_gives_a_column(make: Callable[[str], DiskStorage]) -> None:
@@ -164,6 +168,7 @@ def test_a_key_gives_a_column(make: Callable[[str], DiskStorage]) -> None:
             assert_alike(mine, other, start)
 
 
+@pytest.mark.filterwarnings("ignore:SliceSampler returned a short flat batch:UserWarning")
 @crossed(
     "sampler_class,key",
     [(c, k) for c in (SliceSampler, SliceSamplerWithoutReplacement) for k in SLICE_KEYS],
