@@ -24,6 +24,7 @@ import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -59,9 +60,13 @@ def parse() -> Args:
         text = f"{each.metadata['help']} (default: {each.default})"
         parser.add_argument(f"--{name}", type=kind, default=each.default, help=text)
     args = Args(**vars(parser.parse_args()))
-    for name, low, high in (("seeds", 1, SEEDS), ("total_frames", 1, 10**9), ("at_once", 1, 99)):
+    ranges = {"seeds": (1, SEEDS), "total_frames": (1, 10**9), "kills": (0, 99), "at_once": (1, 99)}
+    for name, (low, high) in ranges.items():
         if not low <= (value := getattr(args, name)) <= high:
             parser.error(f"--{name.replace('_', '-')}: expected {low} to {high}, got {value}")
+    for package in ("scipy", "jinja2"):  # of the report, which comes last
+        if find_spec(package) is None:
+            parser.error(f"{package} is not installed; pip install 'tallyroll[report]'")
     return args
 
 

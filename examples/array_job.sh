@@ -20,9 +20,9 @@
 set -euo pipefail
 
 algorithms=(ppo dqn sac) seeds=5
-task=${SLURM_ARRAY_TASK_ID:?"expected the number of a job, 0 to 14; sbatch sets it"}
-if ((task >= ${#algorithms[@]} * seeds)); then
-    echo "SLURM_ARRAY_TASK_ID: expected 0 to $((${#algorithms[@]} * seeds - 1)), got $task" >&2
+task=${SLURM_ARRAY_TASK_ID-} last=$((${#algorithms[@]} * seeds - 1))
+if [[ ! $task =~ ^(0|[1-9][0-9]?)$ ]] || ((task > last)); then
+    echo "SLURM_ARRAY_TASK_ID: expected the number of a job, 0 to $last, got '$task'" >&2
     exit 2
 fi
 algorithm=${algorithms[task / seeds]}

@@ -487,16 +487,14 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "commands"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
     return folder
 
 
-def array_job(task: int | None, *arguments: str) -> subprocess.Popen[str]:
+def array_job(task: int | str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["bash", EXAMPLES / "array_job.sh", *arguments],
         env=os.environ
-        | {"RUNS": "here", "SLURM_ARRAY_JOB_ID": "77"}
-        | ({} if task is None else {"SLURM_ARRAY_TASK_ID": str(task)}),
+        | {"RUNS": "here", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": str(task)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -517,12 +515,11 @@ def test_array_job_gives_each_task_its_algorithm_and_seed(commands: Path) -> Non
     assert found == [
         (name, str(seed), name) for name in ("ppo", "dqn", "sac") for seed in range(1, 6)
     ]
-    job = array_job(15)
-    assert job.communicate(timeout=20) == ("", "SLURM_ARRAY_TASK_ID: expected 0 to 14, got 15\n")
-    assert job.returncode == 2
-    job = array_job(None)
-    assert "expected the number of a job, 0 to 14" in job.communicate(timeout=20)[1]
-    assert job.returncode
+    for wrong in ("15", "-1", "x", "07", ""):
+        job = array_job(wrong)
+        said = "SLURM_ARRAY_TASK_ID: expected the number of a job, 0 to 14, got '{}'\n"
+        assert job.communicate(timeout=20) == ("", said.format(wrong))
+        assert job.returncode == 2
 
 
 @pytest.mark.parametrize(
