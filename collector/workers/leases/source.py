@@ -1,6 +1,7 @@
 """The source of a collector whose workers never wait for one another (``mode="async"``)."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import LedgerError
 from tallyroll.collector.rollout.os_signals import pausable, waits
-from tallyroll.collector.rollout.source import Block, Discarded, Sound
+from tallyroll.collector.rollout.source import Block, Discarded, Held, Sound
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
@@ -157,6 +158,17 @@ class Leases:
     def held(self) -> int:
         """Transitions that came back and wait for the next block."""
         return self._queue.held
+
+    @contextmanager
+    def still(self) -> Iterator[Sequence[Held]]:
+        """Let workers end the steps under way; they go on after the context."""
+        out = self._budget.out
+        self._settle()
+        if not (self._stopping or self._budget.complete):
+            self._worker_pool.go_on()
+        yield self._queue.all_held()
+        if out:
+            self._grant()
 
     @property
     def dry(self) -> bool:
