@@ -44,7 +44,7 @@ def event_of(
         event["failed"] = list(failed)
     ledger = run.ledger
     if held or ledger.executed > ledger.stored + ledger.discarded + ledger.lost:
-        state = _after(run.lanes, held)
+        run.foreseen = state = _after(run.lanes, held)
         event["first"] = [[int(state.traj_id[lane]), int(state.step[lane])] for lane in done]
     return event
 

@@ -176,9 +176,10 @@ def _checked_name(way: Way, name: object) -> str:
 
 
 def _unless_refused(outcomes: list[Outcome]) -> list[Outcome]:
-    for outcome in outcomes:
-        if isinstance(outcome.error, EnvironmentRefused):
-            raise outcome.error
+    """Return ``outcomes``, unless a worker refused the call before any environment was called."""
+    for each in outcomes:
+        if isinstance(each.error, EnvironmentRefused) and not each.traceback:
+            raise each.error
     return outcomes
 
 
@@ -210,8 +211,9 @@ def _raise_failed(asked: Asked, lanes: Sequence[int], outcomes: Sequence[Outcome
         error.add_note(f"tallyroll: in the middle of {asked}{others}")
         raise error
     also = f", as in {_spoken(failed[1:])}" if failed[1:] else ""
+    raised = f" raised {type(error).__name__}" if outcome.changed else ""
     raise EnvCallError(
-        f"{asked} in lane {failed[0]}{also} raised {type(error).__name__}: {error}{others}",
+        f"{asked} in lane {failed[0]}{also}{raised}: {error}{others}",
         lane=failed[0],
         failed=failed,
         done=done,

@@ -40,5 +40,5 @@ class RunEvents:
                 f"{storage.path} has as many events of its runs as a manifest keeps: this one and "
                 "later ones are made and not recorded, so that the rows after it cannot be "
                 "replayed. Call environments less often",
-                stacklevel=6,
+                stacklevel=5,
             )

@@ -27,7 +27,6 @@ RUN: dict[str, Any] = {"num_envs": 5, "frames_per_batch": 7, "total_frames": 84,
 WORKERS: dict[str, Any] = {**RUN, "num_workers": 2}
 THREADS: dict[str, Any] = {**WORKERS, "transport": "thread"}
 KINDS: dict[str, dict[str, Any]] = {
-    "sync processes": {**WORKERS, **QUICK},
     "async processes": {**WORKERS, **QUICK, "mode": "async"},
     "sync threads": THREADS,
     "async threads": {**THREADS, "mode": "async"},

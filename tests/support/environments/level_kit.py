@@ -15,6 +15,10 @@ from gymnasium import spaces
 FORM = spaces.Box(-1e6, 1e6, (3,), np.float32)
 
 
+fuse = [0]
+"""Steps of all environments of this process until one raises; 0: none does."""
+
+
 class Levels(gymnasium.Env[Any, Any]):
     """Observations are level, step and number of the episode, which lasts 2 to 5 steps."""
 
@@ -32,6 +36,10 @@ class Levels(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self._step += 1
+        if fuse[0]:
+            fuse[0] -= 1
+            if not fuse[0]:
+                raise ValueError("the fuse is burnt")
         return self._seen(), 1.0, self._step >= 2 + self._episode % 4, False, {}
 
     def raise_level(self, by: float = 1.0) -> float:
