@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from reprlib import Repr
 from typing import Any
@@ -68,7 +69,7 @@ def _arguments(asked: Asked) -> dict[str, Any]:
         args = [list(asked.values)]  # one a lane
     kwargs = dict(asked.kwargs)
     if _is_json(args) and _is_json(kwargs) and len(json.dumps([args, kwargs])) <= _MOST_NBYTES:
-        return {"args": args, "kwargs": kwargs}
+        return deepcopy({"args": args, "kwargs": kwargs})
     return {"args": None, "kwargs": {}, "repr": _text(args, kwargs)}
 
 

@@ -1,6 +1,9 @@
 """Calls that are made once more of environments that were made again."""
 
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
+
+import cloudpickle
 
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome
 from tallyroll.collector.errors import EnvironmentRefused
@@ -21,7 +24,8 @@ class Calls:
             return
         if asked.way == "env_set":
             self._forget_sets(asked.name, set(done))
-        self._made.append((asked.of(places), done))
+        # A copy: callers may change what they gave.
+        self._made.append((pickle.loads(cloudpickle.dumps(asked.of(places))), done))
 
     def _forget_sets(self, name: str, lanes: set[int]) -> None:
         """Forget values that are set once more: no method was called since."""

@@ -33,7 +33,13 @@ def reached_sb3(env: Any) -> Callable[..., Iterable[Outcome]]:
 
 
 def _call_sb3(env: Any, lane: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return env.env_method(name, *args, indices=lane, **kwargs)[0]
+    try:
+        return env.env_method(name, *args, indices=lane, **kwargs)[0]
+    except (EOFError, ConnectionError) as error:
+        raise RuntimeError(
+            f"the lane's process raised, wrote why to stderr and ended ({error!r}), and the lane "
+            "cannot be stepped on"
+        ) from error
 
 
 def reach_one_by_one(call: Call, asked: Asked, lanes: Sequence[int]) -> Iterator[Outcome]:

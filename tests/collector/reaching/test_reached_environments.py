@@ -94,13 +94,14 @@ def test_a_reset_that_discards_what_waits_leaves_events_right() -> None:
         MemmapStorage() as storage,
         SyncCollector(Levels, num_envs=5, **RUN, storage=storage) as run,
     ):
-        batches = iter(run)
-        next(batches)
-        run.env_set("level", 3.0)
-        assert "first" in run.events[0]
-        run.set_seed(5)
-        list(batches)
-        assert run.ledger.discarded >= 3
+        waited = []
+        for number, _ in enumerate(run):
+            run.env_set("level", float(number))
+            waited += [step for _, step in run.events[-1].get("first", ())]
+            if number % 2:
+                run.set_seed(number)
+        assert run.ledger.discarded >= 6
+        assert 1 in waited, "of a trajectory all that was executed was discarded"
         require_recorded(storage[:], run.events)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
+import level_kit
 import numpy as np
 import pytest
 from level_kit import Levels, require_recorded
@@ -146,6 +148,26 @@ def test_a_worker_that_dies_is_replaced_and_gets_the_calls_before(mode: str) -> 
         list(batches)
         assert (run.ledger.respawned, run.ledger.stored) == (1, 84)
         assert run.env_get("level") == [0.0, 0.0, 0.0, 3.0, 6.0]
+        require_recorded(storage[:], run.events)
+
+
+def test_a_worker_that_failed_while_it_went_on_is_replaced_before_the_call() -> None:
+    """The exception came while no batch was asked for: leases of seven go on ahead."""
+    options = {**THREADS, "mode": "async", "on_worker_death": "respawn"}
+    options |= {"num_envs": 1, "num_workers": 1}
+    with (
+        MemmapStorage() as storage,
+        MultiprocessCollector(Levels, **options, storage=storage) as run,
+    ):
+        run.env_set("level", 1.0)
+        level_kit.fuse[0] = 18  # a step of the third lease raises
+        next(iter(run))
+        until = time.monotonic() + 10
+        while level_kit.fuse[0] and time.monotonic() < until:
+            time.sleep(0.01)
+        assert run.env_call("raise_level", by=1.0) == [2.0]
+        assert run.ledger.respawned == 1
+        assert sum(map(len, run)) == 77
         require_recorded(storage[:], run.events)
 
 

@@ -56,6 +56,10 @@ class Levels(gymnasium.Env[Any, Any]):
     def take(self, *args: Any, **kwargs: Any) -> None:
         """Take any arguments, and change nothing."""
 
+    def nap(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
     def odd(self) -> Any:
         """Return what no pickle has."""
         return (each for each in ())
