@@ -15,6 +15,7 @@ from importlib import import_module
 from multiprocessing import forkserver, process
 from operator import attrgetter
 from pathlib import Path
+from queue import Empty
 from threading import RLock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -26,14 +27,14 @@ from numpy._core import multiarray
 
 # Processes that share weights alone need neither Gymnasium nor TorchRL, which take seconds.
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
-    from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
+    from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv, VectorWrapper
     from numpy.typing import NDArray
     from tensordict import TensorDictBase
     from tensordict.nn import TensorDictModule
-    from torchrl.envs import EnvBase
+    from torchrl.envs import EnvBase, ParallelEnv, SerialEnv
 
 # --- Gymnasium ------------------------------------------------------------------------------------
 
@@ -120,6 +121,28 @@ def lane_in(frame: FrameType, *kinds: type) -> int | None:
     return lane if isinstance(lane, int) else None
 
 
+_SAYS_WHY_SECONDS: Final = 5.0
+"""How long a process that ends may take to say why."""
+
+
+def call_lane(env: AsyncVectorEnv, lane: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of one lane's environment in its process, which ends if that raises."""
+    pipe, ended = env.parent_pipes[lane], "its process has ended, and the lane cannot be stepped on"
+    try:
+        pipe.send(("_call", (name, args, kwargs)))
+        result, good = pipe.recv()
+    except (EOFError, ConnectionError) as error:
+        raise RuntimeError(f"the lane's process is gone ({error!r})") from error
+    if good:
+        return result
+    try:
+        _, _, raised, trace = env.error_queue.get(timeout=_SAYS_WHY_SECONDS)
+    except Empty:
+        raise RuntimeError(f"the lane's process did not say what it raised; {ended}") from None
+    raised.add_note(f"{trace}\n{ended}")
+    raise raised
+
+
 # --- Stable-Baselines3 ----------------------------------------------------------------------------
 
 
@@ -145,6 +168,35 @@ def step_mdp(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
 def hooks_behind_steps(env: EnvBase) -> Callable[..., Any] | None:
     """The hook that changes a step and the observation that follows it; None without one."""
     return getattr(env, "_post_step_mdp_hooks", None)
+
+
+def serial_envs(env: SerialEnv) -> Sequence[EnvBase]:
+    """Return the environments of a `SerialEnv`."""
+    if env.is_closed:
+        env.start()
+    found: Sequence[EnvBase] = env._envs
+    return found
+
+
+def call_in_worker(
+    env: ParallelEnv, worker: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a method, or read an attribute, in one process of a `ParallelEnv`.
+
+    That ends where it raises, or lacks the name.
+    """
+    if env.is_closed:
+        env.start()
+    channel = env.parent_channels[worker]
+    try:
+        channel.send((name, (list(args), dict(kwargs))))
+        _, result = channel.recv()
+    except (EOFError, ConnectionError) as error:
+        raise RuntimeError(
+            f"the lane's process raised, wrote why to stderr and ended ({error!r}), and the lane "
+            "cannot be stepped on"
+        ) from error
+    return result
 
 
 def resets_itself(env: EnvBase) -> bool:

@@ -12,6 +12,7 @@
     ├── PolicyError                  what the policy returned is not an action of this environment
     ├── TransitionError              what the environment returned differs from what it declared
     │   └── ValueRefused             one value of a lane, which no column can hold as it is
+    ├── EnvCallError                 a call of an environment by `env_call` and its kin raised
     ├── LedgerError                  the counts do not balance: a bug, never to be ignored
     ├── StateError                   a state dict or a storage that does not fit this collector
     │   └── ItemsDiffer              rows that make no item of a TorchRL buffer's length
@@ -29,6 +30,7 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "CollectorError",
+    "EnvCallError",
     "EnvironmentRefused",
     "ItemsDiffer",
     "LedgerError",
@@ -110,6 +112,28 @@ class ValueRefused(TransitionError):
         if self.step is not None:
             where += f", step {self.step} of its trajectory"
         return f"{'/'.join(self.key)}{where}: expected {self.wanted}, got {self.got}; {self.advice}"
+
+
+class EnvCallError(CollectorError):
+    """A call of an environment by ``env_call``, ``env_get`` or ``env_set`` raised there.
+
+    ``lane`` is the first lane in which it did, ``failed`` are all of them, and ``done`` those in
+    which it was done. The cause is the original exception, where it travels from a worker;
+    ``traceback`` is its traceback. The run goes on.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        lane: int = -1,
+        failed: Sequence[int] = (),
+        done: Sequence[int] = (),
+        traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.lane, self.failed, self.done = lane, list(failed), list(done)
+        self.traceback = traceback
 
 
 class LedgerError(CollectorError):

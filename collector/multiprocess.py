@@ -280,7 +280,9 @@ class MultiprocessCollector(Collector):
     @property
     def env(self) -> NoReturn:
         """There is none here: each worker has environments of its own."""
-        raise AttributeError("env: environments are in the workers; ask one that you make here")
+        raise AttributeError(
+            "env: environments are in the workers; env_call, env_get and env_set reach them"
+        )
 
     @property
     def _links(self) -> list[Link]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Unpack
 
@@ -21,6 +21,8 @@ from tallyroll.collector.batches.undivided import OWN_INSTANCE
 from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import CreateEnv, Made, make_env
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
+from tallyroll.collector.envs.reaching.asked import Asked, Outcome
+from tallyroll.collector.envs.reaching.environments import reach_env
 from tallyroll.collector.errors import EnvironmentRefused, StateError
 from tallyroll.collector.options import Options, Postproc, Surplus
 from tallyroll.collector.options.objects import (
@@ -244,3 +246,9 @@ class OwnEnvironment:
         if isinstance(state, list):
             state = next((each for each in state if each), {})
         self._env.load_state_dict(state)
+
+    def reach(self, asked: Asked, lanes: Sequence[int]) -> list[Outcome]:
+        """Call the environments of ``lanes``; see `Environments`."""
+        if self._env.is_closed:
+            raise StateError(f"{asked}: the environment was closed, as by shutdown()")
+        return list(reach_env(self._env, asked, lanes))

@@ -233,6 +233,7 @@ class Assembly:
     def restart_lanes(self) -> None:
         """Begin a new trajectory in every lane; no transition may be held then."""
         self._begin_anew(self._everywhere)
+        self._run.skip_foreseen(self._everywhere)
         post(self._run.ledger, self._rollout.discard(()).entry)  # the steps that workers made ahead
         self._rollout.restart_lanes(self._run.ledger)
 
@@ -244,6 +245,7 @@ class Assembly:
         post(self._run.ledger, entry)
         self._run.ledger.balance(self._rollout.held + self._hand.count)
         post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.cut(lanes)))
+        self._run.skip_foreseen(lanes)
         self._run.lanes.returns[lanes] += reward[lanes]
         self._run.lanes.length[lanes] += 1
         self._run.lanes.restart(lanes & ended)

@@ -19,6 +19,7 @@ from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.state.beginning import Beginning
+from tallyroll.collector.batches.state.reaching import Reaching
 from tallyroll.collector.batches.state.restarting import Restarting
 from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.state.run_state import RunState
@@ -38,7 +39,7 @@ from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
-class Collector(Attributes, ABC):
+class Collector(Attributes, Reaching, ABC):
     """An iterable of batches that is a context manager.
 
     One rule for exceptions that were caught: what a signal's handler raises, which is called at

@@ -125,6 +125,14 @@ class LaneState:
         self.step[cut] = 0
         return int(cut.sum())
 
+    def skip_to(self, other: "LaneState", lanes: NDArray[np.bool_]) -> None:
+        """Begin trajectories in ``lanes`` that come after all rows before ``other``.
+
+        No lane of these is in the middle of a trajectory. Some ids are left without rows.
+        """
+        before = lanes & (self.traj_id < other.traj_id + (other.step > 0))
+        self.traj_id[before] = (other.traj_id + self.lanes * (other.step > 0))[before]
+
     def restart(self, lanes: NDArray[np.bool_]) -> None:
         """Begin new episodes in ``lanes``: their environments are reset."""
         self.returns[lanes] = 0.0

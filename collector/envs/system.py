@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec, Unbounded
 
+from tallyroll.collector.envs.reaching.asked import Asked, Outcome
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.info import Info
@@ -150,6 +151,14 @@ returned if that is all; the step, if the caller has to write it, or to complete
 """
 
 
+Reached: TypeAlias = Callable[[Asked, Sequence[int]], Iterable[Outcome]]
+"""Calls a method of each of some lanes' environments, or reads or sets an attribute, in order.
+
+It is called between steps. An exception of an environment is an outcome, and the other lanes are
+called all the same: `reaching.objects.reach_objects` does that to a list of environments.
+"""
+
+
 class System(ABC):
     """An environment system: many lanes that are stepped in one call.
 
@@ -226,6 +235,10 @@ class System(ABC):
     """True if a lane that ended and was reset may reset itself again in the next step."""
     why_no_resets: str = "the system declares neither reset_seeds nor options"
     """The reason that resets take no seeds or options, for messages."""
+    reached: Reached | None = None
+    """A way to the Python object of each lane's environment; None: there are no such objects."""
+    why_not_reached: str = "its lanes have no Python objects of their own"
+    """The reason that there are none, for messages."""
     names_contexts: ClassVar[bool] = False
     """True if :meth:`make` takes ``context``, the names of contexts to declare."""
     kept_options: frozenset[str] = frozenset()

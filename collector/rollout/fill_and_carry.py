@@ -20,13 +20,14 @@ from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.few_slots import FewSlots, FewSlotsOfWorkers, HeldRows
 from tallyroll.collector.rollout.filling import Filling
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
+from tallyroll.collector.rollout.standing import Standing
 from tallyroll.collector.run_plan import FEW_SLOTS, counting
 from tallyroll.collector.slab.progress import FILLED, HALT, STOP
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
-class Rollout:
+class Rollout(Standing):
     """Fill a slab, carry the surplus, and give out blocks.
 
     Args:

@@ -13,6 +13,7 @@ in ``held`` or among the discarded ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -130,6 +131,23 @@ class Discarded(NamedTuple):
     """Lanes of which the last slot reported an end."""
 
 
+class Held(NamedTuple):
+    """Transitions that were executed and are in no block, in the order of lanes and time."""
+
+    lane: NDArray[np.int32]
+    """``[row]``, ascending."""
+    ended: NDArray[np.bool_]
+    """``[row]``, the transition is the last one of its episode."""
+    cuts: NDArray[np.bool_] | None = None
+    """``[lane]``, lanes whose trajectories are cut after these; None: no lane's."""
+
+    @classmethod
+    def of(cls, slab: Slab, transitions: Mask, ended: Mask) -> "Held":
+        """Return all ``transitions`` ``[used, lane]``; ``ended`` are the ends in these slots."""
+        block = Block.of(slab, transitions, transitions.size)
+        return cls(block.lane, ended.reshape(-1)[block.index])
+
+
 class TransitionSource(Protocol):
     """A source of blocks of transitions for a collector, until it is dry."""
 
@@ -150,6 +168,12 @@ class TransitionSource(Protocol):
     @property
     def held(self) -> int:
         """Number of transitions that an entry counted and no block has; computed at each access."""
+
+    def still(self) -> AbstractContextManager[Sequence[Held]]:
+        """Return a context without steps, after those under way; it has what no block has.
+
+        In the order in which that is going to be given; of a lane nothing else was executed.
+        """
 
     @property
     def dry(self) -> bool:

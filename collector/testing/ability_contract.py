@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from tallyroll.collector.envs.reaching.asked import Asked
 from tallyroll.collector.envs.stepping.arrays import as_flags
 from tallyroll.collector.envs.system import Mask
 from tallyroll.collector.testing.hand import stepped
@@ -58,6 +59,24 @@ class AbilityContract(SystemCase):
             self.require_equal(after, other.step(action)[1], "the next context was changed")
             for name, value in one.system.next_context.items():
                 value[...] = drawn[name] + 1 if drawn[name].dtype != np.bool_ else ~drawn[name]
+        return self.close(one.system, other.system)
+
+    def test_lanes_are_reached_one_by_one(self) -> None:
+        """Check with ``reached`` that each lane asked has an outcome, and that steps stay."""
+        one, other = self.hand(), self.hand()
+        reached = one.system.reached
+        if reached is None or one.d.arrivals:
+            return self.close(one.system, other.system)
+        for lanes in ([self.lanes - 1], list(range(self.lanes))[::-1]):
+            outcomes = list(reached(Asked("env_get", "an_attribute_that_no_one_has"), lanes))
+            assert len(outcomes) == len(lanes), "reached: an outcome for each lane that is asked"
+            for outcome in outcomes:
+                missing = isinstance(outcome.error, AttributeError)
+                assert missing, f"an unknown attribute gave {outcome!r:.200}"
+        for action in self.actions(one.system, 3):
+            after, after_other = one.step(action)[1], other.step(action)[1]
+            if self.repeatable:
+                self.require_equal(after, after_other, "lanes were reached")
         return self.close(one.system, other.system)
 
     def test_lanes_arrive_once_for_each_time_they_are_sent(self) -> None:

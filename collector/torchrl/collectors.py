@@ -238,7 +238,7 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
 
     def getattr_env(self, attr: str) -> Any:
         """Raise AttributeError: environments are in the workers."""
-        raise AttributeError(f"{attr}: environments are in the workers; ask one that you make here")
+        raise AttributeError(f"{attr}: environments are in the workers; read it with env_get")
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True

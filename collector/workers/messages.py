@@ -9,6 +9,7 @@ The parent asks, a worker answers each question once, in their order::
     Begin  -> Done       mode="sync":  reset every lane
     Lease  -> Filled     mode="async": so many transitions, into that segment
     Load   -> Done       the state of the environment's transforms
+    Reach  -> Reached    call methods, or attributes, of lanes' environments
     Close  ->            the end
 
 Any question may be answered by :class:`Raised` instead, and none is answered after that.
@@ -25,6 +26,7 @@ from torchrl.data import TensorSpec
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.envs.reaching.travelling import Answer
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.run_plan import Decision
@@ -178,6 +180,21 @@ class Load:
     """Take over the state of the environment's transforms."""
 
     state: bytes
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Call a method, or an attribute, of the environments of some lanes, between steps."""
+
+    content: bytes = field(repr=False)
+    """The call; see `envs.reaching.travelling.packed`."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The outcomes of that, one for each of these lanes."""
+
+    answers: Sequence[Answer]
 
 
 @dataclass(frozen=True)

@@ -208,10 +208,15 @@ class WorkerPool:
         member.asked, member.since = 1, time.monotonic()
         member.ended, member.ready, member.failed = False, False, None
 
+    @property
+    def is_closed(self) -> bool:
+        """True once all workers were ended."""
+        return not self._finalize.still_active()
+
     def close(self) -> None:
         """Let idle workers close their environments; end them all. Idempotent."""
         try:
-            if not self._finalize.still_active() or os.getpid() != self._owner:
+            if self.is_closed or os.getpid() != self._owner:
                 return
             idle = [member for member in self.members if not member.asked and not member.ended]
             for member in idle:

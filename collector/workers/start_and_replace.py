@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,10 @@ import cloudpickle
 
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.collector.errors import EnvironmentRefused, WorkerError, WorkerHung
+from tallyroll.collector.envs.reaching.asked import Asked, Outcome
+from tallyroll.collector.envs.reaching.repeating import Calls, require_repeated
+from tallyroll.collector.envs.reaching.travelling import outcome_of, packed
+from tallyroll.collector.errors import EnvironmentRefused, StateError, WorkerError, WorkerHung
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
@@ -42,6 +46,7 @@ class WorkerStartup:
         self._left = respawns
         self._limit = respawns
         self.replacements = Replacements(pool)
+        self._calls = Calls()
         self.apart: Sequence[str] = ()
         """Transforms that keep statistics of each worker's own lanes."""
 
@@ -76,7 +81,7 @@ class WorkerStartup:
             pool.ask(member, self._seed(member, seed, incarnation))
 
         def made_and_seeded(member: Member) -> Lead:
-            self._check_made(member, (yield None))
+            yield from self._getting_made(member)
             answer = yield self._seed(member, seed, incarnation)
             if hasattr(self, "_memory"):  # the run is seeded once more
                 yield self._bind(member)
@@ -137,6 +142,35 @@ class WorkerStartup:
         except BaseException:
             self._worker_pool.settle()
             raise
+
+    def reach(self, asked: Asked, lanes: Sequence[int]) -> list[Outcome]:
+        """Call lanes' environments; see `Environments`. Of a worker that fails all lanes do."""
+        pool = self._worker_pool
+        if pool.is_closed:
+            raise StateError(f"{asked}: the collector was shut down, and its workers with it")
+        self.replacements.finish()
+        found, parts = [Outcome()] * len(lanes), {}
+        for member in pool.members:
+            places = [at for at, lane in enumerate(lanes) if lane in member.lanes]
+            parts[member.index] = places, [lanes[at] - member.lanes.start for at in places]
+        sent = {index: packed(asked.of(at), own) for index, (at, own) in parts.items() if at}
+        for index, content in sent.items():
+            pool.ask(pool.members[index], m.Reach(content))
+        try:
+            while any(member.asked for member in pool.members):
+                for member, answer in pool.events(during=nullcontext()):
+                    places, _ = parts[member.index]
+                    outcomes = [Outcome(None, answer)] * len(places)
+                    if isinstance(answer, m.Reached):
+                        outcomes = [outcome_of(each) for each in answer.answers]
+                    for at, outcome in zip(places, outcomes, strict=True):
+                        found[at] = outcome
+        except BaseException:
+            pool.settle()
+            raise
+        if asked.way != "env_get":
+            self._calls.note(asked, lanes, found)
+        return found
 
     def _answers(self, lead: Callable[[Member], Lead]) -> list[Any]:
         """The answers of all members that were asked, in their order.
@@ -230,7 +264,7 @@ class WorkerStartup:
     def _getting_ready(self, member: Member, incarnation: int) -> Lead:
         assert self.ledger.seed is not None
         state = member.state
-        self._check_made(member, (yield None))
+        yield from self._getting_made(member)
         planned: m.Planned = yield self._seed(member, self.ledger.seed, incarnation)
         _require_same(self.planned, planned, member)
         member.seeds = planned.lane_seeds
@@ -240,6 +274,13 @@ class WorkerStartup:
         bound = yield self._bind(member)
         member.ready = True
         return bound
+
+    def _getting_made(self, member: Member) -> Lead:
+        """Lead a worker until its environment is as those before it were made by calls."""
+        self._check_made(member, (yield None))
+        for asked, lanes in self._calls.of(member.lanes):
+            reached = yield m.Reach(packed(asked, lanes))
+            require_repeated(asked, member.who, map(outcome_of, reached.answers))
 
     def _check_made(self, member: Member, made: m.Made) -> None:
         if made.lanes != len(member.lanes):

@@ -21,6 +21,7 @@ from tallyroll.collector.envs.driven.make import make_env
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.envs.driven.statistics import StatisticsWatch
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
+from tallyroll.collector.envs.reaching.travelling import answers_of
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
@@ -119,6 +120,7 @@ class Worker:
             m.Steps: self.steps,
             m.Lease: self.lease,
             m.Load: self.load,
+            m.Reach: self.reach,
         }
         with torch.no_grad(), set_exploration_type(self.options.exploration_type):
             answer: object = None
@@ -202,6 +204,11 @@ class Worker:
         """The state of the environment's transforms."""
         self.env.load_state_dict(cloudpickle.loads(message.state))
         return m.Done()
+
+    def reach(self, message: m.Reach) -> m.Reached:
+        """Call the environments of lanes, between steps; what they raise is an answer."""
+        self.doing = "calling the environment"
+        return m.Reached(answers_of(self.env, message.content))
 
     def _state(self) -> bytes | None:
         """The state of the environment's transforms; None where there is none."""

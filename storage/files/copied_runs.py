@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tallyroll.storage.files.run_events import without_events
+
 Entry = dict[str, Any]
 
 COPIED = "copied_from"
@@ -126,10 +128,11 @@ def _that_fit(runs: Sequence[Any], room: int) -> list[Any]:
     kept: list[Any] = []
     left: float = room
     for run in reversed(runs):
-        left -= _nbytes_of(run)
+        least = run if not isinstance(run, dict) or _nbytes_of(run) <= left else without_events(run)
+        left -= _nbytes_of(least)
         if left < 0:
             break
-        kept.append(run)
+        kept.append(least)
     return kept[::-1]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tallyroll.storage.errors import CorruptStorage, InvalidProvenance, NotAStorage
 from tallyroll.storage.files.paths import failed, translated
+from tallyroll.storage.files.run_events import without_events
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 from tallyroll.storage.files.versions import FORMAT_VERSION, READABLE, require_readable
 from tallyroll.storage.rows.schema import Schema
@@ -169,10 +170,10 @@ def attributes_of(manifest: Manifest, limit: int | None = None) -> dict[str, str
     """Return the attributes that show a manifest to other libraries: JSON texts.
 
     ``schema`` is its schema, and ``provenance`` what it is and the runs that wrote it,
-    as many of the newest as fit into ``limit`` bytes.
+    as many of the newest as fit into ``limit`` bytes, without the events of each.
     """
     provenance = {name: manifest[name] for name in _FIELDS}
-    provenance["runs"] = [exported(run) for run in provenance["runs"]]
+    provenance["runs"] = [exported(without_events(run)) for run in provenance["runs"]]
     if limit is not None:
         left = limit + len(_SEPARATOR) - len(json.dumps({**provenance, "runs": []}))
         kept = []

@@ -6,6 +6,7 @@ from typing import Any
 
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.record_slots import Rewind
+from tallyroll.storage.files.run_events import before_row
 
 _HISTORY = "rewinds"
 
@@ -39,10 +40,11 @@ def settled(manifest: Manifest, rewind: Rewind) -> Manifest:
 
 
 def without_runs_from(manifest: Manifest, row: int) -> Manifest:
-    """Return the manifest without the runs that have no rows before ``row``."""
+    """Return the manifest without the runs that have no rows before ``row``, and later events."""
     runs: list[Any] = manifest["runs"]
     # A storage has one entry at least.
-    return {**manifest, "runs": [run for run in runs if run["first_row"] < row] or runs[:1]}
+    left = [run for run in runs if run["first_row"] < row] or runs[:1]
+    return {**manifest, "runs": [before_row(run, row) for run in left]}
 
 
 def with_history_of(manifest: Manifest, source: Manifest) -> Manifest:

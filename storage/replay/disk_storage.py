@@ -17,6 +17,7 @@ from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.errors import NotAnAppend, NotAStorage, NotPicklable, StateMismatch
 from tallyroll.storage.files.checksums import Progress
+from tallyroll.storage.files.run_events import shown
 from tallyroll.storage.package.moved_attributes import Moved
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.replay import buffers, foreign_checkpoints
@@ -308,9 +309,12 @@ class DiskStorage(RowStore, AsTensorStorage):
         Each begins at its ``first_row``; one that was resumed has an entry for each time, with the
         same ``first_row_of_run``. A collector's has ``environment``, ``versions``, ``seed``,
         ``lanes``, ``call`` and ``made``: its time, its host, the commit of the working folder, and
-        hashes of the policy.
+        hashes of the policy. ``events`` are the calls that changed its environments, in their
+        order: see `Collector.env_call`.
         """
-        return deepcopy(self.reader.runs) if self.reader.initialised else []
+        if not self.reader.initialised:
+            return []
+        return deepcopy(shown(self.reader.runs, self.reader.head))
 
     @property
     def last_index(self) -> int | None:

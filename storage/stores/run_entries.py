@@ -8,6 +8,7 @@ from typing import Any
 
 from tallyroll.storage.files.manifest import run_of
 from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.run_events import with_event
 from tallyroll.storage.rows.origin import Told
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.copied_rows import CopiedRows
@@ -43,6 +44,20 @@ class RunEntries:
             if run in runs:
                 at = runs.index(dict(run))
                 self.write([*runs[:at], *runs[at + 1 :]])
+
+    def add_event(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> dict[str, Any]:
+        """Add an event to the entry ``run``, and return the entry as it is then.
+
+        It is left out, and the entry says so, once the manifest has as many as there is room for.
+        """
+        with self._opened.turn:
+            runs = self.reader.runs
+            at = max(at for at, each in enumerate(runs) if each is run or each == run)
+            entry = with_event(runs, at, event)
+            if entry is None:
+                return runs[at]
+            self.write([*runs[:at], entry, *runs[at + 1 :]])
+            return entry
 
     def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
         """Make the files of a storage with these entries, as `OpenedFiles.create` does."""

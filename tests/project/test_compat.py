@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import NormalizeReward, RecordEpisodeStatistics, RescaleAction
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -310,3 +310,21 @@ def test_weight_updaters_have_weights_a_transport_and_hooks() -> None:
     updater.register_post_hook(lambda: hooked.append(True))
     compat.call_post_hooks(updater)
     assert hooked == [True]
+
+
+def test_a_process_of_a_vector_calls_and_says_what_it_raised() -> None:
+    env = AsyncVectorEnv([partial(OracleEnv, 0, [3])] * 2, context="fork")
+    try:
+        assert compat.call_lane(env, 1, "has_wrapper_attr", "lane") is True
+        assert compat.call_lane(env, 0, "set_wrapper_attr", "lane", 7, force=False) is True
+        assert [compat.call_lane(env, lane, "get_wrapper_attr", "lane") for lane in (0, 1)] == [
+            7,
+            0,
+        ]
+        with pytest.raises(AttributeError) as raised:
+            compat.call_lane(env, 0, "no_such_name")
+        assert "its process has ended" in raised.value.__notes__[0]
+        with pytest.raises(RuntimeError, match="the lane's process is gone"):
+            compat.call_lane(env, 0, "has_wrapper_attr", "lane")
+    finally:
+        env.close(terminate=True)

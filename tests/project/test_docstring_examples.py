@@ -38,6 +38,7 @@ def test_what_users_meet_first_has_examples() -> None:
         "System",
         "Trajectories",
         "collect",
+        "env_call",
         "uniform",
     ]
 

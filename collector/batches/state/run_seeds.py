@@ -1,5 +1,6 @@
 """The seed of a run, and all that is seeded from it: generators, and the lanes."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from tallyroll.collector.compat import generator_states
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import driver_seed
+from tallyroll.collector.envs.reaching.asked import Asked, Outcome
 from tallyroll.collector.policies.slot_rng import SlotRng
 
 
@@ -24,6 +26,13 @@ class Environments(Protocol):
 
     def load(self, state: Any) -> None:
         """Take over a result of :meth:`state`, of these environments or of others."""
+
+    def reach(self, asked: Asked, lanes: Sequence[int]) -> list[Outcome]:
+        """Call the environments of ``lanes``; return what came of it in each.
+
+        Raises:
+            EnvironmentRefused, StateError: nothing was called.
+        """
 
 
 class RunSeeds:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
@@ -49,6 +52,8 @@ class RunState:
         """Batches to be yielded next; more are made only when there are none."""
         self.waiting = 0
         """Number of batches that were ready when the call under way began."""
+        self.foreseen: LaneState | None = None
+        """The state of the lanes after the transitions that waited at the last recorded event."""
         self.slots_before = ledger.slots
         """Slots of the run before this collector."""
         self.given = ledger.stored
@@ -60,6 +65,11 @@ class RunState:
     def met(self) -> bool:
         """True if the run has as many transitions as it is to have."""
         return self.budget.remaining(self.ledger.stored) == 0
+
+    def skip_foreseen(self, lanes: NDArray[np.bool_]) -> None:
+        """Let trajectories in ``lanes``, which lost what waited, come after those foreseen."""
+        if self.foreseen is not None:
+            self.lanes.skip_to(self.foreseen, lanes)
 
     def committed(self) -> str:
         """Say in a sentence which rows of the run are stored, with how many ends of episodes."""

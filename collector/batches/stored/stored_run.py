@@ -12,6 +12,7 @@ from tallyroll.collector.batches.stored.resume import (
     same_source,
     whole_record,
 )
+from tallyroll.collector.batches.stored.run_events import RunEvents
 from tallyroll.collector.counting.ledger import COUNTS, Ledger
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import Schema
@@ -61,8 +62,8 @@ class StoredRun:
         """Rows in the storage when the next id was looked for."""
         self.begun = storage is None
         """:meth:`begin` was called."""
-        self._entry: Mapping[str, Any] | None = None
-        """The run's entry in the manifest, while the run has no rows."""
+        self.events = RunEvents()
+        """Calls of its environments; also has its entry in the manifest."""
         self._loaded: Ledger | None = None
         """The ledger of a loaded state that the run goes on from."""
         self._stored_elsewhere = 0
@@ -184,7 +185,7 @@ class StoredRun:
             return None
         held = storage.writer.claim.is_of(self)
         storage.writer.claim.take(self)
-        noted = held and self._entry is not None and storage.head == drawn_at
+        noted = held and self.events.entry is not None and storage.head == drawn_at
         if self.ready and not noted:
             self._begin_entry(storage, storage.schema, provenance)
         self.begun = True
@@ -199,13 +200,15 @@ class StoredRun:
         if self._loaded is not None:
             self._stored_before = self._stored_elsewhere - (storage.head - self.first_row)
         runs = storage.writer.runs
-        if self._entry is not None:
-            runs.withdraw(self._entry)
-            self._entry = None
+        if self.events.entry is not None:
+            runs.withdraw(self.events.entry)
+            self.events.entry = None
         if storage.reader.initialised and storage.head != self._drawn_at:
             self._reserve(storage, schema)
-        runs.begin(schema, {**provenance, "first_row_of_run": self.first_row})
-        self._entry = storage.manifest["runs"][-1]
+        run, at = {**provenance, "first_row_of_run": self.first_row}, self._stored_before
+        at += storage.head - self.first_row
+        runs.begin(schema, run | self.events.at_beginning(at, storage.head, run))
+        self.events.entry = storage.manifest["runs"][-1]
         ledger, record = self._loaded, whole_record(storage)
         fresh = ledger is None and self._last is None
         if fresh and record is not None and record.first_row == self.first_row:

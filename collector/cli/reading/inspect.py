@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from tallyroll.storage.files.copied_runs import (
     runs_left_out,
 )
 from tallyroll.storage.files.manifest import exported
+from tallyroll.storage.files.run_events import EVENTS
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.storages import DiskStorage
@@ -46,6 +47,10 @@ from tallyroll.storage.trajectories.episodes import (
 
 _MOST_VERSIONS = 12
 """Versions of the policy that are shown; --json has all."""
+_MOST_EVENTS = 3
+"""Calls of environments that a run's line shows."""
+_LONGEST = 60
+"""Characters of the arguments of one."""
 _MOST_MAKERS = 3
 """Runs of copied rows that their line names."""
 
@@ -233,6 +238,8 @@ def _show_runs(page: Page, runs: list[dict[str, Any]], *, made: bool = False) ->
             page.print(f"   {', '.join(versions) or 'no versions'}")
             if made:
                 page.print(f"   {_made_line(part(run, 'made'))}")
+                if run.get(EVENTS):
+                    page.print(f"   {_events_line(run[EVENTS])}")
         if (returns := run["returns"]) is not None and (made or len(runs) > 1):
             mean, length = _number(returns["mean"]), _number(run["lengths"]["mean"])
             page.print(
@@ -254,6 +261,28 @@ def _made_line(made: Mapping[str, Any]) -> str:
     }
     known = [f"{name} {value}" for name, value in words.items() if value]
     return ", ".join(known) or "nothing says where it was made"
+
+
+def _events_line(events: Sequence[Mapping[str, Any]]) -> str:
+    """Words on the calls of a run's environments, the last ones by name."""
+    shown = [
+        f"{each['call']} {each['name']}({_arguments(each)})"
+        + ("" if each["lanes"] is None else f" of lanes {str(each['lanes'])[1:-1]:.40}")
+        + f" at {each['at']:,}"
+        for each in events[-_MOST_EVENTS:]
+    ]
+    more = "…, " if len(events) > len(shown) else ""
+    return f"{len(events):,} calls of environments: {more}{', '.join(shown)}"
+
+
+def _arguments(event: Mapping[str, Any]) -> str:
+    """The arguments of a call, in a few characters."""
+    if event["args"] is None:
+        said = str(event.get("repr", "?"))
+    else:
+        named = [f"{name}={json.dumps(value)}" for name, value in event["kwargs"].items()]
+        said = ", ".join([*map(json.dumps, event["args"]), *named])
+    return said if len(said) <= _LONGEST else f"{said[: _LONGEST - 1]}…"
 
 
 def _version_line(found: Mapping[str, Any]) -> tuple[object, ...]:

@@ -27,6 +27,7 @@ from tallyroll.collector.envs.gymnasium.vector_rules import (
     rewards_of,
 )
 from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers, stepping_of
+from tallyroll.collector.envs.reaching.vectors import reached_vector
 from tallyroll.collector.envs.system import Declares, Into, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.options.objects import ResetSlots
@@ -67,7 +68,7 @@ class GymnasiumSystem(System):
         reset_masks: bool | None = None,
     ) -> None:
         self._rules = rules = VectorRules.of(env, reset_slots, reset_masks, bool(infos))
-        self.env = env
+        self.env, self.reached = env, reached_vector(env)
         self.autoreset, self.forgets_resets = rules.autoreset, rules.forgets_resets
         self._lanes = int(env.num_envs)
         self.infos = InfoColumns(infos, self._lanes)

@@ -9,6 +9,7 @@ import numpy as np
 
 from tallyroll.storage.errors import ColumnsMissing, CorruptStorage
 from tallyroll.storage.files.copied_runs import FIRST_ROW_OF_RUN
+from tallyroll.storage.files.run_events import EVENTS, events_of
 from tallyroll.storage.files.run_record import is_count
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import END_OPEN, END_TERMINATED, END_TRUNCATED
@@ -33,8 +34,8 @@ def whole_number(run: Mapping[str, Any], name: str, default: int = 0) -> int:
 def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str, Any]]:
     """Return one entry a run: those that a resume added are put together.
 
-    ``rows`` are those of ``span`` that it wrote, ``resumed`` is how often it went on, and
-    ``resumed_at`` at which rows.
+    ``rows`` are those of ``span`` that it wrote, ``resumed`` is how often it went on,
+    ``resumed_at`` at which rows, and ``events`` are those of all entries, where there are some.
     """
     runs: list[dict[str, Any]] = []
     for entry in entries:
@@ -42,8 +43,13 @@ def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str,
         run = {**entry, "first_row": first}
         run.pop(FIRST_ROW_OF_RUN, None)
         at: list[int] = []
+        events = events_of(entry)
         if runs and runs[-1]["first_row"] == first and whole_number(run, "incarnation") > 0:
-            at = [*runs.pop()["resumed_at"], entry["first_row"]]
+            before = runs.pop()
+            at = [*before["resumed_at"], entry["first_row"]]
+            events = [*before.get(EVENTS, []), *events]
+        run.pop(EVENTS, None)
+        run.update({EVENTS: events} if events else {})
         resumed = max(0, whole_number(run, "incarnation") - whole_number(run, "respawned"))
         runs.append({**run, "resumed": resumed, "resumed_at": at})
     ends = [run["first_row"] for run in runs[1:]] + [span.stop]

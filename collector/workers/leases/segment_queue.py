@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
-from tallyroll.collector.rollout.source import Block, Sound
+from tallyroll.collector.rollout.lanes import ended_in
+from tallyroll.collector.rollout.source import Block, Held, Sound
 from tallyroll.collector.workers.leases.segment import Emptied, Segment, SegmentGiver
 
 
@@ -48,6 +49,18 @@ class SegmentQueue:
         """Transitions that came back and wait for the next block."""
         return sum(int(segment.transitions.sum()) for segment in self.segments)
 
+    def all_held(self) -> list[Held]:
+        """Return the transitions that wait, and the lanes that are cut between them."""
+        none = np.zeros(0, np.int32)
+        found = []
+        for each in self.waiting:
+            if isinstance(each, Segment):
+                ended = ended_in(each.slab, 0, each.used)
+                found.append(Held.of(each.slab, each.transitions, ended))
+            else:
+                found.append(Held(none, none.astype(np.bool_), self._flags(each)))
+        return found
+
     # --- what is given ----------------------------------------------------------------------------
 
     def block(self, want: int, emptied: Emptied) -> Block:
@@ -69,9 +82,14 @@ class SegmentQueue:
     def _cut(self, lanes: range) -> Block:
         self.waiting.popleft()
         block = self._nothing()
-        block.cuts = np.zeros(self._lanes, np.bool_)
-        block.cuts[lanes.start : lanes.stop] = True
+        block.cuts = self._flags(lanes)
         return block
+
+    def _flags(self, lanes: range) -> NDArray[np.bool_]:
+        """Return marks of some lanes among all of the run."""
+        flags = np.zeros(self._lanes, np.bool_)
+        flags[lanes.start : lanes.stop] = True
+        return flags
 
     def _nothing(self) -> Block:
         slab = self._segments[0][0].slab

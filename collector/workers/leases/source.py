@@ -1,14 +1,15 @@
 """The source of a collector whose workers never wait for one another (``mode="async"``)."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.collector.errors import LedgerError
+from tallyroll.collector.errors import LedgerError, WorkerError
 from tallyroll.collector.rollout.os_signals import pausable, waits
-from tallyroll.collector.rollout.source import Block, Discarded, Sound
+from tallyroll.collector.rollout.source import Block, Discarded, Held, Sound
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
@@ -41,6 +42,9 @@ class Leases:
         share: who has which lanes.
         budget: makes the leases.
     """
+
+    paused = False
+    """Workers do not wait for each other."""
 
     def __init__(
         self,
@@ -111,14 +115,16 @@ class Leases:
             for member, answer in events:
                 self._startup.replacements.hears(member, answer)
             for member, error in failed:
-                allowed = self._startup.allowed(error)
-                self._queue.waiting.append(member.lanes)
-                # Else no worker is going to step any more.
-                if not (self._stopping or self._budget.complete):
-                    self._startup.replace(member, allowed, None)
+                self._replace(member, self._startup.allowed(error))
         except BaseException:
             self.stop()
             raise
+
+    def _replace(self, member: Member, error: Exception) -> None:
+        """Cut the lanes of a worker that failed, and start another one if any is to step on."""
+        self._queue.waiting.append(member.lanes)
+        if not (self._stopping or self._budget.complete):
+            self._startup.replace(member, error, None)
 
     def _counted(self, events: Iterable[Event]) -> list[tuple[Member, Exception]]:
         """Count what came back or is lost; returns workers that failed."""
@@ -158,6 +164,19 @@ class Leases:
         """Transitions that came back and wait for the next block."""
         return self._queue.held
 
+    @contextmanager
+    def still(self) -> Iterator[Sequence[Held]]:
+        """Let workers end the steps under way; they go on after the context."""
+        out, failed = self._budget.out, self._settle()
+        if not (self._stopping or self._budget.complete):
+            self._worker_pool.go_on()
+        for member, error in failed:
+            with suppress(WorkerError):  # it may not be replaced: the next block says so
+                self._replace(member, self._startup.allowed(error))
+        yield self._queue.all_held()
+        if out:
+            self._grant()
+
     @property
     def dry(self) -> bool:
         """No more will come: the run was stopped, or its episodes are complete."""
@@ -192,11 +211,6 @@ class Leases:
         """Return None: it is not known whose lanes they were."""
         return None
 
-    @property
-    def paused(self) -> bool:
-        """Return False: workers do not wait for each other."""
-        return False
-
     def go_on(self) -> None:
         """Do nothing: workers never paused."""
 
@@ -205,12 +219,14 @@ class Leases:
         self._stopping = True
         self._worker_pool.halt()
 
-    def _settle(self) -> None:
-        """Halt, and hear of all leases."""
+    def _settle(self) -> list[tuple[Member, Exception]]:
+        """Halt, and hear of all leases; return workers that failed."""
+        failed = []
         if self._budget.out:
             events = self._worker_pool.settle(patient=not self._stopping)
-            self._counted(
+            failed = self._counted(
                 [event for event in events if not self._startup.replacements.leads(event[0])]
             )
             for event in events:
                 self._startup.replacements.hears_settled(*event)
+        return failed

@@ -122,8 +122,9 @@ class ZarrFormat(DirectoryFormat):
         """Replace the manifest, and show its runs to other libraries."""
         manifest = manifest | {"chunk_rows": list(self._chunk_rows)}
         super().write_manifest(manifest)
-        self._manifest = manifest
-        self.publish(self._shown)
+        before, self._manifest = self._manifest, manifest
+        if before is None or attributes_of(before) != attributes_of(manifest):
+            self.publish(self._shown)
 
     def check(self, schema: Schema) -> None:
         """Refuse names and dtypes that Zarr does not have, and rows that fill no pages."""

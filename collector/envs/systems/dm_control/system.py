@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from tallyroll.collector.envs.exact import ExactRow, reward_of
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.kinds.side_by_side import all_or_none, close_all, numbers
+from tallyroll.collector.envs.reaching.objects import reach_objects
 from tallyroll.collector.envs.system import Declares, Mask, Step, System
 from tallyroll.collector.envs.systems.dm_control.specs import generator_of, spec_of
 from tallyroll.collector.envs.systems.envpool.spaces import is_pool
@@ -36,6 +38,7 @@ class DmControlSystem(System):
 
     def __init__(self, envs: Sequence[Any], *, seeds: Any = None) -> None:
         self._envs = list(envs)
+        self.reached = partial(reach_objects, self._envs)
         first, lanes = self._envs[0], len(self._envs)
         specs = first.observation_spec()
         self._names = list(specs) if isinstance(specs, Mapping) else None

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -10,6 +11,7 @@ from tallyroll.collector.envs.exact import reward_of, terminated_of, truncated_o
 from tallyroll.collector.envs.kinds.agent_rows import AgentRows
 from tallyroll.collector.envs.kinds.agents import Groups, declared, described, grouped
 from tallyroll.collector.envs.kinds.side_by_side import all_or_none, close_all, numbers
+from tallyroll.collector.envs.reaching.objects import reach_objects
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
 from tallyroll.collector.envs.systems.pettingzoo.envs import alike, make_into
 from tallyroll.collector.envs.systems.pettingzoo.turns import Turns
@@ -50,6 +52,7 @@ class PettingZooSystem(System):
         self, envs: Sequence[Any], groups: Groups | None = None, name: str | None = None
     ) -> None:
         self.envs, seen, acts = alike(envs)
+        self.reached = partial(reach_objects, self.envs)
         self.name, lanes = name or str(envs[0]), len(self.envs)
         self._groups = grouped(seen, acts, groups)
         self._names = [agent for group in self._groups for agent in group.agents]

@@ -16,6 +16,7 @@ from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.envs.gymnasium.make import making
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.gymnasium.told import TellingSystem
+from tallyroll.collector.envs.reaching.vectors import reached_sb3
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.envs.systems.sb3.wrappers import finals_of, layers, true_space
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
@@ -61,7 +62,7 @@ class Sb3System(TellingSystem):
                 "SuperSuit's vectors are wrong where agents die unevenly; pass the PettingZoo "
                 "environment itself"
             )
-        self.env = env
+        self.env, self.reached = env, reached_sb3(env)
         spec = env.get_attr("spec", 0)[0] if env.has_attr("spec") else None
         self._id = getattr(spec, "id", None)
         lanes = int(env.num_envs)

@@ -1,0 +1,98 @@
+"""Events of a run: calls that changed its environments, and the transitions that come after."""
+
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from reprlib import Repr
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.counting.numbering import LaneState, number
+from tallyroll.collector.envs.reaching.asked import Asked
+from tallyroll.collector.rollout.source import Held
+
+_MOST_NBYTES = 4096
+"""Bytes of JSON of an event's arguments; larger ones are recorded by a part of their text."""
+_DEEPEST = 16
+_short = Repr()
+_short.maxstring = _short.maxother = 200
+
+
+def event_of(
+    asked: Asked, run: RunState, held: Sequence[Held], done: Sequence[int], failed: Sequence[int]
+) -> dict[str, Any]:
+    """Return the event of a call that was done in the lanes ``done``.
+
+    Args:
+        asked: the call, of these lanes.
+        run: the state of the run.
+        held: transitions that were executed before it, and are not stored yet.
+        done: lanes, in the order in which values are given.
+        failed: lanes in which it raised.
+    """
+    every = list(done) == list(range(len(run.lanes.step)))
+    event: dict[str, Any] = {
+        "at": run.ledger.stored,
+        "call": asked.way,
+        "name": asked.name,
+        **_arguments(asked),
+        "lanes": None if every else list(done),
+    }
+    if failed:
+        event["failed"] = list(failed)
+    ledger = run.ledger
+    if held or ledger.executed > ledger.stored + ledger.discarded + ledger.lost:
+        run.foreseen = state = _after(run.lanes, held)
+        event["first"] = [[int(state.traj_id[lane]), int(state.step[lane])] for lane in done]
+    return event
+
+
+def _after(lanes: LaneState, held: Sequence[Held]) -> LaneState:
+    """Return the state of all lanes after the transitions that they hold."""
+    arrays = ("traj_id", "step", "returns", "first_version", "length")
+    state = replace(lanes, **{name: getattr(lanes, name).copy() for name in arrays})
+    for each in held:
+        rows = len(each.lane)
+        number(state, each.lane, each.ended, np.zeros(rows), np.zeros(rows, np.int64))
+        if each.cuts is not None:
+            state.cut(each.cuts)
+    return state
+
+
+def _arguments(asked: Asked) -> dict[str, Any]:
+    """Return the arguments as JSON values; ``args`` is None where they are none, or too many."""
+    args: list[Any] = list(asked.args)
+    if asked.way == "env_set" and not args:
+        args = [list(asked.values)]  # one a lane
+    kwargs = dict(asked.kwargs)
+    if _is_json(args) and _is_json(kwargs) and len(json.dumps([args, kwargs])) <= _MOST_NBYTES:
+        return deepcopy({"args": args, "kwargs": kwargs})
+    return {"args": None, "kwargs": {}, "repr": _text(args, kwargs)}
+
+
+def _is_json(value: Any, levels: int = _DEEPEST) -> bool:
+    """Return whether JSON gives back this very value: a tuple would become a list."""
+    kind = type(value)
+    if kind is float:
+        return bool(np.isfinite(value))
+    if value is None or kind in (bool, int, str):
+        return True
+    if not levels or kind not in (list, dict):
+        return False
+    if kind is dict and any(type(key) is not str for key in value):
+        return False
+    inner = value.values() if kind is dict else value
+    return all(_is_json(each, levels - 1) for each in inner)
+
+
+def _text(args: list[Any], kwargs: dict[str, Any]) -> str:
+    try:
+        said = ", ".join(
+            [*map(_short.repr, args), *(f"{n}={_short.repr(v)}" for n, v in kwargs.items())]
+        )
+    except Exception:  # noqa: BLE001  a __repr__ that raises is no reason to record nothing
+        said = ", ".join(type(each).__name__ for each in (*args, *kwargs.values()))
+    return said if len(said) <= 200 else f"{said[:199]}…"

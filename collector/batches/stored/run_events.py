@@ -1,0 +1,44 @@
+"""The calls of a run that changed its environments: listed, and kept with its rows."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT
+from tallyroll.storage.files.run_events import kept as as_kept
+from tallyroll.storage.storages import DiskStorage
+
+
+class RunEvents:
+    """The events of a run since its collector was made."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+        self.entry: Mapping[str, Any] | None = None
+        """The run's entry in the manifest, once it has one."""
+
+    def at_beginning(self, at: int, row: int, run: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the entry ``run`` has of the events before the first row.
+
+        ``at``: transitions that the run has by then, ``row``: the number of its next row.
+        """
+        for event in self.all:
+            event["at"] = at
+        made = [as_kept({**event, "row": row}, run) for event in self.all]
+        return {EVENTS: made} if made else {}
+
+    def add(self, event: dict[str, Any], storage: DiskStorage | None) -> None:
+        """Add an event; ``storage`` has the run, None where it keeps nothing of it."""
+        self.all.append(event)
+        if self.entry is None or storage is None or storage.closed:
+            return  # the entry will have it
+        before = self.entry.get(LEFT_OUT)
+        event = {**event, "row": storage.head}
+        self.entry = storage.writer.runs.add_event(self.entry, event)
+        if self.entry.get(LEFT_OUT) and not before:
+            warnings.warn(
+                f"{storage.path} has as many events of its runs as a manifest keeps: this one and "
+                "later ones are made and not recorded, so that the rows after it cannot be "
+                "replayed. Call environments less often",
+                stacklevel=5,
+            )

@@ -1,0 +1,1 @@
+"""Calls and attributes of the environments of lanes, wherever these are."""

@@ -1,0 +1,31 @@
+"""A rollout that stands still between two blocks, and what it has executed by then."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tallyroll.collector.rollout.driver import Driver
+from tallyroll.collector.rollout.few_slots import HeldRows
+from tallyroll.collector.rollout.source import Held
+from tallyroll.collector.slab.slab import Slab
+
+
+class Standing:
+    """A part of `Rollout`, which steps only while a block is asked for."""
+
+    driver: Driver
+    slab: Slab
+    _held: HeldRows
+    _given: bool
+
+    @contextmanager
+    def still(self) -> Iterator[Sequence[Held]]:
+        """Return a context without steps; see `TransitionSource.still`."""
+        used, held = self.driver.used, self._held.lanes
+        first = used - 1 if self._given else 0
+        marks = self.slab.transitions[first:used]
+        if self._given:  # all but the surplus of the last slot
+            marks = marks[:0] if held is None else held[None]
+        if not marks.any():
+            yield ()
+            return
+        yield (Held.of(self.slab, marks, self.driver.ended(first, used)),)

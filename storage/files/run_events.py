@@ -1,0 +1,135 @@
+"""Calls of a run that changed its environments, as its entry in the manifest keeps them. Pure.
+
+In the manifest an event lacks what follows: ``row``, where it is ``at`` transitions after the run's
+first row, ``kwargs`` that are empty, and ``lanes`` where they are all. What else an event has stays
+as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+Event = dict[str, Any]
+
+EVENTS: Final = "events"
+LEFT_OUT: Final = "events_left_out"
+"""True if a run has more events than the manifest."""
+EVENTS_NBYTES: Final = 2**18
+"""Bytes of all events in a manifest: it is written as a whole with each of them."""
+_FIRST_ROW_OF_RUN: Final = "first_row_of_run"
+_MOST: Final = 2**62
+
+
+def kept(event: Mapping[str, Any], run: Mapping[str, Any]) -> Event:
+    """Return an event as the manifest keeps it, in the entry ``run``."""
+    usual = {"kwargs": {}, "lanes": None, "row": _first_row(run) + event["at"]}
+    return {name: each for name, each in event.items() if usual.get(name, event) != each}
+
+
+def events_of(run: Mapping[str, Any], stop: int = _MOST) -> list[Event]:
+    """Return the events of an entry that were made before row ``stop``, or when it was the next.
+
+    What is no event, in a manifest that was damaged or crafted, is left out.
+    """
+    found = run.get(EVENTS)
+    if not isinstance(found, list):
+        return []
+    first = _first_row(run)
+    events = []
+    for each in found:
+        if not _is_event(each):
+            continue
+        event = {"at": each["at"], "row": first + each["at"], "kwargs": {}, "lanes": None, **each}
+        if event["row"] <= stop:
+            events.append(event)
+    return events
+
+
+def comes_after(event: Mapping[str, Any], lane: int, row: int, trajectory: int, step: int) -> bool:
+    """Return whether a transition of ``lane`` was executed after an event.
+
+    Args:
+        event: one of `events_of`; ``lane`` has to be among its lanes.
+        lane: the transition's lane.
+        row: the number of its row.
+        trajectory: the id of its trajectory.
+        step: its step there.
+    """
+    first = event.get("first")
+    if not first:
+        return row >= int(event["row"])
+    at = lane if event["lanes"] is None else event["lanes"].index(lane)
+    begins: tuple[int, int] = tuple(first[at])
+    return (trajectory, step) >= begins
+
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, dict) or not _is_count(event.get("at")):
+        return False
+    return (
+        _is_count(event.get("row", 0))
+        and event.get("call") in ("env_call", "env_set")
+        and isinstance(event.get("name"), str)
+        and isinstance(event.get("args"), list | None)
+        and isinstance(event.get("kwargs", {}), dict)
+        and isinstance(event.get("lanes"), list | None)
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _first_row(run: Mapping[str, Any]) -> int:
+    first = run.get(_FIRST_ROW_OF_RUN, run.get("first_row"))
+    return first if type(first) is int else 0
+
+
+def shown(runs: Sequence[Mapping[str, Any]], head: int) -> list[dict[str, Any]]:
+    """Return entries with whole events, of ``head`` rows; those of runs that were copied too."""
+    stops = [*(run["first_row"] for run in runs[1:]), head]
+    return [_shown(run, stop) for run, stop in zip(runs, stops, strict=True)]
+
+
+def _shown(run: Mapping[str, Any], stop: int = _MOST) -> dict[str, Any]:
+    entry = dict(run)
+    if EVENTS in entry:
+        entry[EVENTS] = events_of(run, stop)
+    if isinstance(copied := entry.get("runs"), list):
+        entry["runs"] = [_shown(each) if isinstance(each, dict) else each for each in copied]
+    return entry
+
+
+def before_row(run: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Return an entry without the events that were made when row ``row`` was there, or was next."""
+    found = run.get(EVENTS)
+    if not isinstance(found, list):
+        return dict(run)
+    first = _first_row(run)
+    left = [each for each in found if _is_event(each) and each.get("row", first + each["at"]) < row]
+    return {**run, EVENTS: left}
+
+
+def without_events(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry that says of its events only that it has some, where it has."""
+    if not run.get(EVENTS):
+        return dict(run)
+    return {**{name: each for name, each in run.items() if name != EVENTS}, LEFT_OUT: True}
+
+
+def with_event(
+    runs: Sequence[Mapping[str, Any]], at: int, event: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the entry ``runs[at]`` with one more event; None if it left one out already.
+
+    Where there is no room for it, the entry says that events are left out.
+    """
+    run = runs[at]
+    if run.get(LEFT_OUT):
+        return None
+    events, new = run.get(EVENTS, []), kept(event, run)
+    if sum(len(json.dumps(each.get(EVENTS, []))) for each in runs) > EVENTS_NBYTES:
+        return {**run, LEFT_OUT: True}
+    return {**run, EVENTS: [*events, new]}
