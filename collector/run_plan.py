@@ -212,7 +212,9 @@ def writing(
     return choose("at once", "views", (not into, copied), way="into")
 
 
-def counting(*, workers: bool, transitions: bool, ends_tell: bool, episodes: bool) -> Decision:
+def counting(
+    *, workers: bool, transitions: bool, ends_tell: bool, episodes: bool, several: bool = False
+) -> Decision:
     """Choose how the transitions of slots are counted: ``whole``, ``by ends``, ``by lane``.
 
     Args:
@@ -220,8 +222,10 @@ def counting(*, workers: bool, transitions: bool, ends_tell: bool, episodes: boo
         transitions: each slot is one of every lane, and no lane is ever cut.
         ends_tell: else the slot after an end is none, and all others are.
         episodes: the budget is one of episodes.
+        several: several policies act, whose versions differ within a slot.
     """
     for stands, why in (
+        (several, "several policies act, each with a version of its own"),
         (episodes, "total_episodes= wants those of its episodes alone"),
         (not ends_tell, "the environment says of each slot whether it is a transition"),
     ):

@@ -28,6 +28,7 @@ def assemble(
     ranges: Sequence[Range],
     *,
     count_random: bool,
+    draws: bool,
     torchrl: TorchrlLayout | None,
     ahead: RowsAhead | None,
 ) -> Assembly:
@@ -38,7 +39,8 @@ def assemble(
         source: makes rows of blocks.
         rollout: where blocks come from.
         ranges: the values that are allowed.
-        count_random: whether random actions are an exception that is counted.
+        count_random: whether random actions are an exception.
+        draws: whether there are some, which are counted.
         torchrl: lays batches out where ``layout="torchrl"``.
         ahead: copies wide rows of a batch while its slots are filled, if that saves time.
     """
@@ -48,7 +50,6 @@ def assemble(
     laying_out = LayingOut(*layout)
     if options.postproc is not None:
         laying_out = Processing(options.postproc, *layout)
-    draws = count_random and options.init_random_frames > 0
     counts = DeliveredCounts(options, slabs, draws=draws)
     at_random = not count_random or draws
     checks = RangeChecks(ranges, options.checks.validate, slabs.masks, at_random=at_random)

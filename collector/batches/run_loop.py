@@ -111,6 +111,7 @@ class Collector(Attributes, ABC):
             rollout,
             ranges,
             count_random=self._policy is not None,
+            draws=self._beginning.draws,
             torchrl=torchrl,
             ahead=ahead,
         )
@@ -271,16 +272,19 @@ class Collector(Attributes, ABC):
         """
         return RANDOM_VERSION if self._policy is None else self._policy.version
 
-    def update_policy_weights_(self, weights: Weights = None) -> None:
+    def update_policy_weights_(
+        self, weights: Weights = None, *, policy_id: int | str | None = None
+    ) -> None:
         """Use new weights for every action chosen from here on, and count the version up.
 
         Args:
             weights: a TensorDict of parameters, a state dict or a module; None takes those that
                 the policy given at construction has now.
+            policy_id: of several policies, which one.
         """
         if self._policy is None:
             raise ArgumentError("this collector draws random actions: it has no weights to update")
-        self._policy.update_weights(weights)
+        self._policy.update_weights(weights, policy_id)
 
     def metrics(self, window: int = 100) -> dict[str, float]:
         """A flat dict for any logger: counts of the run so far, and means over its last episodes.
