@@ -273,7 +273,8 @@ class MultiprocessCollector(Collector):
             self.ledger,
             workers=self.num_workers,
             frames=frames,
-            budget=Budget(self._options.total_frames),
+            # Agent transitions are counted as they come; what was stepped ahead is discarded.
+            budget=Budget(None if self._options.by_agent else self._options.total_frames),
             episodes=self._options.total_episodes,
             random_frames=self._beginning.random_frames,
             exact=self._options.surplus == "never_step",

@@ -269,6 +269,8 @@ class StoringTraits:
     """The fate of transitions that a call does not want; empty: they open the next one."""
     masked_agents: bool
     """Masks say which agents of a group are there."""
+    counts_agents: bool
+    """The budget is one of agent transitions."""
     counts_ticks: bool
     """``frame_skip`` is the key of a column."""
     follows_flags: bool
@@ -345,6 +347,7 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
         (not run.one_float_reward, "a lane's reward is not one float32 or float64"),
         (bool(run.surplus), run.surplus),
         (run.masked_agents, "masks of agents are counted"),
+        (run.counts_agents, 'budget_unit="agent_transitions"'),
         (run.counts_ticks, "frame_skip= is a column"),
         (run.follows_flags, "TorchRL's layout follows flags below the root"),
         (run.resets_batches, "reset_at_each_iter=True"),

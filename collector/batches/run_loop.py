@@ -25,6 +25,7 @@ from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.batches.undivided import Undivided, add_end_note
+from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import lane_seed
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Options
@@ -207,8 +208,8 @@ class Collector(Attributes, ABC):
 
     def __len__(self) -> int:
         """Number of batches that a run of limited frames has in all."""
-        if self._options.total_frames is None:
-            raise TypeError("a collector without total_frames has no length")
+        if self._options.total_frames is None or self._options.by_agent:
+            raise TypeError("a collector without total_frames, in transitions, has no length")
         return ceil(self._options.total_frames / self.frames_per_batch)
 
     def __enter__(self) -> Self:
@@ -304,6 +305,7 @@ class Collector(Attributes, ABC):
             "policy_version": self.policy_version,
             "return_mean": _mean([episode.total_return for episode in recent]),
             "length_mean": _mean([float(episode.length) for episode in recent]),
+            **_of_agents(self.ledger),
         }
 
     # --- seeds and state --------------------------------------------------------------------------
@@ -338,8 +340,15 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
+def _of_agents(ledger: Ledger) -> dict[str, float]:
+    """Counts of agent transitions, where a budget is one of them."""
+    names = () if ledger.agent_budget is None else ("agent_transitions", "agent_surplus")
+    return {name: getattr(ledger, name) for name in names}
+
+
 def _said_of(run: RunState, lanes: int) -> str:
-    total, storage = run.options.total_frames, run.writer.storage
+    total = None if run.options.by_agent else run.options.total_frames
+    storage = run.writer.storage
     of = "" if total in (None, -1) else f" of {total:,}"
     where = "" if storage is None else f", in {storage!r}"
     said = f"{lanes} lane{'s' * (lanes > 1)}, {run.ledger.stored:,}{of} transitions{where}"

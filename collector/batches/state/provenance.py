@@ -18,6 +18,7 @@ def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) ->
         "frames_per_batch": options.frames_per_batch,
         "total_frames": options.total_frames,
         "total_episodes": options.total_episodes,
+        **({"budget_unit": "agent_transitions"} if options.by_agent else {}),
         "policy": None if policy is None else type(policy.source).__qualname__,
         "policies": policy.described if isinstance(policy, SeveralPolicies) else [],
         "surplus": options.surplus,
