@@ -31,8 +31,14 @@ from tallyroll.collector.options.objects import (
     LayoutName,
 )
 from tallyroll.collector.options.resets import Resets
-from tallyroll.collector.policies.policy import Policy, PolicyFn, Weights, on_device
+from tallyroll.collector.policies.policy import Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
+from tallyroll.collector.policies.several.entries import Policies
+from tallyroll.collector.policies.several.policies import (
+    SeveralPolicies,
+    given_policy,
+    policy_of,
+)
 from tallyroll.collector.policies.slot_rng import width_of
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
@@ -118,7 +124,7 @@ class MultiprocessCollector(Collector):
     def __init__(
         self,
         create_env_fn: str | Factory | Sequence[Factory],
-        policy: PolicyFn | None = None,
+        policy: Policies | None = None,
         *,
         frames_per_batch: int,
         total_frames: int | None = None,
@@ -157,7 +163,7 @@ class MultiprocessCollector(Collector):
         threads = options.processes.threads_per_worker
         threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
         self._transport, own = transport, threads if transport == "process" else None
-        self._policy = None if policy is None else Policy(policy, None, None)
+        self._policy = policy_of(given_policy(policy), None, None)
         copied = None
         if self._policy is not None:
             copied = on_device(self._policy.source, torch.device("cpu"))
@@ -179,9 +185,13 @@ class MultiprocessCollector(Collector):
             self.shutdown()
             raise
 
-    def _prepare(self, policy: PolicyFn | None, respawns: int) -> None:
+    def _prepare(self, policy: Any, respawns: int) -> None:
         self._startup = WorkerStartup(self._worker_pool, respawns)
         description = self._startup.made()
+        if isinstance(self._policy, SeveralPolicies):
+            lanes = sum(self._startup.lanes)
+            self._policy.bind(range(lanes), lanes)
+            _check_openings(self._policy, self._mode)
         self._begin_run(sum(self._startup.lanes), self._startup)
         self._startup.ledger = self.ledger
         plan = self._startup.planned.plan
@@ -263,7 +273,8 @@ class MultiprocessCollector(Collector):
             self.ledger,
             workers=self.num_workers,
             frames=frames,
-            budget=Budget(self._options.total_frames),
+            # Agent transitions are counted as they come; what was stepped ahead is discarded.
+            budget=Budget(None if self._options.by_agent else self._options.total_frames),
             episodes=self._options.total_episodes,
             random_frames=self._beginning.random_frames,
             exact=self._options.surplus == "never_step",
@@ -297,7 +308,9 @@ class MultiprocessCollector(Collector):
         if hasattr(self, "_worker_pool"):
             self._worker_pool.close()
 
-    def update_policy_weights_(self, weights: Weights = None) -> None:
+    def update_policy_weights_(
+        self, weights: Weights = None, *, policy_id: int | str | None = None
+    ) -> None:
         """Use new weights, and count the version up.
 
         With ``mode="sync"`` every action chosen after this returns uses them; with ``"async"`` a
@@ -307,24 +320,37 @@ class MultiprocessCollector(Collector):
         Args:
             weights: a TensorDict of parameters, a state dict or a module; None takes those that
                 the policy given at construction has now. Buffers travel too.
+            policy_id: of several policies, which one.
         """
-        if self._policy is not None and not isinstance(self._policy.module, nn.Module):
+        policy = self._policy
+        if isinstance(policy, SeveralPolicies):
+            policy = policy.of_id(policy_id)
+        if policy is not None and not isinstance(policy.module, nn.Module):
             raise ArgumentError(
-                f"update_policy_weights_: the policy is a {type(self._policy.source).__name__}, "
+                f"update_policy_weights_: the policy is a {type(policy.source).__name__}, "
                 "whose copies in the workers no weights can reach; make it an nn.Module "
                 "(TensorDictModule)"
             )
-        super().update_policy_weights_(weights)
+        super().update_policy_weights_(weights, policy_id=policy_id)
         try:
             self._publish()
         except BaseException:
             if self._policy is not None:  # no worker has them
-                self._policy.version -= 1
+                self._policy.take_back(policy_id)
             raise
 
     def _publish(self) -> None:
         if self._policy is not None:
             self._weights.publish(self._policy.module, self._policy.version)
+
+
+def _check_openings(policy: SeveralPolicies, mode: Mode) -> None:
+    if mode == "async" and policy.openings.under_way:
+        raise ArgumentError(
+            'init_random_frames: with mode="async" no worker knows how many transitions the others '
+            'made, so that a policy\'s opening is not exact; pass mode="sync", or give the '
+            "collector init_random_frames, for all policies"
+        )
 
 
 def _check_part_stepping(options: WorkerOptions, reset_slots: bool, workers: int) -> None:

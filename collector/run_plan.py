@@ -212,7 +212,9 @@ def writing(
     return choose("at once", "views", (not into, copied), way="into")
 
 
-def counting(*, workers: bool, transitions: bool, ends_tell: bool, episodes: bool) -> Decision:
+def counting(
+    *, workers: bool, transitions: bool, ends_tell: bool, episodes: bool, several: bool = False
+) -> Decision:
     """Choose how the transitions of slots are counted: ``whole``, ``by ends``, ``by lane``.
 
     Args:
@@ -220,8 +222,10 @@ def counting(*, workers: bool, transitions: bool, ends_tell: bool, episodes: boo
         transitions: each slot is one of every lane, and no lane is ever cut.
         ends_tell: else the slot after an end is none, and all others are.
         episodes: the budget is one of episodes.
+        several: several policies act, whose versions differ within a slot.
     """
     for stands, why in (
+        (several, "several policies act, each with a version of its own"),
         (episodes, "total_episodes= wants those of its episodes alone"),
         (not ends_tell, "the environment says of each slot whether it is a transition"),
     ):
@@ -265,6 +269,8 @@ class StoringTraits:
     """The fate of transitions that a call does not want; empty: they open the next one."""
     masked_agents: bool
     """Masks say which agents of a group are there."""
+    counts_agents: bool
+    """The budget is one of agent transitions."""
     counts_ticks: bool
     """``frame_skip`` is the key of a column."""
     follows_flags: bool
@@ -341,6 +347,7 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
         (not run.one_float_reward, "a lane's reward is not one float32 or float64"),
         (bool(run.surplus), run.surplus),
         (run.masked_agents, "masks of agents are counted"),
+        (run.counts_agents, 'budget_unit="agent_transitions"'),
         (run.counts_ticks, "frame_skip= is a column"),
         (run.follows_flags, "TorchRL's layout follows flags below the root"),
         (run.resets_batches, "reset_at_each_iter=True"),

@@ -35,7 +35,12 @@ from tallyroll.collector.options.objects import (
     MoreOptions,
 )
 from tallyroll.collector.options.resets import Resets
-from tallyroll.collector.policies.policy import Policy, PolicyFn
+from tallyroll.collector.policies.several.entries import Policies
+from tallyroll.collector.policies.several.policies import (
+    SeveralPolicies,
+    given_policy,
+    policy_of,
+)
 from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.rollout.slab_plan import make_driver, plan_slab
 from tallyroll.collector.run_plan import Decision
@@ -71,7 +76,8 @@ class SyncCollector(Collector):
         policy: a TensorDictModule, a callable from TensorDict to TensorDict, a module or a
             function of tensors (its arguments are called like observations; a module of one
             argument may call it anything) or a model of Stable-Baselines3 (it acts by
-            ``predict``); None draws random actions, and honours an ``"action_mask"``. It gets
+            ``predict``); None draws random actions, and honours an ``"action_mask"``. Several
+            policies are ``[(lanes, policy), …]`` or ``{group: policy}``; see `OnePolicy`. It gets
             tensors of its own, to write to and to keep as it likes. All that it adds to them
             becomes columns, but for names that begin with an underscore: where the action is
             enough, make it ``TensorDictSequential(policy, selected_out_keys=["action"])``.
@@ -123,7 +129,7 @@ class SyncCollector(Collector):
     def __init__(
         self,
         create_env_fn: CreateEnv,
-        policy: PolicyFn | None = None,
+        policy: Policies | None = None,
         *,
         frames_per_batch: int,
         total_frames: int | None = None,
@@ -168,12 +174,13 @@ class SyncCollector(Collector):
     def _environments(self, env: EnvBase) -> Environments:
         return OwnEnvironment(env)
 
-    def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
-        self._env = prepare_env(self._env, policy, self._options)
-        self._policy = None
-        if policy is not None:
-            self._policy = Policy(policy, self._options.policy_device, self.env.device)
-        self._begin_run(self.env.batch_size.numel(), self._environments(self.env))
+    def _prepare(self, policy: Any, made: Made) -> None:
+        given, lanes = given_policy(policy), self._env.batch_size.numel()
+        self._env = prepare_env(self._env, given, self._options)
+        self._policy = policy_of(given, self._options.policy_device, self.env.device)
+        if isinstance(self._policy, SeveralPolicies):
+            self._policy.bind(range(lanes), lanes)
+        self._begin_run(lanes, self._environments(self.env))
         options = self._options
         take_over(self.env, made.instance, self._lost_env)
         first = first_reset(self.env)

@@ -16,6 +16,8 @@ from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan, traits_of
+from tallyroll.collector.counting.ledger import Budget
+from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.source import TransitionSource
@@ -28,6 +30,7 @@ def assemble(
     ranges: Sequence[Range],
     *,
     count_random: bool,
+    draws: bool,
     torchrl: TorchrlLayout | None,
     ahead: RowsAhead | None,
 ) -> Assembly:
@@ -38,7 +41,8 @@ def assemble(
         source: makes rows of blocks.
         rollout: where blocks come from.
         ranges: the values that are allowed.
-        count_random: whether random actions are an exception that is counted.
+        count_random: whether random actions are an exception.
+        draws: whether there are some, which are counted.
         torchrl: lays batches out where ``layout="torchrl"``.
         ahead: copies wide rows of a batch while its slots are filled, if that saves time.
     """
@@ -48,8 +52,9 @@ def assemble(
     laying_out = LayingOut(*layout)
     if options.postproc is not None:
         laying_out = Processing(options.postproc, *layout)
-    draws = count_random and options.init_random_frames > 0
     counts = DeliveredCounts(options, slabs, draws=draws)
+    if options.by_agent:
+        _count_agents(run, counts)
     at_random = not count_random or draws
     checks = RangeChecks(ranges, options.checks.validate, slabs.masks, at_random=at_random)
     watched = options.checks.finals == "check" and not slabs.lost_finals
@@ -80,3 +85,26 @@ def assemble(
         ahead,
         apart=torchrl is not None and torchrl.apart,
     )
+
+
+def _count_agents(run: RunState, counts: DeliveredCounts) -> None:
+    """Let the budget of ``run`` be one of agent transitions.
+
+    Those of a run that goes on are counted in its rows, as far as a storage has all of them: the
+    record of its last commit may be older than these.
+
+    Raises:
+        EnvironmentRefused: there are no groups of agents.
+    """
+    if not counts.most_agents:
+        raise EnvironmentRefused(
+            'budget_unit="agent_transitions": expected an environment with groups of agents, got '
+            "one without; leave budget_unit out"
+        )
+    total, last = run.options.total_frames, run.writer.stored_run.last
+    run.budget = Budget(total, agents=counts.most_agents)
+    run.ledger.agent_budget = total
+    if last is not None:
+        storage, first = last
+        if storage.span.start <= first and storage.head - first == run.ledger.stored:
+            run.ledger.agent_transitions = counts.agents_in(storage, first)

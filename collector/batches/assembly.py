@@ -81,7 +81,7 @@ class Assembly:
         run, hand = self._run, self._hand
         hand.lays_out = run.yields = True
         most = sys.maxsize if self._apart else size or run.options.frames_per_batch
-        size = run.budget.batch(run.ledger.stored, most)
+        size = run.budget.batch(run.counted, most)
         self._raise_again(size)
         if self._begin(size) and self._ahead is not None and not self._rollout.held:
             self._ahead.begin(size, self._checks)
@@ -99,20 +99,20 @@ class Assembly:
         ledger, hand, most = self._run.ledger, self._hand, self._most
         hand.lays_out = False
         self._raise_again(want)
-        goal = ledger.stored + self._run.budget.batch(ledger.stored, want)
+        goal = ledger.stored + self._run.budget.batch(self._run.counted, want)
         self._begin(min(most, goal - ledger.stored))
         if self._at_once:
             with self._acting:
-                while ledger.stored < goal:
+                while ledger.stored < goal and (hand.count or hand.left(goal)):
                     if not hand.count:
-                        self._take(min(most, goal - ledger.stored), 0)
+                        self._take(min(most, hand.left(goal)), 0)
                     if hand.count:
                         hand.deliver(goal - ledger.stored)
-                    if ledger.stored < goal:
+                    if hand.left(goal):
                         if not hand.count and self._rollout.dry:
                             break
                         self._admit()
-        while ledger.stored < goal and (hand.count or not self._rollout.dry):
+        while ledger.stored < goal and (hand.count or (hand.left(goal) and not self._rollout.dry)):
             with self._acting:
                 self._gather(min(most, goal - ledger.stored))
             if hand.count:
@@ -159,7 +159,10 @@ class Assembly:
         """Take blocks until ``size`` rows are in hand; one block if a batch is of one worker."""
         hand = self._hand
         while hand.count < size:
-            self._take(size - hand.count, 0 if self._apart else size)
+            want = hand.within(size - hand.count)
+            if not want:
+                break
+            self._take(want, 0 if self._apart else size)
             if self._apart and hand.count:
                 break
             if hand.count < size:
@@ -267,8 +270,7 @@ class Assembly:
         """Store the complete and sound rows, if the run has a storage or a replay buffer."""
         self._hand.lays_out, self._run.stopped = False, True
         if self._run.writer.stores:  # else the rows would reach no reader
-            remaining = self._run.budget.remaining(self._run.ledger.stored)
-            most = sys.maxsize if remaining is None else remaining - self._hand.count
+            most = self._hand.most
             for block in self._rollout.salvage(self._blocks.sound, most):
                 post(self._run.ledger, block.entry)
                 self._add(block, len(block), more=True)

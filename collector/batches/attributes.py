@@ -5,6 +5,8 @@ from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.objects import LayoutName
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 
 
 class Attributes:
@@ -15,6 +17,7 @@ class Attributes:
     _restarting: Restarting
     _episodes: EpisodeLog
     _lanes: int
+    _policy: Policy | None
     _frames_per_batch: int
     _last_rows: range | None = None
 
@@ -22,6 +25,12 @@ class Attributes:
     def restarting(self) -> Restarting:
         """The state of the run, as `save_checkpoint` and `load_checkpoint` use it."""
         return self._restarting
+
+    @property
+    def policy_versions(self) -> dict[int | str, int]:
+        """Number of updates of each of several policies by its id; empty where there is one."""
+        policy = self._policy
+        return policy.versions if isinstance(policy, SeveralPolicies) else {}
 
     @property
     def ledger(self) -> Ledger:

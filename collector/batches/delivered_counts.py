@@ -13,6 +13,9 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.names import new_name, split
 from tallyroll.storage.rows.keys import NEXT, POLICY_VERSION, RANDOM_VERSION, Key
+from tallyroll.storage.storages import DiskStorage
+
+_ROWS_AT_ONCE = 2**16
 
 
 class DeliveredCounts:
@@ -31,6 +34,9 @@ class DeliveredCounts:
         self.draws = draws
         self._ticks = _ticks(options, plan)
         self.masks, self._agents = _agents(options, plan)
+        masked = sum(int(np.prod(plan.layout[mask].shape)) for mask in self.masks)
+        self.most_agents = self._agents + masked
+        """The most agent transitions of a row; 0 without groups of agents."""
         self.column = self._ticks if isinstance(self._ticks, tuple) else None
         """The column that counts ticks; None: a transition is always as many."""
         self._looks = draws or self.column is not None or bool(self.masks)
@@ -48,10 +54,24 @@ class DeliveredCounts:
         else:
             before, after = part.array(self._ticks), part.array((NEXT, *self._ticks))
             ticks = int((after - before).sum())
+        return _delivered(count, drawn, ticks, part.ends, self.agents_of(part, count))
+
+    def agents_of(self, part: Part | SlabPart, count: int) -> int:
+        """Return the agent transitions in ``part``, of ``count`` rows."""
         agents = count * self._agents
         for mask in self.masks:
             agents += int(np.count_nonzero(part.array(mask)))
-        return _delivered(count, drawn, ticks, part.ends, agents)
+        return agents
+
+    def agents_in(self, storage: DiskStorage, start: int) -> int:
+        """Return the agent transitions in the rows of ``storage`` from row ``start`` on."""
+        agents = (storage.head - start) * self._agents
+        for mask in self.masks:
+            column = storage.reader.column(mask)
+            for at in range(start, storage.head, _ROWS_AT_ONCE):
+                some = column.slice(at, min(at + _ROWS_AT_ONCE, storage.head))
+                agents += int(np.count_nonzero(some))
+        return agents
 
     def of_rows(self, count: int) -> LedgerEntry:
         """Return the changes by ``count`` rows of which no column has to be looked at."""

@@ -1,5 +1,7 @@
 """Rows on their way: numbered, then counted and stored, and laid out as a batch."""
 
+import sys
+
 import numpy as np
 from tensordict import TensorDictBase
 
@@ -45,6 +47,9 @@ class Delivery:
         self._laying_out, self._in_slab = laying_out, in_slab
         self.count = 0
         """Transitions that were taken from the source and are in no batch yet."""
+        self.agents = 0
+        """Agent transitions in these, if a budget counts them."""
+        self._by_agent = run.options.by_agent
         self.lays_out = True
         """True while batches are yielded, and not only stored."""
         self._parts: list[Part | SlabPart] = []
@@ -78,6 +83,8 @@ class Delivery:
             if part.episodes is not None and len(part.episodes):
                 counted = self._run.ledger.stored + self.count
                 self._run.episodes.extend(part.episodes, counted)
+            if self._by_agent:
+                self.agents += self._counts.agents_of(part, count)
             if block.kept:
                 self._kept.append(block)
             self._parts.append(part)
@@ -127,6 +134,8 @@ class Delivery:
             raise
         finally:
             self.count -= entry.stored
+            if self._by_agent:
+                self.agents -= entry.agent_transitions
         self._parts = [] if rest is None else [rest]
         while self._kept:
             self._kept.pop().release()
@@ -134,9 +143,32 @@ class Delivery:
             return batch
         return self._laying_out.arranged(batch, flags)
 
+    def left(self, goal: int) -> int:
+        """Return how many rows surely may be stored until the run has ``goal`` of them."""
+        return self.within(goal - self._run.ledger.stored)
+
+    def within(self, rows: int) -> int:
+        """Return ``rows``, or, of a budget of agent transitions, as many as surely are within it.
+
+        Transitions in hand count as delivered.
+        """
+        if not self._by_agent:
+            return rows
+        remaining = self._run.budget.remaining(self._run.counted + self.agents)
+        return rows if remaining is None else min(rows, remaining)
+
+    @property
+    def most(self) -> int:
+        """The most rows that may come after those in hand, when an error ends the run."""
+        run = self._run
+        if self._by_agent or run.budget.total is None:
+            return self.within(sys.maxsize)
+        return run.budget.total - run.ledger.stored - self.count
+
     def drop(self) -> None:
         """Forget the rows in hand."""
         self.count, self._parts, self._kept = 0, [], []
+        self.agents = 0
 
     def warn(self) -> None:
         """Warn of rows that were discarded, once."""
@@ -170,3 +202,5 @@ class Delivery:
         self._rollout.stop()  # the budget can no longer be met
         post(self._run.ledger, self._cut_items.discard(part, self._run.lanes, error))
         self.count -= part.count
+        if self._by_agent:
+            self.agents -= self._counts.agents_of(part, part.count)

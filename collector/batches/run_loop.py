@@ -26,6 +26,7 @@ from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.batches.undivided import Undivided, add_end_note
+from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import lane_seed
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Options
@@ -112,6 +113,7 @@ class Collector(Attributes, Reaching, ABC):
             rollout,
             ranges,
             count_random=self._policy is not None,
+            draws=self._beginning.draws,
             torchrl=torchrl,
             ahead=ahead,
         )
@@ -207,8 +209,8 @@ class Collector(Attributes, Reaching, ABC):
 
     def __len__(self) -> int:
         """Number of batches that a run of limited frames has in all."""
-        if self._options.total_frames is None:
-            raise TypeError("a collector without total_frames has no length")
+        if self._options.total_frames is None or self._options.by_agent:
+            raise TypeError("a collector without total_frames, in transitions, has no length")
         return ceil(self._options.total_frames / self.frames_per_batch)
 
     def __enter__(self) -> Self:
@@ -272,16 +274,19 @@ class Collector(Attributes, Reaching, ABC):
         """
         return RANDOM_VERSION if self._policy is None else self._policy.version
 
-    def update_policy_weights_(self, weights: Weights = None) -> None:
+    def update_policy_weights_(
+        self, weights: Weights = None, *, policy_id: int | str | None = None
+    ) -> None:
         """Use new weights for every action chosen from here on, and count the version up.
 
         Args:
             weights: a TensorDict of parameters, a state dict or a module; None takes those that
                 the policy given at construction has now.
+            policy_id: of several policies, which one.
         """
         if self._policy is None:
             raise ArgumentError("this collector draws random actions: it has no weights to update")
-        self._policy.update_weights(weights)
+        self._policy.update_weights(weights, policy_id)
 
     def metrics(self, window: int = 100) -> dict[str, float]:
         """A flat dict for any logger: counts of the run so far, and means over its last episodes.
@@ -301,6 +306,7 @@ class Collector(Attributes, Reaching, ABC):
             "policy_version": self.policy_version,
             "return_mean": _mean([episode.total_return for episode in recent]),
             "length_mean": _mean([float(episode.length) for episode in recent]),
+            **_of_agents(self.ledger),
         }
 
     # --- seeds and state --------------------------------------------------------------------------
@@ -335,8 +341,15 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
+def _of_agents(ledger: Ledger) -> dict[str, float]:
+    """Counts of agent transitions, where a budget is one of them."""
+    names = () if ledger.agent_budget is None else ("agent_transitions", "agent_surplus")
+    return {name: getattr(ledger, name) for name in names}
+
+
 def _said_of(run: RunState, lanes: int) -> str:
-    total, storage = run.options.total_frames, run.writer.storage
+    total = None if run.options.by_agent else run.options.total_frames
+    storage = run.writer.storage
     of = "" if total in (None, -1) else f" of {total:,}"
     where = "" if storage is None else f", in {storage!r}"
     said = f"{lanes} lane{'s' * (lanes > 1)}, {run.ledger.stored:,}{of} transitions{where}"

@@ -279,6 +279,7 @@ class CollectRun:
             "resets": Resets(sampler=_sampler(plan.reset), seeds=plan.reset_seeds or False),
         }
         same = ["env_kwargs", "seed", "max_frames_per_traj", "frame_skip", "validate", "finals"]
+        same.append("budget_unit")
         if plan.workers:
             arguments["num_workers"] = plan.workers
             arguments["on_worker_death"] = "respawn" if plan.respawns else "raise"
@@ -292,13 +293,15 @@ class CollectRun:
     def _budget(self, collector: Collector) -> tuple[int, int]:
         """How much of the budget is there, and the budget."""
         if self.plan.frames is not None:
-            return collector.ledger.stored, self.plan.frames
+            ledger = collector.ledger
+            have = ledger.agent_transitions if self.plan.by_agent else ledger.stored
+            return have, self.plan.frames
         return collector.ledger.episodes_complete, self.plan.episodes or 0
 
     def _is_complete(self) -> bool:
         """Say so where the run that is to be continued has all it was asked for."""
         run_rows, frames = self.head - self.first_row, self.plan.frames
-        if not self.resumes or frames is None or run_rows < frames:
+        if not self.resumes or frames is None or run_rows < frames or self.plan.by_agent:
             return False
         if run_rows > frames:
             raise CommandError(
@@ -326,7 +329,7 @@ class CollectRun:
             self.note(f"{self.out} held no run to resume: starting from the beginning")
         row_nbytes = self.storage.schema.row_nbytes
         takes = f"{row_nbytes:,} bytes a row"
-        if self.plan.frames is not None:
+        if self.plan.frames is not None and not self.plan.by_agent:
             missing = self.plan.frames - self.began
             takes = f"{missing:,} rows of {row_nbytes:,} bytes: {decimal(missing * row_nbytes)}"
         free = decimal(free_bytes(self.storage.path))
@@ -337,7 +340,7 @@ class CollectRun:
     ) -> None:
         def details() -> list[str]:
             fresh = collector.ledger.stored - self.began
-            unit = "" if self.plan.frames else " frames"
+            unit = "" if self.plan.frames and not self.plan.by_agent else " frames"
             mean = collector.metrics()["return_mean"]
             return [
                 f"{fresh / max(1e-9, time.monotonic() - started):,.0f}{unit}/s",
@@ -360,6 +363,9 @@ class CollectRun:
         )
         page.print(f"{'seed':<17} {ledger.seed:>15}")
         page.ledger(ledger.counts(), _returns(collector))
+        if ledger.agent_surplus:
+            meaning = "agent transitions of the last row beyond the budget"
+            page.print(f"{'agent surplus':<17} {ledger.agent_surplus:>15,}  {meaning}")
         if done:
             page.print()
             page.print(f"what is in it:   {self._inspect_command()}")
@@ -475,6 +481,8 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("the following arguments are required: ENV")
     if not args.resume and args.frames is None and args.episodes is None:
         args.usage_error("one of the arguments --frames --episodes is required")
+    if args.budget_unit == "agent_transitions" and args.episodes is not None:
+        args.usage_error("--budget-unit is for --frames, and --episodes was given")
     if args.log_every is not None and not args.log:
         args.usage_error("--log-every is for --log, and there is none; give --log TARGET")
     if args.accept_copy and not (args.resume or args.append):

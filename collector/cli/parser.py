@@ -226,6 +226,10 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "the storage: a directory, an HDF5 file NAME.h5, or a Zarr group NAME.zarr"),
     "--frames": (_positive, "N", "exactly N transitions"),
     "--episodes": (_positive, "E", "exactly E whole episodes: those that start first"),
+    "--budget-unit": (("transitions", "agent_transitions"), "",
+        "what --frames counts: transitions, or, with groups of agents, the parts in them of agents "
+        "that lived or whose turn it was; the run ends with the first transition at which there "
+        "are N (default: transitions)"),
     "--append": (None, "", "append a new run"),
     "--resume": (None, "",
         "continue its last run up to N; options that are left out are taken from that run. "
@@ -408,6 +412,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--out", required=True)
     budget = parser.add_argument_group("budget (one of them)")
     _add(budget.add_mutually_exclusive_group(), "--frames", "--episodes")
+    _add(budget, "--budget-unit")
     there = parser.add_argument_group("if PATH holds a storage already", texts.COLLECT_THERE)
     _add(there.add_mutually_exclusive_group(), "--append", "--resume")
     _add(there, "--accept-copy")

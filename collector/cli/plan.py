@@ -36,6 +36,7 @@ class Plan:
     env: str | None = None
     frames: int | None = None
     episodes: int | None = None
+    budget_unit: str | None = None
     num_envs: int | None = None
     seed: int | None = None
     policy: str | None = None
@@ -104,6 +105,11 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The options that were given, as JSON values."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def by_agent(self) -> bool:
+        """True if the frames are agent transitions."""
+        return self.budget_unit == "agent_transitions"
 
     def command(self, out: str, *options: str) -> str:
         """The command line of this plan, to be pasted into a shell."""

@@ -115,6 +115,8 @@ class Ledger(_InWords):
     """With several agents a lane: parts of agents in the stored transitions.
 
     Only agents that lived, or whose turn it was, count."""
+    agent_budget: int | None = None
+    """The budget of a run in agent transitions; None: it has another, or none."""
     seed: int | None = None
     """The seed of the run."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -165,9 +167,22 @@ class Ledger(_InWords):
         """Every count, in the order of `COUNTS`, balanced or not."""
         return tuple(self.block.words.tolist())
 
+    @property
+    def agent_surplus(self) -> int:
+        """Agent transitions beyond a budget of them: the last row has several, and is whole."""
+        budget = self.agent_budget
+        return 0 if budget is None else max(0, self.agent_transitions - budget)
+
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts, the seed and the versions, for a report of the run."""
-        return asdict(self)
+        """Return the counts, the seed and the versions, for a report of the run.
+
+        With a budget of agent transitions also that, and the surplus.
+        """
+        found = asdict(self)
+        if self.agent_budget is None:
+            del found["agent_budget"]
+            return found
+        return {**found, "agent_surplus": self.agent_surplus}
 
     def load(self, counts: Mapping[str, int]) -> None:
         """Take over a result of :meth:`counts`; unknown names are an error."""
@@ -178,7 +193,8 @@ class Ledger(_InWords):
             setattr(self, name, int(count))
 
 
-COUNTS = tuple(each.name for each in fields(Ledger) if each.name not in ("seed", "versions"))
+_NO_COUNTS = ("agent_budget", "seed", "versions")
+COUNTS = tuple(each.name for each in fields(Ledger) if each.name not in _NO_COUNTS)
 """The names of the counts: the one list that says in which order they lie in a block."""
 LedgerCounts = counts_of(*COUNTS)
 
@@ -224,16 +240,33 @@ def amounts(entry: LedgerEntry) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of a run: ``total`` transitions, or no limit if it is None."""
+    """The budget of a run: ``total`` transitions, or no limit if it is None.
+
+    Args:
+        total: of transitions, or of agent transitions.
+        agents: the most agents that a transition has, where these are counted; None: they are not.
+    """
 
     total: int | None
+    agents: int | None = None
 
-    def remaining(self, stored: int) -> int | None:
-        """Transitions that may still be delivered after ``stored``; None means no limit."""
-        return None if self.total is None else max(0, self.total - stored)
+    def remaining(self, counted: int) -> int | None:
+        """Transitions that may surely still be delivered after ``counted``; None means no limit.
 
-    def batch(self, stored: int, frames_per_batch: int) -> int:
-        """Return the size of the next batch: ``frames_per_batch``, or the rest; 0 ends the run."""
+        Of a budget of agent transitions those which cannot go beyond it, however many agents act:
+        its end is found by asking again.
+        """
         if self.total is None:
+            return None
+        left = max(0, self.total - counted)
+        return left if self.agents is None else -(-left // self.agents)
+
+    def batch(self, counted: int, frames_per_batch: int) -> int:
+        """Return the size of the next batch: ``frames_per_batch``, or the rest; 0 ends the run.
+
+        Of a budget of agent transitions the rest is not known before.
+        """
+        remaining = self.remaining(counted)
+        if remaining is None or (remaining and self.agents is not None):
             return frames_per_batch
-        return min(frames_per_batch, max(0, self.total - stored))
+        return min(frames_per_batch, remaining)

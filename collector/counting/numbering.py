@@ -68,6 +68,17 @@ def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.ra
     return np.random.SeedSequence(seed, spawn_key=key)
 
 
+def policy_seed(
+    seed: int, incarnation: int, policy: int, worker: int | None = None
+) -> np.random.SeedSequence:
+    """The seed sequence of one of several policies, whatever the others draw.
+
+    ``worker`` is the number of a worker with a generator of its own; None: all draw alike.
+    """
+    key = (0xFFFF_FFFE, incarnation, policy, *(() if worker is None else (worker,)))
+    return np.random.SeedSequence(seed, spawn_key=key)
+
+
 @dataclass
 class LaneState:
     """The state of each lane between two blocks of rows. All arrays are ``[lane]``.

@@ -118,6 +118,11 @@ class Options:
         objects = [each for each in kinds if issubclass(each, OptionObject)]
         return frozenset(name for each in objects for name in keywords_of(each))
 
+    @property
+    def by_agent(self) -> bool:
+        """True if ``total_frames`` counts agent transitions."""
+        return self.columns.budget_unit == "agent_transitions"
+
     def for_worker(self, num_envs: int | None) -> Self:
         """Return a worker's options, without unused ones, which may not be picklable."""
         return replace(self, num_envs=num_envs, postproc=None)
@@ -125,7 +130,9 @@ class Options:
     @property
     def largest_batch(self) -> int:
         """Rows of the largest batch that can come."""
-        return min(self.frames_per_batch, self.total_frames or self.frames_per_batch)
+        if self.by_agent or self.total_frames is None:
+            return self.frames_per_batch
+        return min(self.frames_per_batch, self.total_frames)
 
     def _refuse_contradictions(self, given: Mapping[str, Any]) -> None:
         total, episodes = given["total_frames"], given["total_episodes"]
@@ -142,6 +149,12 @@ class Options:
             raise ArgumentError(
                 'total_episodes wants whole episodes and surplus="discard" throws parts of them '
                 'away; use surplus="carry"'
+            )
+        if self.by_agent and (self.total_frames is None or self.layout.name == "torchrl"):
+            raise ArgumentError(
+                'budget_unit="agent_transitions" wants total_frames, a number of them, and another '
+                'layout than "torchrl", whose frames are transitions; got total_frames='
+                f'{total!r}, layout="{self.layout.name}"'
             )
         if self.columns.yield_large:
             return

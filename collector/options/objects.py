@@ -31,6 +31,7 @@ warn once and are kept as the environment got them; ``"raise"``: these raise too
 warn, once; ``"off"``: values are not checked.
 """
 ResetSlots = Literal["mask", "avoid"]
+BudgetUnit = Literal["transitions", "agent_transitions"]
 Finals = Literal["check", "lost", "kept"]
 """Knowledge about the observations that episodes end with.
 
@@ -123,6 +124,10 @@ class Columns(OptionObject):
             the episode's reset (ALE: ``"episode_frame_number"``).
         yield_large: False leaves columns with rows of 4 KiB and more (images) out of the batches
             that are yielded: they go straight to ``storage``, one copy less.
+        budget_unit: what ``total_frames`` counts: ``"transitions"``, or, with groups of agents,
+            ``"agent_transitions"``, the parts in them of agents that lived or whose turn it was.
+            Then the run ends with the first transition at which there are so many, and
+            ``ledger.agent_surplus`` says how many more they are: fewer than its agents.
 
     Raises:
         ArgumentError: one of them cannot be right.
@@ -141,6 +146,7 @@ class Columns(OptionObject):
     rename: Rename | None = field(default=None, metadata={"check": new_names})
     frame_skip: int | str = field(default=1, metadata={"check": tick_count})
     yield_large: bool = field(default=True, metadata={"check": flag})
+    budget_unit: BudgetUnit = "transitions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +246,7 @@ class MoreOptions(TypedDict, total=False):
     rename: Rename | None
     frame_skip: int | str
     yield_large: bool
+    budget_unit: BudgetUnit
     validate: Validate
     finals: Finals
     reset_slots: ResetSlots

@@ -92,13 +92,33 @@ class Policy:
         """Call ``serve`` before each action: another thread may give new weights then."""
         self._between_steps, self.refreshes = serve, True
 
-    def update_weights(self, weights: Weights = None) -> None:
+    @property
+    def row_version(self) -> Any:
+        """The version for the rows of a slot: one, or of several policies by lane ``[lane]``."""
+        return self.version
+
+    @property
+    def draws(self) -> bool:
+        """True if some actions are random, also without ``init_random_frames``."""
+        return False
+
+    def seed(
+        self, seed: int, incarnation: int, worker: int | None = None, *, own: bool = True
+    ) -> None:
+        """Begin the streams of random numbers of its own; one policy has none."""
+
+    def update_weights(self, weights: Weights = None, policy_id: int | str | None = None) -> None:
         """Take new weights and count a version up.
 
         Args:
             weights: a TensorDict of parameters, a state dict or a module; None takes those that
                 the policy given at construction has now.
+            policy_id: of several policies, which one.
         """
+        if policy_id is not None:
+            raise ArgumentError(
+                f"policy_id: expected None, for there is one policy, got {policy_id!r}"
+            )
         module = self.module
         if weights is not None:
             if not isinstance(module, nn.Module):
@@ -109,11 +129,32 @@ class Policy:
             module.load_state_dict(self.source.state_dict())
         self.version += 1
 
+    def take_back(self, policy_id: int | str | None = None) -> None:
+        """Count an update back that reached no worker."""
+        self.version -= 1
+
+    def begin_at(self, version: int) -> None:
+        """Count versions on from ``version``, where they are lower."""
+        self.version = max(self.version, version)
+
     def state_dict(self) -> dict[str, Any]:
         """Weights, buffers and version."""
         module = self.module
         weights = module.state_dict() if isinstance(module, nn.Module) else {}
         return {"version": self.version, "weights": weights}
+
+    def misfit(self, state: Mapping[str, Any]) -> str | None:
+        """Say why a state is not of this policy; None: it is."""
+        if "parts" in state:
+            return f"the state is of the policies {state['ids']}, and this collector has one"
+        return None
+
+    def load_newer(self, state: Mapping[str, Any]) -> None:
+        """Take over weights of an earlier state, under a version that no weights had."""
+        newest = self.version
+        self.load_state_dict(state)
+        self.version = max(newest, self.version)
+        self.update_weights()  # no number names two sets of weights
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned."""

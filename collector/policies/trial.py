@@ -5,13 +5,12 @@ import random
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
 from torchrl.data import Bounded
-from torchrl.envs import EnvBase
 
 from tallyroll.collector.compat import generator_states
 from tallyroll.collector.errors import PolicyError
@@ -21,6 +20,18 @@ from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
+
+
+class Acts(Protocol):
+    """The actions that a policy is tried out for: of an environment, or of a part of one."""
+
+    @property
+    def full_action_spec(self) -> Any:
+        """The specs of the actions."""
+
+    @property
+    def batch_size(self) -> Any:
+        """The shape of the lanes."""
 
 
 def for_trial(policy: Policy) -> Policy:
@@ -35,7 +46,7 @@ def for_trial(policy: Policy) -> Policy:
 
 
 def settle_inputs(
-    policy: Policy, td: TensorDictBase, env: EnvBase, observations: Collection[Key]
+    policy: Policy, td: TensorDictBase, env: Acts, observations: Collection[Key]
 ) -> None:
     """Settle the inputs of ``policy``, and its number of outputs, if it takes tensors.
 
@@ -59,7 +70,7 @@ def settle_inputs(
 
 
 def try_out(
-    policy: Policy, td: TensorDictBase, env: EnvBase, *, strict: bool = False
+    policy: Policy, td: TensorDictBase, env: Acts, *, strict: bool = False
 ) -> dict[Key, SlabColumn]:
     """Call a copy of ``policy`` once on ``td``, and check what it returns.
 

@@ -10,11 +10,18 @@ from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.policies.bare_call import BareCall, traits_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.policies.trial import no_tensordict
 from tallyroll.collector.rollout.lanes import Lanes, changed
 from tallyroll.collector.run_plan import acting
 from tallyroll.collector.slab.slab import Array
-from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.keys import POLICY_VERSIONS, RANDOM_VERSION, Key
+
+
+def at_random_value(key: Key) -> int:
+    """Return what a column that policies write beside actions holds where these are random."""
+    return RANDOM_VERSION if key[:2] == POLICY_VERSIONS else 0
+
 
 WHILE_ACTING = "_tallyroll_while_acting"
 """The attribute by which an error of a worker says so to `raised_by_policy`."""
@@ -110,6 +117,8 @@ class Actor:
             drawn = {key: torch.from_numpy(each)[None] for key, each in self.drawn.items()}
             ahead = self.random.of_lanes(drawn)
         if not some:
+            if isinstance(self._policy, SeveralPolicies):
+                self._policy.passes()
             return
         lanes = torch.from_numpy(random_lanes)
         if random_lanes.all():
@@ -120,6 +129,8 @@ class Actor:
             assert self._policy is not None
             seen = self._lanes.seen(at)
             before = seen.clone(False)
+            if isinstance(self._policy, SeveralPolicies):
+                self._policy.leave_out(random_lanes)
             out = self._called(seen)
             self._put(out, at)
             at_random = self.random.act(before.clone(False), ahead, 0)
@@ -128,7 +139,7 @@ class Actor:
                 row[lanes] = at_random.get(key)[lanes].to(row.device)
             self._lanes.acted(out, self._policy.writes, before, lanes)
         for key in self._extra:
-            self._slab.columns[key][at, lanes] = 0
+            self._slab.columns[key][at, lanes] = at_random_value(key)
 
     def _called(self, td: TensorDictBase) -> TensorDictBase:
         assert self._policy is not None
@@ -156,7 +167,7 @@ class Actor:
     def refresh(self, start: int, stop: int) -> None:
         """Take newer weights, if there are any, for the actions of slots ``[start, stop)``."""
         if self._policy is not None and self._policy.refresh():
-            self._slab.version[start:stop] = self._policy.version
+            self._slab.version[start:stop] = self._policy.row_version
 
 
 _ACTING = {each.__code__ for each in (Actor.act, Actor.act_both_ways)}

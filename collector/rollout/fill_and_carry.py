@@ -16,9 +16,11 @@ from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
 from tallyroll.collector.counting.transitions import in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.few_slots import FewSlots, FewSlotsOfWorkers, HeldRows
 from tallyroll.collector.rollout.filling import Filling
+from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.rollout.standing import Standing
 from tallyroll.collector.run_plan import FEW_SLOTS, counting
@@ -51,7 +53,8 @@ class Rollout(Standing):
     ) -> None:
         self.driver, self.policy, self.slab = driver, policy, driver.slab
         self.slabs, self.lanes = (self.slab,), self.slab.lanes
-        self._filling = Filling(
+        several = isinstance(policy, SeveralPolicies)
+        self._filling = (FillingOfSeveral if several else Filling)(
             driver, policy, extra=extra, surplus=surplus, random_frames=random_frames, gate=gate
         )
         self.interruptible = self._filling.interruptible
@@ -63,6 +66,7 @@ class Rollout(Standing):
             transitions=driver.all_are_transitions,
             ends_tell=driver.ends_tell,
             episodes=gate is not None,
+            several=several,
         )
         self._board = driver.board if self.counts.way == "whole" else None
         """The driver's words of progress, if slots are counted as wholes."""
@@ -239,7 +243,7 @@ class Rollout(Standing):
         at = slice(self.driver.used - len(marks), self.driver.used)
         if self.policy is not None:
             drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
-            self.random_frames += int(drawn.sum())
+            self._filling.take_back_drawn(drawn)
         self._filling.happened(LedgerEntry(discarded=int(marks.sum())))
         if self.slab.lane is not None:
             marks = in_lanes(marks, self.slab.lane[at], self.driver.run_lanes)

@@ -11,6 +11,7 @@ from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
 from tallyroll.collector.counting.transitions import Mask, in_columns, in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.rollout.actor import at_random_value
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
@@ -157,7 +158,7 @@ class Filling:
         whole = min(steps, left // stepped)
         if whole:
             for key in self._extra:
-                self.slab.columns[key][start : start + whole].zero_()
+                self.slab.columns[key][start : start + whole].fill_(at_random_value(key))
             self._random_slots(start, start + whole, stepped)
         else:
             upcoming = self.driver.upcoming()
@@ -169,6 +170,10 @@ class Filling:
                 self.driver.part(start, stepped, drawn)
             else:
                 self.driver.policy_steps(start, start + 1, drawn)
+
+    def take_back_drawn(self, drawn: Mask) -> None:
+        """Let as many others act at random as ``drawn`` transitions that were discarded."""
+        self.random_frames += int(drawn.sum())
 
     def count(self, start: int, stop: int, stepped: int) -> int:
         """Mark and count the transitions of slots ``[start, stop)``; return their number."""

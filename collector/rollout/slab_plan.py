@@ -28,6 +28,7 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.policies.mask_rules import MaskRule, require_masks, rules_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, action_keys
+from tallyroll.collector.policies.several.policies import SeveralPolicies, streams_kept
 from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.policies.states import refuse_states
 from tallyroll.collector.policies.trial import next_keys, settle_inputs, try_out
@@ -44,6 +45,8 @@ from tallyroll.storage.rows.keys import (
     IS_INIT,
     NEXT,
     NEXT_VALID,
+    POLICY_ID,
+    POLICY_VERSIONS,
     TERMINATED,
     TRUNCATED,
     VALID,
@@ -155,9 +158,19 @@ def plan_slab(
     in_place = fills_slabs(env)
     arrivals = env.stepper.declares.arrivals if isinstance(env, SystemEnv) and in_place else 0
     extra: dict[Key, SlabColumn] = {}
+    several = policy if isinstance(policy, SeveralPolicies) else None
+    if several is not None and arrivals:
+        raise EnvironmentRefused(
+            "policy: several policies act in lanes that step together, and lanes of this "
+            "environment come back in any order; give one policy"
+        )
     if policy is not None:
-        with torch.no_grad(), set_exploration_type(options.exploration_type):
-            settle_inputs(policy, first, env, _given(env))
+        with torch.no_grad(), set_exploration_type(options.exploration_type), streams_kept(several):
+            if several is None:
+                settle_inputs(policy, first, env, _given(env))
+            else:
+                strict = options.checks.validate == "raise"
+                several.try_parts(first, env, _given(env), strict=strict)
             extra = try_out(policy, first, env, strict=options.checks.validate == "raise")
     if in_place and next_keys(extra):
         raise PolicyError(
@@ -166,13 +179,15 @@ def plan_slab(
             "TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
         )
     if policy is not None:
-        with torch.no_grad(), set_exploration_type(options.exploration_type):
+        with torch.no_grad(), set_exploration_type(options.exploration_type), streams_kept(several):
             refuse_states(policy, first, env, in_place)
-    if policy is None or options.init_random_frames:
+    if policy is None or options.init_random_frames or policy.draws:
         require_masks(env)
-    require_names_of(env, written=extra)
+    require_names_of(env, written=[key for key in extra if key[:2] != POLICY_VERSIONS])
     layout = in_place_layout(env) if in_place else copied_layout(env)
     layout |= reset_layout(env)
+    if several is not None and several.policy_of_lane is not None:
+        layout[POLICY_ID] = SlabColumn(torch.int32, ())
     _require_values(layout, SpaceError, "the environment")
     _require_values(extra, PolicyError, "the policy")
     dims = _batch_dims(env, layout, policy)
@@ -236,6 +251,9 @@ def make_driver(
     has an equal one draws the same; None: only for those of ``env``.
     """
     columns = plan.arrivals or None
+    if POLICY_ID in plan.layout and isinstance(policy, SeveralPolicies):
+        ids = torch.from_numpy(np.asarray(policy.policy_of_lane))
+        slab.columns[POLICY_ID][:] = ids.to(torch.int32)
     random = RandomActions(env, rng, run_lanes, slab.first_lane, columns)
     lanes: Lanes
     if plan.arrivals:
@@ -243,7 +261,7 @@ def make_driver(
     elif plan.in_place:
         lanes = SystemLanes(env, slab, board)
     else:
-        lanes = CopiedLanes(env, slab, plan.extra, board)
+        lanes = CopiedLanes(env, slab, (*plan.extra, POLICY_ID), board)
     return LocalDriver(lanes, policy, extra=plan.extra, random=random, board=board)
 
 

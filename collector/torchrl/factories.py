@@ -12,6 +12,7 @@ from torchrl.envs import EnvBase
 from torchrl.modules import RandomPolicy
 
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.policies.several.entries import are_several
 
 
 def one_env(create: Any, kwargs: Mapping[str, Any] | None) -> Any:
@@ -83,6 +84,11 @@ def policy_of(policy: Any, factory: Any) -> Any:
         factory = factory[0] if factory else None
     if factory is not None:
         policy = factory()
+    if are_several(policy):
+        raise ArgumentError(
+            f"policy: expected one, as TorchRL's collectors take it, got "
+            f"{type(policy).__name__}; give several to SyncCollector or MultiprocessCollector"
+        )
     if isinstance(policy, RandomPolicy) and policy.action_spec is None:
         return None
     return policy

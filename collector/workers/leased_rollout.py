@@ -7,8 +7,10 @@ from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.filling import SLOTS_AT_ONCE, Filling
+from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.messages import Lease
 from tallyroll.storage.rows.keys import Key
@@ -36,7 +38,8 @@ class LeasedRollout:
         episodes: bool,
     ) -> None:
         self._driver, self._policy = driver, policy
-        self._filling = Filling(
+        several = isinstance(policy, SeveralPolicies)
+        self._filling = (FillingOfSeveral if several else Filling)(
             driver,
             policy,
             extra=extra,

@@ -66,6 +66,8 @@ class Seed:
     seed: int
     incarnation: int
     first_lane: int
+    run_lanes: int
+    """Lanes of all workers."""
     worker: int
     asked: bool
     """A caller asked for this very seed."""

@@ -102,7 +102,8 @@ class WorkerStartup:
         return found if all(answer.lane_seeds for answer in answers) else []
 
     def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
-        return m.Seed(seed, incarnation, member.lanes.start, member.index, self._asked)
+        lanes = member.lanes.start, sum(self.lanes)
+        return m.Seed(seed, incarnation, *lanes, member.index, self._asked)
 
     def bind(self, share: Share, place: Place) -> None:
         """Hand the memory to all."""

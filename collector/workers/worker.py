@@ -25,6 +25,7 @@ from tallyroll.collector.envs.reaching.travelling import answers_of
 from tallyroll.collector.errors import CollectorError
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
+from tallyroll.collector.policies.several.policies import SeveralPolicies, policy_of
 from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.rollout.actor import raised_by_policy
 from tallyroll.collector.rollout.driver import LocalDriver
@@ -73,6 +74,10 @@ class WorkerPolicy(Policy):
         return True
 
 
+class WorkerPolicies(WorkerPolicy, SeveralPolicies):
+    """Several policies whose weights, and versions, come from the parent."""
+
+
 class Worker:
     """Answers the parent's questions."""
 
@@ -90,9 +95,9 @@ class Worker:
         self.env: EnvBase = made.env
         try:
             self.env = prepare_env(made.env, job.policy, job.options)
-            self.policy = None
-            if job.policy is not None:
-                self.policy = WorkerPolicy(job.policy, job.options.policy_device, self.env.device)
+            kinds = WorkerPolicy, WorkerPolicies
+            device = job.options.policy_device
+            self.policy = policy_of(job.policy, device, self.env.device, kinds=kinds)
         except BaseException:
             self.env.close(raise_if_closed=False)
             raise
@@ -147,6 +152,10 @@ class Worker:
         self.rng.seed(words)
         self.shared_rng.seed(driver_seed(message.seed, message.incarnation))
         lanes = range(message.first_lane, message.first_lane + self.lanes)
+        if isinstance(self.policy, SeveralPolicies):
+            self.policy.bind(lanes, message.run_lanes)
+            ids = message.seed, message.incarnation, message.worker
+            self.policy.seed(*ids, own=self._own_process)
         seeds = seed_env(self.env, message.seed, message.incarnation, lanes, asked=message.asked)
         if self.plan is None:
             watch = StatisticsWatch(self.env)

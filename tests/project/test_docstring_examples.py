@@ -32,6 +32,7 @@ def test_what_users_meet_first_has_examples() -> None:
         "Columns",
         "Ledger",
         "MemmapStorage",
+        "OnePolicy",
         "Resets",
         "RunLog",
         "SyncCollector",

@@ -36,6 +36,7 @@ PUBLIC: dict[str, set[str]] = {
         "Loaded",
         "LogWarning",
         "MultiprocessCollector",
+        "OnePolicy",
         "Processes",
         "Resets",
         "RunLog",

@@ -86,7 +86,7 @@ def planned(
     columns = _wide(lanes, plan, options)
     decision = copying_ahead(
         waits=isinstance(lanes, SystemLanes) and lanes.stepper.system.waits,
-        whole=not rest,
+        whole=not rest and not options.by_agent,
         slots=slots,
         most=lanes.slab.slots,
         transitions=lanes.all_are_transitions,

@@ -7,13 +7,15 @@ from tallyroll.collector.batches.state.made_by import made_by
 from tallyroll.collector.batches.state.provenance import call_of, run_provenance
 from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
 from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.stored.resume import drawn_by_lane, newest_version
 from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import LaneState
-from tallyroll.collector.errors import StateError
+from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -54,9 +56,20 @@ class Beginning:
         self.ledger.versions = versions()
         if policy is not None:
             # Weights that a run goes on with may be others than those it ended with.
-            policy.version = max(policy.version, writer.stored_run.last_version() + 1)
-        self.seeds = RunSeeds(self.ledger, envs)
+            last = writer.stored_run.last
+            policy.begin_at(1 + (RANDOM_VERSION if last is None else newest_version(*last)))
+            if isinstance(policy, SeveralPolicies):
+                _require_one_opening(options, policy)
+                if last is not None:
+                    policy.openings.go_on_after(*drawn_by_lane(*last, lanes))
+        self.seeds = RunSeeds(self.ledger, envs, policy)
         self.seeds.seed(self.ledger.seed)
+
+    @property
+    def draws(self) -> bool:
+        """True if actions are random where a policy has others, which is counted."""
+        policy = self.policy
+        return policy is not None and (self._options.init_random_frames > 0 or policy.draws)
 
     @property
     def random_frames(self) -> int:
@@ -97,4 +110,13 @@ class Beginning:
             call=self._call,
             policy_version=RANDOM_VERSION if self.policy is None else self.policy.version,
             made=made,
+        )
+
+
+def _require_one_opening(options: Options, policy: SeveralPolicies) -> None:
+    if options.init_random_frames and policy.draws:
+        raise ArgumentError(
+            f"init_random_frames: expected 0 where one of several policies has its own, or none "
+            f"acts for it, got {options.init_random_frames}; give each policy that needs it "
+            "OnePolicy(policy, init_random_frames=…)"
         )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 
 _GIT = ("git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch")
 _GIT_SECONDS = 0.8
@@ -30,12 +31,19 @@ def made_by(policy: Policy | None) -> dict[str, Any]:
 
     A value that cannot be known is None; nothing here raises. No path is among them.
     """
-    return {
+    found: dict[str, Any] = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "git": git_of_folder(),
         "policy": None if policy is None else hashes_of(policy.source),
     }
+    if isinstance(policy, SeveralPolicies):
+        found["policies"] = [
+            {"id": part.id, **hashes_of(part.policy.source)}
+            for part in policy.parts
+            if part.policy is not None
+        ]
+    return found
 
 
 def git_of_folder() -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from typing import Any
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.slab.names import spelled_rename
 
 MOST_SEEDS = 1024
@@ -17,7 +18,9 @@ def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) ->
         "frames_per_batch": options.frames_per_batch,
         "total_frames": options.total_frames,
         "total_episodes": options.total_episodes,
+        **({"budget_unit": "agent_transitions"} if options.by_agent else {}),
         "policy": None if policy is None else type(policy.source).__qualname__,
+        "policies": policy.described if isinstance(policy, SeveralPolicies) else [],
         "surplus": options.surplus,
         "frame_skip": options.columns.frame_skip,
         "finals": options.checks.finals,

@@ -50,7 +50,7 @@ class Restarting:
 
     def saved(self) -> dict[str, Any]:
         """Return the state, with copies of all that a later step would change."""
-        return saved_state(self._run, self._beginning)
+        return saved_state(self._run, self._beginning, self._rollout)
 
     def require_fit(self, state: Mapping[str, Any], *, keep: bool) -> None:
         """Raise `StateError` unless the run can go on from ``state``; nothing changes.
@@ -74,10 +74,7 @@ class Restarting:
         policy = self._beginning.policy
         self._beginning.envs.load(state["env"])
         if policy is not None:
-            newest = policy.version
-            policy.load_state_dict(state["policy"])
-            policy.version = max(newest, policy.version)
-            policy.update_weights()  # no number names two sets of weights
+            policy.load_newer(state["policy"])
             self._publish()
 
     def _publish(self) -> None:

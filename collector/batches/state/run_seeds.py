@@ -9,6 +9,8 @@ from tallyroll.collector.compat import generator_states
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.policies.slot_rng import SlotRng
 
 
@@ -41,10 +43,11 @@ class RunSeeds:
     Args:
         ledger: keeps the seed.
         envs: whose lanes are seeded.
+        policy: whose streams of random numbers are begun, where it has several.
     """
 
-    def __init__(self, ledger: Ledger, envs: Environments) -> None:
-        self._ledger, self._envs = ledger, envs
+    def __init__(self, ledger: Ledger, envs: Environments, policy: Policy | None) -> None:
+        self._ledger, self._envs, self._policy = ledger, envs, policy
         self.rng = SlotRng()
         """Draws actions."""
         self.of_lanes: list[int] = []
@@ -59,13 +62,20 @@ class RunSeeds:
             seed = int(torch.randint(2**31 - 1, ()))
         self._ledger.seed = seed
         self.rng.seed(driver_seed(seed, incarnation))
+        if self._policy is not None:
+            self._policy.seed(seed, incarnation)
         self.of_lanes = self._envs.seed(seed, incarnation, asked)
 
     def generators(self) -> dict[str, Any]:
         """Return the states of the generators."""
-        return {"torch": generator_states()[0], "actions": self.rng.state}
+        found = {"torch": generator_states()[0], "actions": self.rng.state}
+        if isinstance(self._policy, SeveralPolicies):
+            found["policies"] = self._policy.generators
+        return found
 
     def load_generators(self, states: dict[str, Any]) -> None:
         """Take over a result of :meth:`generators`."""
         torch.set_rng_state(states["torch"])
         self.rng.state = states["actions"]
+        if isinstance(self._policy, SeveralPolicies):
+            self._policy.generators = states["policies"]

@@ -62,9 +62,15 @@ class RunState:
         """The exception that ended the run, what it left, and how to go on."""
 
     @property
+    def counted(self) -> int:
+        """Transitions that were stored, or agent transitions, in the unit of the budget."""
+        by_agent = self.budget.agents is not None
+        return self.ledger.agent_transitions if by_agent else self.ledger.stored
+
+    @property
     def met(self) -> bool:
         """True if the run has as many transitions as it is to have."""
-        return self.budget.remaining(self.ledger.stored) == 0
+        return self.budget.remaining(self.counted) == 0
 
     def skip_foreseen(self, lanes: NDArray[np.bool_]) -> None:
         """Let trajectories in ``lanes``, which lost what waited, come after those foreseen."""
@@ -103,8 +109,11 @@ class RunState:
                 "To go on after them, shut this collector down and give the storage to another "
                 "one, with resume=True"
             )
-        left = self.budget.remaining(stored)
-        frames = "" if left is None else f" for the {left:,} transitions that are left"
+        total, unit = self.budget.total, "transitions"
+        if self.budget.agents is not None:
+            unit = "agent transitions"
+        left = "" if total is None else f"{max(0, total - self.counted):,}"
+        frames = f" for the {left} {unit} that are left" if left else ""
         return said + (
             f"To go on, make another collector{frames}; given this one's state_dict() by "
             "load_state_dict(), it goes on with its counts, ids, seeds and policy"

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
 from tallyroll.storage.files.run_record import RunRecord, is_count
-from tallyroll.storage.rows.keys import DONE, POLICY_VERSION, RANDOM_VERSION
+from tallyroll.storage.rows.keys import DONE, LANE, POLICY_VERSION, RANDOM_VERSION
 from tallyroll.storage.storages import DiskStorage, storage_class
 
 Resume: TypeAlias = bool | Literal["auto"]
@@ -180,3 +181,21 @@ def newest_version(storage: DiskStorage, first_row: int) -> int:
         if entry.get("first_row_of_run") == first_row and is_count(entry.get("after_version")):
             known.append(entry["after_version"])
     return max(int(own.max(initial=RANDOM_VERSION)), *known)
+
+
+def drawn_by_lane(
+    storage: DiskStorage, first_row: int, lanes: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the number of rows with random actions in each lane of a run.
+
+    And, of a ring that lost rows of it, the lanes that have others: there an opening is over.
+    ``first_row`` is the first of the run.
+    """
+    rows = np.arange(max(first_row, storage.span.start), storage.span.stop)
+    version = storage.reader.column(POLICY_VERSION).take(rows)
+    lane = storage.reader.column(LANE).take(rows)
+    drawn = version == RANDOM_VERSION
+    acted = np.zeros(lanes, np.bool_)
+    if storage.span.start > first_row:
+        acted[lane[~drawn]] = True
+    return np.bincount(lane[drawn], minlength=lanes), acted

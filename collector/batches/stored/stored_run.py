@@ -7,7 +7,6 @@ from tallyroll.collector.batches.stored.buffer_items import BufferIds
 from tallyroll.collector.batches.stored.resume import (
     LastRun,
     last_run_of,
-    newest_version,
     resumed_ledger,
     same_source,
     whole_record,
@@ -19,7 +18,7 @@ from tallyroll.storage import Schema
 from tallyroll.storage.engine.slot_rows import RunCounts
 from tallyroll.storage.errors import NotInitialised, StorageClosed
 from tallyroll.storage.files.run_record import record_bytes, record_template
-from tallyroll.storage.rows.keys import RANDOM_VERSION, TRAJ_IDS
+from tallyroll.storage.rows.keys import TRAJ_IDS
 from tallyroll.storage.storages import DiskStorage
 
 _GO_ON = (
@@ -87,11 +86,12 @@ class StoredRun:
         ledger, self._stored_before = resumed_ledger(storage, self._last)
         return ledger
 
-    def last_version(self) -> int:
-        """The largest policy version of the run to be continued; -1 where there is none."""
+    @property
+    def last(self) -> tuple[DiskStorage, int] | None:
+        """The storage, and the first row in it, of the run to be continued; None: there is none."""
         if self._storage is None or self._last is None:
-            return RANDOM_VERSION
-        return newest_version(self._storage, self._last.first_row)
+            return None
+        return self._storage, self._last.first_row
 
     def continues(self, first_row: int) -> None:
         """Go on with the run that began at ``first_row``, of which rows were taken back."""

@@ -66,6 +66,7 @@ def traits_of(
         one_float_reward=plan.one_float_reward,
         surplus=_surplus(options, rollout),
         masked_agents=bool(counts.masks),
+        counts_agents=options.by_agent,
         counts_ticks=counts.column is not None,
         follows_flags=torchrl is not None and torchrl.follows,
         resets_batches=options.reset_at_each_iter,

@@ -330,7 +330,8 @@ def _told(run: Mapping[str, Any], span: str | None = None, resumed: str | None =
     environment, call = part(run, "environment"), part(run, "call")
     workers = whole_number(call, "num_workers")
     asked = {**call, **part(run, "command")}
-    names = ("total_frames", "total_episodes", "frames_per_batch", "max_frames_per_traj")
+    names = ["total_frames", "budget_unit", "total_episodes", "frames_per_batch"]
+    names.append("max_frames_per_traj")
     parts = [
         environment.get("id") or environment.get("type") or "unknown environment",
         f"kwargs {json.dumps(environment['kwargs'])}" if environment.get("kwargs") else None,

@@ -182,9 +182,13 @@ def _run_of(
     if asked is None:
         episodes = _count(call, "total_episodes")
     done = counts.get("episodes_complete", 0) if counts else len(lines)
+    done_frames = asked is not None and stored >= asked
+    if call.get("budget_unit") == "agent_transitions":  # of which no column of the report says
+        agents = counts.get("agent_transitions", 0) if counts else 0
+        done_frames = asked is not None and agents >= asked
     if asked is None and episodes is None:
         state = "closed" if state == "stopped" else state
-    elif (stored >= asked if asked is not None else done >= (episodes or 0)) and state != "running":
+    elif (done_frames if asked is not None else done >= (episodes or 0)) and state != "running":
         state = "complete"
     if not why and not len(lines):
         why = "no episode of it has ended whole"
@@ -202,7 +206,7 @@ def _run_of(
         entry=run,
         identity=(id, run["first_row"], seed, str(part(run, "made").get("at"))),
         seed=None if seed < 0 else seed,
-        asked=asked,
+        asked=None if call.get("budget_unit") == "agent_transitions" else asked,
         asked_episodes=episodes,
         stored=stored,
         counts=counts,

@@ -54,6 +54,7 @@ RUN = StoringTraits(
     one_float_reward=True,
     surplus="",
     masked_agents=False,
+    counts_agents=False,
     counts_ticks=False,
     follows_flags=False,
     resets_batches=False,
@@ -64,6 +65,7 @@ RUN = StoringTraits(
 )
 NO_COMMIT_IN_ONE = {"replay_buffer", "postproc", "elsewhere", "by_lane", "arrivals", "surplus"}
 NO_COMMIT_IN_ONE |= {"masked_agents", "counts_ticks", "follows_flags", "resets_batches"}
+NO_COMMIT_IN_ONE |= {"counts_agents"}
 NO_COMMIT_IN_ONE |= {"wide_bounds", "waits_for_disk", "has_engine", "extension", "one_float_reward"}
 
 

@@ -564,6 +564,33 @@ def test_the_command_shows_agent_transitions(
     assert int(rows["collector", "step"].max()) == 2
 
 
+def test_a_command_counts_agent_transitions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four agents that always live: 26 rows for 102 of them, and 38 for 150."""
+    out, tag = str(tmp_path / "run"), "pettingzoo:mpe2.simple_tag_v3"
+    unit = ["--budget-unit", "agent_transitions", "--num-envs", "2", "--frames", "102"]
+    assert main(["collect", tag, *unit, "--out", out]) == 0
+    assert "agent surplus                   2  agent transitions" in capsys.readouterr().out
+    assert len(open_storage(out)[:]) == 26
+    assert main(["collect", tag, "--resume", "--frames", "150", "--out", out]) == 0
+    assert len(open_storage(out)[:]) == 38
+
+
+def test_each_group_has_a_policy() -> None:
+    def act(td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", td["observation"][..., 0].long() * 0 + 1)
+
+    policies = {"adversary": act, "agent": None}
+    with SyncCollector(
+        "pettingzoo:mpe2.simple_tag_v3", policies, num_envs=2, frames_per_batch=40, total_frames=40
+    ) as collector:
+        rows = next(iter(collector))
+    assert (rows["adversary", "action"] == 1).all()
+    assert len(rows["agent", "action"].unique()) > 2
+    assert (rows["collector", "policy_versions", "agent"] == -1).all()
+
+
 def test_a_time_limit_from_outside() -> None:
     rows = collect(lambda: races(2), 60, max_frames_per_traj=2)
     assert int(rows["collector", "step"].max()) == 1

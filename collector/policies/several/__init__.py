@@ -1,0 +1,1 @@
+"""Several policies of one run: by lane, or by group of agents."""

@@ -1,0 +1,126 @@
+"""Several policies as callers give them: a list by lane, or a mapping by group of agents."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.options.checks import available_device, not_negative, or_none
+from tallyroll.collector.options.objects import DeviceLike
+from tallyroll.collector.policies.policy import PolicyFn
+from tallyroll.collector.policies.several.lane_sets import LaneSet, require_lanes
+
+
+@dataclass(frozen=True)
+class OnePolicy:
+    """One of several policies, with options of its own.
+
+    Args:
+        policy: as a collector takes it; None draws random actions.
+        init_random_frames: exactly that many transitions of its lanes, the first ones, have
+            random actions (of policies by lane; workers with ``mode="sync"``).
+        policy_device: where it runs; None: where the collector's ``policy_device`` says.
+
+    Raises:
+        ArgumentError: one of them cannot be right.
+
+    Examples:
+        >>> from tallyroll.collector import OnePolicy, SyncCollector
+        >>> def left(td):
+        ...     return td.set("action", td["observation"][..., 0].long() * 0)
+        >>> policies = [(0, OnePolicy(left, init_random_frames=3)), ([1, 2], None)]
+        >>> with SyncCollector(
+        ...     "CartPole-v1", policies, num_envs=3, frames_per_batch=15, total_frames=15, seed=0
+        ... ) as collector:
+        ...     batch = next(iter(collector))
+        >>> batch["collector", "policy_id"].tolist()
+        [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+        >>> batch["collector", "policy_version"].tolist()
+        [-1, -1, -1, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1]
+    """
+
+    policy: Any
+    _: KW_ONLY
+    init_random_frames: int = 0
+    policy_device: DeviceLike = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, OnePolicy):
+            raise ArgumentError("policy: expected a policy in OnePolicy(...), got another one")
+        frames = not_negative("init_random_frames", self.init_random_frames)
+        if frames and self.policy is None:
+            raise ArgumentError(
+                f"init_random_frames: expected 0 where the policy is None, whose actions are "
+                f"random all the time, got {frames}"
+            )
+
+
+ByLane: TypeAlias = Sequence[tuple[LaneSet, PolicyFn | OnePolicy | None]]
+ByGroup: TypeAlias = Mapping[str, PolicyFn | OnePolicy | None]
+Policies: TypeAlias = PolicyFn | ByLane | ByGroup
+"""The kinds of policies that collectors take: one, or several."""
+
+
+def device_of(one: OnePolicy) -> torch.device | None:
+    """Return the device of a policy's own, if this machine has it; None: it has none."""
+    found: torch.device | None = or_none(available_device)("policy_device", one.policy_device)
+    return found
+
+
+def are_several(policy: Any) -> bool:
+    """Return whether ``policy`` is several policies, by its kind alone."""
+    return isinstance(policy, (Mapping, list, tuple)) and not callable(policy)
+
+
+def lane_entries(given: Sequence[Any]) -> list[tuple[LaneSet, OnePolicy]]:
+    """Return lanes and policy of each entry of a list.
+
+    Raises:
+        ArgumentError: it is no list of such pairs.
+    """
+    wanted = "policy: expected one policy, {group: policy} or [(lanes, policy), …]"
+    if not given:
+        raise ArgumentError(f"{wanted}, got an empty {type(given).__name__}")
+    found = []
+    for at, each in enumerate(given):
+        if not isinstance(each, (tuple, list)) or len(each) != 2:
+            raise ArgumentError(f"{wanted}, got {_said(each)} at place {at}")
+        lanes, policy = each
+        require_lanes(lanes, at)
+        found.append((lanes, _one(policy, f"policy {at}")))
+    return found
+
+
+def group_entries(given: Mapping[Any, Any]) -> dict[str, OnePolicy]:
+    """Return the policy of each group of a mapping.
+
+    Raises:
+        ArgumentError: it has other keys than names, or no key.
+    """
+    if not given or not all(isinstance(name, str) for name in given):
+        raise ArgumentError(
+            f"policy: expected {{group: policy}} with the names of groups, got {[*given]}"
+        )
+    found = {name: _one(policy, f"the group {name!r}") for name, policy in given.items()}
+    for name, one in found.items():
+        if one.init_random_frames:
+            raise ArgumentError(
+                f"init_random_frames: the group {name!r} has no lanes of its own to begin at "
+                "random in; give the collector init_random_frames, for all groups"
+            )
+    return found
+
+
+def _one(policy: Any, whose: str) -> OnePolicy:
+    one = policy if isinstance(policy, OnePolicy) else OnePolicy(policy)
+    if are_several(one.policy):
+        raise ArgumentError(
+            f"policy: expected one policy for {whose}, got several: {_said(one.policy)}"
+        )
+    return one
+
+
+def _said(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"

@@ -1,0 +1,239 @@
+"""Several policies of a run, as what chooses its actions and has its weights."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.policies.policy import Policy, Weights
+from tallyroll.collector.policies.several.entries import are_several
+from tallyroll.collector.policies.several.joint import Joint, JointByLane, joint_of
+from tallyroll.collector.policies.several.openings import Openings
+from tallyroll.collector.policies.several.part import Part, PolicyId
+from tallyroll.storage.package.near_names import did_you_mean
+from tallyroll.storage.rows.keys import Key
+
+
+class SeveralPolicies(Policy):
+    """Several policies, each with a version of its own; ``version`` counts updates of any.
+
+    Args:
+        joint: the policies.
+        device: where they run, apart from those with a device of their own.
+        env_device: where actions are wanted.
+    """
+
+    openings: Openings
+    """Since :meth:`bind`."""
+
+    def __init__(
+        self, joint: Joint, device: torch.device | None, env_device: torch.device | None
+    ) -> None:
+        super().__init__(joint.placed(device, env_device), None, None)
+        self._own = range(0)
+        self._lanes = 0
+
+    def bind(self, own: range, lanes: int) -> None:
+        """Act for the lanes ``own`` of ``lanes`` that the run has.
+
+        Raises:
+            ArgumentError: some lane has no policy, or two.
+        """
+        self._own, self._lanes = own, lanes
+        self._joint.bind(own, lanes)
+        self.openings = Openings([part.opening for part in self.parts], self.policy_of_lane)
+
+    @property
+    def _joint(self) -> Joint:
+        """The policies as one module; of a copy for a trial, the copied ones."""
+        assert isinstance(self.module, Joint)
+        return self.module
+
+    @property
+    def described(self) -> list[dict[str, Any]]:
+        """The policies, for a manifest."""
+        return self._joint.described
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The policies."""
+        return self._joint.parts
+
+    @property
+    def draws(self) -> bool:
+        """True if some actions are random, also without ``init_random_frames``."""
+        return any(part.opening or part.policy is None for part in self.parts)
+
+    @property
+    def policy_of_lane(self) -> NDArray[np.int64] | None:
+        """``[lane]``, the policy of each of its lanes; None if all act in every lane."""
+        joint = self._joint
+        return joint.of_lane if isinstance(joint, JointByLane) else None
+
+    @property
+    def row_version(self) -> Any:
+        """Version of the policy that acts, by lane; of groups, the number of all updates."""
+        joint = self._joint
+        return joint.row_versions if isinstance(joint, JointByLane) else self.version
+
+    # --- acting -----------------------------------------------------------------------------------
+
+    def try_parts(
+        self, td: TensorDictBase, env: EnvBase, observations: Collection[Key], *, strict: bool
+    ) -> None:
+        """Try each of them out, as `try_out` does one."""
+        self.notes += self._joint.try_parts(
+            td, env, observations, lanes=self._lanes, first=self._own.start, strict=strict
+        )
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        """Choose actions for ``td``, of which each policy gets a copy of its rows."""
+        return self.around(td)
+
+    def leave_out(self, random_lanes: Mask) -> None:
+        """Call no policy all of whose lanes act at random, in the next call."""
+        self._joint.leave_out(random_lanes)
+
+    def passes(self) -> None:
+        """Pass over a slot in which no lane here is stepped, and elsewhere some are."""
+        self._joint.passes()
+
+    def seed(
+        self, seed: int, incarnation: int, worker: int | None = None, *, own: bool = True
+    ) -> None:
+        """Begin the streams of random numbers of each."""
+        self._joint.seed(seed, incarnation, worker, own=own)
+
+    @property
+    def generators(self) -> list[dict[str, Any]]:
+        """The places in the streams of random numbers."""
+        return [part.generators for part in self.parts]
+
+    @generators.setter
+    def generators(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for part, state in zip(self.parts, states, strict=True):
+            part.generators = state
+
+    # --- versions and weights ---------------------------------------------------------------------
+
+    @property
+    def versions(self) -> dict[PolicyId, int]:
+        """Number of updates of each that has weights or a function."""
+        versions = self._joint.versions.tolist()
+        pairs = zip(self.parts, versions, strict=True)
+        return {part.id: version for part, version in pairs if part.policy is not None}
+
+    def of_id(self, policy_id: PolicyId | None) -> Policy:
+        """Return the policy of that id.
+
+        Raises:
+            ArgumentError: there is none, or it was not said.
+        """
+        known = [*self.versions]
+        if policy_id not in known:
+            near = did_you_mean(policy_id, map(str, known)) if isinstance(policy_id, str) else ""
+            random = any(part.id == policy_id for part in self.parts)
+            why = ", whose actions are random" if random else ""
+            raise ArgumentError(
+                f"policy_id: expected which of several policies is meant, one of {known}, got "
+                f"{policy_id!r}{why}{near}"
+            )
+        found = next(part.policy for part in self.parts if part.id == policy_id)
+        assert found is not None
+        return found
+
+    def update_weights(self, weights: Weights = None, policy_id: PolicyId | None = None) -> None:
+        """Take new weights for one of them, and count its version up."""
+        self.of_id(policy_id).update_weights(weights)
+        self._count(policy_id, 1)
+
+    def take_back(self, policy_id: PolicyId | None = None) -> None:
+        """Count an update back that reached no worker."""
+        self._count(policy_id, -1)
+
+    def _count(self, policy_id: PolicyId | None, by: int) -> None:
+        at = next(at for at, part in enumerate(self.parts) if part.id == policy_id)
+        self._joint.versions[at] += by
+        self.version += by
+
+    def begin_at(self, version: int) -> None:
+        """Count versions on from ``version``, where they are lower."""
+        super().begin_at(version)
+        self._joint.versions.clamp_(min=version)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, buffers and versions of each, and the random actions that are left."""
+        parts = [None if part.policy is None else part.policy.state_dict() for part in self.parts]
+        return {
+            "version": self.version,
+            "versions": self._joint.versions.tolist(),
+            "ids": [part.id for part in self.parts],
+            "parts": parts,
+            "openings": self.openings.left.tolist(),
+        }
+
+    def misfit(self, state: Mapping[str, Any]) -> str | None:
+        """Say why a state is not of these policies; None: it is."""
+        mine = [part.id for part in self.parts]
+        if "parts" not in state:
+            return f"the state is of one policy, and this collector has {len(mine)}: {mine}"
+        theirs = [(each, of is None) for each, of in zip(state["ids"], state["parts"], strict=True)]
+        if theirs != [(part.id, part.policy is None) for part in self.parts]:
+            return f"the state is of the policies {state['ids']}, and this collector has {mine}"
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned."""
+        for part, own in zip(self.parts, state["parts"], strict=True):
+            if part.policy is not None:
+                part.policy.load_state_dict(own)
+        self._joint.versions.copy_(torch.tensor(state["versions"]))
+        self.version = int(state["version"])
+        self.openings.left[:] = state["openings"]
+
+    def load_newer(self, state: Mapping[str, Any]) -> None:
+        """Take over weights of an earlier state, under versions that no weights had."""
+        left, newest = self.openings.left.copy(), max(self.version, *self.versions.values())
+        self.load_state_dict(state)
+        self.begin_at(max(newest, self.version) + 1)
+        self.openings.left[:] = left
+
+
+def given_policy(policy: Any) -> Any:
+    """Return a collector's argument ``policy``: several policies as one module."""
+    return joint_of(policy) if are_several(policy) else policy
+
+
+def policy_of(
+    policy: Any,
+    device: torch.device | None,
+    env_device: torch.device | None,
+    *,
+    kinds: tuple[type[Policy], type[SeveralPolicies]] = (Policy, SeveralPolicies),
+) -> Any:
+    """Return a result of `given_policy` as it acts: None, one of ``kinds[0]`` or ``kinds[1]``."""
+    if policy is None:
+        return None
+    return kinds[isinstance(policy, Joint)](policy, device, env_device)
+
+
+@contextmanager
+def streams_kept(policy: SeveralPolicies | None) -> Iterator[None]:
+    """A context that leaves the streams of random numbers of several policies as they were."""
+    if policy is None:
+        yield
+        return
+    before = policy.generators
+    try:
+        yield
+    finally:
+        policy.generators = before

@@ -1,0 +1,105 @@
+"""Lanes with two groups of agents that act, and masks that say which agents live."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from oracles import length_of
+
+GROUPS = {"red": 3, "blue": 1}
+
+
+def alive(lane: int, episode: int, step: int) -> list[bool]:
+    """Agents of ``red`` that live: one at least."""
+    return [agent == 0 or (lane + episode * 2 + step + agent) % 3 > 0 for agent in range(3)]
+
+
+class GroupsEnv(EnvBase):
+    """`red` has three agents with indices as actions, and a mask; `blue` has one, in a box.
+
+    Observations tell lane, episode, step and agent. The reward of an agent is its action's sum.
+    """
+
+    def __init__(self, lanes: int, lengths: Any, *, first_lane: int = 0) -> None:
+        super().__init__(device="cpu", batch_size=torch.Size([lanes]))
+        self.lengths, self.lanes, self.first = lengths, lanes, first_lane
+        self.episode, self.at = np.full(lanes, -1), np.zeros(lanes, np.int64)
+
+        def groups(**leaves: Any) -> Composite:
+            found = {
+                name: Composite(leaves["leaf"](name, agents), shape=(lanes, agents))
+                for name, agents in GROUPS.items()
+            }
+            return Composite(found, shape=(lanes,))
+
+        def observed(name: str, agents: int) -> dict[str, Any]:
+            mask = {"mask": Binary(agents, (lanes, agents), dtype=torch.bool)}
+            return {"observation": Unbounded((lanes, agents, 4))} | (mask if name == "red" else {})
+
+        def acted(name: str, agents: int) -> dict[str, Any]:
+            if name == "red":
+                return {"action": Categorical(3, shape=(lanes, agents))}
+            return {"action": Bounded(-1.0, 1.0, shape=(lanes, agents, 2))}
+
+        def flags(*inner: int) -> dict[str, Any]:
+            flag = Categorical(2, shape=(lanes, *inner, 1), dtype=torch.bool)
+            return {name: flag.clone() for name in ("done", "terminated", "truncated")}
+
+        self.observation_spec = groups(leaf=observed)
+        self.full_action_spec = groups(leaf=acted)
+        self.full_reward_spec = groups(
+            leaf=lambda _, agents: {"reward": Unbounded((lanes, agents, 1))}
+        )
+        ends = groups(leaf=lambda _, agents: flags(agents))
+        self.full_done_spec = Composite({**flags(), **dict(ends.items())}, shape=(lanes,))
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        mask = np.ones(self.lanes, np.bool_)
+        if tensordict is not None and "_reset" in tensordict.keys():
+            mask = tensordict["_reset"].reshape(-1).numpy()
+        self.episode[mask] += 1
+        self.at[mask] = 0
+        return self._out(np.zeros(self.lanes, np.bool_))
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.at += 1
+        lanes = range(self.lanes)
+        lengths = [
+            length_of(self.lengths, self.first + lane, int(self.episode[lane])) for lane in lanes
+        ]
+        out = self._out(self.at >= np.array(lengths))
+        for name, agents in GROUPS.items():
+            action = tensordict[name, "action"].float().reshape(self.lanes, agents, -1)
+            out[name, "reward"] = action.sum(-1, keepdim=True)
+        return out
+
+    def _out(self, ended: np.ndarray) -> TensorDict:
+        done = torch.from_numpy(ended.reshape(-1, 1).copy())
+        zeros = torch.zeros_like(done)
+        out = TensorDict({"done": done, "terminated": done.clone(), "truncated": zeros}, self.lanes)
+        for name, agents in GROUPS.items():
+            told = [
+                [[self.first + lane, self.episode[lane], self.at[lane], at] for at in range(agents)]
+                for lane in range(self.lanes)
+            ]
+            flags = {
+                key: value.unsqueeze(-1).expand(-1, agents, 1).clone()
+                for key, value in out.items()
+                if isinstance(value, torch.Tensor)
+            }
+            group = TensorDict(flags, [self.lanes, agents])
+            group["observation"] = torch.tensor(told, dtype=torch.float32)
+            if name == "red":
+                living = [alive(*map(int, agents_of[0][:3])) for agents_of in told]
+                group["mask"] = torch.tensor(living)
+            out[name] = group
+        return out
