@@ -47,24 +47,6 @@ def events_of(run: Mapping[str, Any], stop: int = _MOST) -> list[Event]:
     return events
 
 
-def comes_after(event: Mapping[str, Any], lane: int, row: int, trajectory: int, step: int) -> bool:
-    """Return whether a transition of ``lane`` was executed after an event.
-
-    Args:
-        event: one of `events_of`; ``lane`` has to be among its lanes.
-        lane: the transition's lane.
-        row: the number of its row.
-        trajectory: the id of its trajectory.
-        step: its step there.
-    """
-    first = event.get("first")
-    if not first:
-        return row >= int(event["row"])
-    at = lane if event["lanes"] is None else event["lanes"].index(lane)
-    begins: tuple[int, int] = tuple(first[at])
-    return (trajectory, step) >= begins
-
-
 def _is_event(event: Any) -> bool:
     if not isinstance(event, dict) or not _is_count(event.get("at")):
         return False

@@ -23,7 +23,7 @@ from tallyroll.storage import (
     verify,
 )
 from tallyroll.storage.files import run_events
-from tallyroll.storage.files.run_events import comes_after, events_of
+from tallyroll.storage.files.run_events import events_of
 
 RUN: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 7, "total_frames": 70, "seed": 0}
 FORMATS: dict[str, Any] = {"rows": MemmapStorage, "rows.h5": H5Storage, "rows.zarr": ZarrStorage}
@@ -209,16 +209,6 @@ def test_inspect_shows_the_last_ones(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [event["at"] for event in found["events"]] == [7, 14, 21, 28, 35]
 
 
-def test_the_position_of_a_row() -> None:
-    event = {"row": 10, "lanes": [2, 0], "first": [[5, 3], [6, 0]]}
-    assert comes_after(event, 2, 0, 5, 3)
-    assert not comes_after(event, 2, 99, 5, 2)
-    assert comes_after(event, 0, 0, 6, 0)
-    assert not comes_after(event, 0, 0, 3, 9)
-    assert comes_after({"row": 10, "lanes": None}, 4, 10, 0, 0)
-    assert not comes_after({"row": 10, "lanes": None}, 4, 9, 0, 0)
-
-
 GOOD = {"at": 3, "call": "env_set", "name": "level", "args": [1]}
 
 
@@ -242,10 +232,7 @@ GOOD = {"at": 3, "call": "env_set", "name": "level", "args": [1]}
 def test_what_is_no_event_is_left_out(events: Any) -> None:
     """A crafted manifest is data; nothing of it is called."""
     assert events_of({"first_row": 0, "events": events}) == []
-    whole = events_of(
-        {"first_row": 4, "events": [*(events or ()), GOOD]}
-        if events != "text"
-        else {"first_row": 4, "events": [GOOD]}
-    )
+    others = events if isinstance(events, list) else []
+    whole = events_of({"first_row": 4, "events": [*others, GOOD]})
     assert whole == [{**GOOD, "row": 7, "kwargs": {}, "lanes": None}]
     assert events_of({"first_row": 4, "events": [GOOD]}, stop=6) == []
