@@ -99,7 +99,7 @@ def test_a_hand_loop_repeats_cartpole_and_its_options(tmp_path: Path) -> None:
         for size in (1, 2, 3, 7, 90, *[5] * 39, 2):
             collector.collect(size)
     with open_storage(tmp_path / "s") as storage:
-        rows = storage[:]
+        rows, table = storage[:], storage.trajectories.table
         (run,) = storage.manifest["runs"]
     made = partial(gymnasium.make, "CartPole-v1")
     assert replay(rows, made, resets.options_of, ("low", "high")) > 8
@@ -112,6 +112,9 @@ def test_a_hand_loop_repeats_cartpole_and_its_options(tmp_path: Path) -> None:
         for part in trajectories(rows)
         if part["collector", "traj_ids"][0] < 4
     ]
+    for line in table:
+        own = rows[rows["collector", "traj_ids"] == int(line["id"])]["collector"]
+        assert (own["reset_seed"] == int(line["reset_seed"])).all()
 
 
 def test_seeds_alone_seed_every_episode_of_an_async_vector() -> None:
