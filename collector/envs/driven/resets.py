@@ -43,3 +43,4 @@ def give_resets(env: EnvBase, resets: Resets) -> None:
             f"reset_sampler: expected other names than {kept}, which {base.kind} needs for itself"
         )
     base.stepper.contexts.take(ResetDraws(resets, system))
+    base.stepper.follow_resets()

@@ -47,12 +47,13 @@ def rows_of_workers(create: Any = Weather, **options: Any) -> Any:
 # --- one environment, stepped by hand -------------------------------------------------------------
 
 
-VECTORS = {
-    "wrapped": lambda: RecordEpisodeStatistics(
-        SyncVectorEnv([Weather] * 3, autoreset_mode=AutoresetMode.DISABLED)
-    ),
-    "avoided": lambda: SyncVectorEnv([Weather] * 3),
-}
+def vector(mode: AutoresetMode, wrapped: bool = False) -> Any:
+    """Make a vector that a caller hands over; a wrapper around it looks at infos."""
+    made = SyncVectorEnv([Weather] * 3, autoreset_mode=mode)
+    return RecordEpisodeStatistics(made) if wrapped else made
+
+
+NEXT_STEP, SAME_STEP = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
 WAYS: dict[str, dict[str, Any]] = {
     "lanes": {"num_envs": 3},
     "one lane": {},
@@ -60,8 +61,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "resets each batch": {"num_envs": 3, "reset_at_each_iter": True},
     "infos": {"num_envs": 3, "info_keys": ["air"]},
     "episodes": {"num_envs": 3, "total_frames": None, "total_episodes": 20},
-    "wrapped": {"create": VECTORS["wrapped"]},
-    "avoided": {"create": VECTORS["avoided"], "reset_slots": "avoid"},
+    "wrapped": {"create": partial(vector, AutoresetMode.DISABLED, wrapped=True)},
+    "avoided": {"create": partial(vector, NEXT_STEP), "reset_slots": "avoid"},
+    "next step": {"create": partial(vector, NEXT_STEP)},
+    "next step, wrapped": {"create": partial(vector, NEXT_STEP, wrapped=True)},
+    "next step, infos": {"create": partial(vector, NEXT_STEP), "info_keys": ["air"]},
+    "next step, each batch": {"create": partial(vector, NEXT_STEP), "reset_at_each_iter": True},
+    "same step": {"create": partial(vector, SAME_STEP)},
+    "same step, wrapped": {"create": partial(vector, SAME_STEP, wrapped=True)},
+    "same step, infos": {"create": partial(vector, SAME_STEP), "info_keys": ["air"]},
+    "same step, episodes": {
+        "create": partial(vector, SAME_STEP),
+        "total_frames": None,
+        "total_episodes": 20,
+    },
 }
 
 
@@ -71,16 +84,18 @@ def test_a_hand_loop_repeats_the_rows(way: str) -> None:
     assert repeat(rows_of(**WAYS[way])) > 15
 
 
-def test_a_hand_loop_repeats_the_rows_of_the_slowest_way() -> None:
+@pytest.mark.parametrize("way", ["lanes", "next step", "same step"])
+def test_a_hand_loop_repeats_the_rows_of_the_slowest_way(way: str) -> None:
     """Every faster way is switched off, and the rows are the same."""
-    fast = rows_of(num_envs=3)
+    fast = rows_of(**WAYS[way])
     with ways.switched_off(*ways.WAYS):
-        assert_same(rows_of(num_envs=3), fast)
+        assert_same(rows_of(**WAYS[way]), fast)
 
 
-def test_a_time_limit_of_ours_ends_what_a_hand_loop_goes_on_with() -> None:
+@pytest.mark.parametrize("way", ["lanes", "next step", "same step"])
+def test_a_time_limit_of_ours_ends_what_a_hand_loop_goes_on_with(way: str) -> None:
     """Transforms stand between the driver and the environment."""
-    rows = rows_of(num_envs=3, max_frames_per_traj=4)
+    rows = rows_of(**WAYS[way], max_frames_per_traj=4)
     short = [part for part in trajectories(rows) if not part["next", "truncated"].any()]
     assert repeat(torch.cat(short)) > 15
     starts = torch.cat([part[:1] for part in trajectories(rows)])

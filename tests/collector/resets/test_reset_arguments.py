@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -215,6 +216,14 @@ class Cloud(System):
         return Step([self._seen], [cut * 1.0], over, cut)
 
 
+class Own(SyncVectorEnv):
+    """Resets its lanes in its own way."""
+
+    def step(self, actions: Any) -> Any:
+        """Step as others do."""
+        return super().step(actions)
+
+
 WIND: Mapping[str, Any] = {"wind": [1, 0.1], "rain": uniform(0, 1)}
 TORCHRL = partial(GymEnv, "CartPole-v1")
 
@@ -224,8 +233,8 @@ TORCHRL = partial(GymEnv, "CartPole-v1")
     [
         (TORCHRL, SEEDS, "GymEnv is an environment of TorchRL's, .* pass the id"),
         (partial(SerialEnv, 2, TORCHRL), GRAVITY, "SerialEnv is an environment of TorchRL's"),
-        (partial(SyncVectorEnv, [Weather]), SEEDS, "takes no seed .*AutoresetMode.DISABLED"),
-        (partial(SyncVectorEnv, [Weather]), GRAVITY, "takes no options .* reset_slots"),
+        (partial(Own, [Weather]), SEEDS, "Own takes no seed .* has a step or a reset of its own"),
+        (partial(Own, [Weather]), GRAVITY, "Own takes no options .* a step or a reset of its own"),
         (
             partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="vector_entry_point"),
             SEEDS,
@@ -245,14 +254,17 @@ def test_an_environment_that_cannot_is_refused(create: Any, resets: Resets, said
         collect(create, resets)
 
 
-def test_an_async_vector_is_refused_options() -> None:
-    """Its lanes would all have the same ones; no process is started for that."""
-    rules = VectorRules(AutoresetMode.DISABLED, "final", True, True, False, False, [])
+def test_an_async_vector_is_refused_what_its_processes_do_not_take() -> None:
+    """Its lanes would all have the same options; no process is started for that."""
+    by_mask = VectorRules(AutoresetMode.DISABLED, "final", True, True, False, False, [])
+    within = replace(by_mask, autoreset=AutoresetMode.SAME_STEP, at_end="first")
     vector: AsyncVectorEnv = object.__new__(AsyncVectorEnv)
     vector.closed = True  # for its end
-    seeds, options, why = takes_resets(vector, rules)
-    assert (seeds, options) == (True, False)
-    assert "MultiprocessCollector" in why
+    for rules, said in (by_mask, "gives all lanes the same"), (within, "within a step"):
+        seeds, options, why = takes_resets(vector, rules)
+        assert (seeds, options) == (rules is by_mask, False)
+        assert said in why
+        assert "MultiprocessCollector" in why
 
 
 @pytest.mark.parametrize(
