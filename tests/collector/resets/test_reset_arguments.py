@@ -159,6 +159,18 @@ def test_a_sampler_that_cannot_be_recorded_is_refused(sampler: Any, said: str) -
         collect(Weather, Resets(sampler=sampler))
 
 
+def test_options_are_drawn_again_as_documented_by_numpy() -> None:
+    """By a Philox generator whose key is the seed, whatever was drawn before it."""
+    resets = Resets(sampler={"a": uniform(2, 6), "b": choice([5, 7])}, seeds=True)
+    for seed in (0, 12, 2**63 - 1):
+        rng = np.random.Generator(np.random.Philox(key=np.array([seed, 1], np.uint64)))
+        wanted = {"a": 2 + 4 * rng.random(), "b": (5, 7)[rng.random() > 0.5]}
+        assert resets.options_of(seed) == wanted
+    for wrong in (-1, 2**63):
+        with pytest.raises(ArgumentError, match=f"expected a reset_seed of rows, got {wrong}"):
+            resets.options_of(wrong)
+
+
 def test_a_constant_needs_no_seed() -> None:
     """It is the same whatever is drawn."""
     rows = collect(Weather, Resets(sampler={"gravity": 2, "level": "moon"}))
