@@ -13,7 +13,7 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from reset_kit import Weather
 from torchrl.data import Unbounded
-from torchrl.envs import GymEnv, SerialEnv
+from torchrl.envs import GymEnv, ParallelEnv, SerialEnv
 
 from tallyroll.collector import (
     ArgumentError,
@@ -243,8 +243,9 @@ TORCHRL = partial(GymEnv, "CartPole-v1")
 @pytest.mark.parametrize(
     ("create", "resets", "said"),
     [
-        (TORCHRL, SEEDS, "GymEnv is an environment of TorchRL's, .* pass the id"),
-        (partial(SerialEnv, 2, TORCHRL), GRAVITY, "SerialEnv is an environment of TorchRL's"),
+        (TORCHRL, SEEDS, "GymEnv is an environment of TorchRL's, whose set_seed .* pass the id"),
+        (partial(SerialEnv, 2, TORCHRL), GRAVITY, "TorchRL's, whose reset has one seed and the"),
+        (partial(ParallelEnv, 2, TORCHRL), SEEDS, "ParallelEnv is .* whose processes reset their"),
         (partial(Own, [Weather]), SEEDS, "Own takes no seed .* has a step or a reset of its own"),
         (partial(Own, [Weather]), GRAVITY, "Own takes no options .* a step or a reset of its own"),
         (
