@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from reset_kit import LEVELS, Careless, Weather, joined, replay, trajectories
 
@@ -53,6 +53,15 @@ def vector(mode: AutoresetMode, wrapped: bool = False) -> Any:
     return RecordEpisodeStatistics(made) if wrapped else made
 
 
+class Looks(VectorWrapper):
+    """Looks at the lanes themselves around each step."""
+
+    def step(self, actions: Any) -> Any:
+        """Step, while each lane shows what it has seen."""
+        assert len(self.env.get_attr("seen")) == 3  # type: ignore[attr-defined]
+        return super().step(actions)
+
+
 NEXT_STEP, SAME_STEP = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
 WAYS: dict[str, dict[str, Any]] = {
     "lanes": {"num_envs": 3},
@@ -69,6 +78,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "next step, each batch": {"create": partial(vector, NEXT_STEP), "reset_at_each_iter": True},
     "same step": {"create": partial(vector, SAME_STEP)},
     "same step, wrapped": {"create": partial(vector, SAME_STEP, wrapped=True)},
+    "same step, looked at": {"create": lambda: Looks(vector(SAME_STEP))},
     "same step, infos": {"create": partial(vector, SAME_STEP), "info_keys": ["air"]},
     "same step, episodes": {
         "create": partial(vector, SAME_STEP),
@@ -130,6 +140,15 @@ def test_a_hand_loop_repeats_cartpole_and_its_options(tmp_path: Path) -> None:
     for line in table:
         own = rows[rows["collector", "traj_ids"] == int(line["id"])]["collector"]
         assert (own["reset_seed"] == int(line["reset_seed"])).all()
+
+
+def test_a_vector_is_handed_back_with_its_own_lanes() -> None:
+    """Those that are given seeds stand in their place for the time of a call."""
+    env = vector(SAME_STEP, wrapped=True)
+    own = [*env.unwrapped.envs]
+    rows_of(env, total_frames=40)
+    assert env.unwrapped.envs == own
+    env.close()
 
 
 def test_seeds_alone_seed_every_episode_of_an_async_vector() -> None:

@@ -24,7 +24,7 @@ from tallyroll.collector import (
     uniform,
 )
 from tallyroll.collector.envs import Declares, Step, System
-from tallyroll.collector.envs.gymnasium.given_resets import takes_resets
+from tallyroll.collector.envs.gymnasium.given_resets import GivenLane, takes_resets
 from tallyroll.collector.envs.gymnasium.vector_rules import VectorRules
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.options.draws import parsed
@@ -74,6 +74,7 @@ def test_a_spelling_is_read_back() -> None:
     """Of each kind, and of constants."""
     for text, draw in SPELLINGS.items():
         assert parsed(text) == draw == parsed(draw.spelling)
+    assert choice(np.array([1.0, 2.5])) == choice([1.0, 2.5])
     for text in ('"sea"', "-9.81", "[1, 2]", "null", "false"):
         assert parsed(text).spelling == text
 
@@ -265,6 +266,12 @@ def test_an_environment_that_cannot_is_refused(create: Any, resets: Resets, said
     """At the construction, with the reason and a way out."""
     with pytest.raises(EnvironmentRefused, match=said):
         collect(create, resets)
+
+
+def test_a_lane_without_its_environment_has_nothing() -> None:
+    """As copies ask one that is half made; it does not ask itself for ever."""
+    with pytest.raises(AttributeError, match="_env"):
+        _ = GivenLane.__new__(GivenLane).seen
 
 
 def test_an_async_vector_is_refused_what_its_processes_do_not_take() -> None:
