@@ -2,13 +2,16 @@
 
 Run ``python benchmarks/modes.py``. Each kind of vector is stepped bare and collected from, into a
 ring, with the same random actions; raw loops count no resets, so their share is found before.
-``--peers`` adds the loops of other libraries. Interleaved rounds, medians.
+``--peers`` adds the loops of other libraries. Interleaved rounds, medians. ``--resets`` measures
+what seeds and options of resets cost instead: ids that are collected in batches, CPU time, the
+fastest fifth of rounds of 2,048 rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +39,7 @@ from peers import Peer, installed
 from peers import Tianshou as TianshouBatches
 from small_batch_steps import StableBaselines3, TorchRL, touched_buffer
 
-from tallyroll.collector import Info, SyncCollector
+from tallyroll.collector import Info, Resets, SyncCollector, uniform
 from tallyroll.storage import MemmapStorage
 
 if TYPE_CHECKING:
@@ -290,6 +293,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=20_000, help="calls a contender in all")
     parser.add_argument("--rounds", type=int, default=15, help="rounds a contender (default: 15)")
     parser.add_argument("--peers", action="store_true", help="other libraries' loops too")
+    parser.add_argument("--resets", action="store_true", help="what resets are given, instead")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     for name, known in (("kinds", KINDS), ("modes", MODES)):
@@ -367,14 +371,126 @@ def compared(kind: str, mode: str, lanes: int, scratch: Path, args: argparse.Nam
     ]
 
 
+# --- what resets are given ------------------------------------------------------------------------
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "seeds": {"seeds": True},
+    "seeds and two options": {
+        "seeds": True,
+        "sampler": {"low": uniform(-0.05, 0.0), "high": uniform(0.0, 0.05)},
+    },
+}
+
+
+class Given:
+    """A loop whose resets are given something; its CPU time, and the resets in it."""
+
+    def __init__(self, given: str, lanes: int) -> None:
+        """Begin without any round."""
+        self.given, self.lanes = given, lanes
+        self.cpu: list[float] = []
+        self.resets: list[int] = []
+
+    def play(self) -> int:
+        """Step 2,048 rows, and return the resets of lanes."""
+        raise NotImplementedError
+
+    @property
+    def fastest(self) -> float:
+        """The mean CPU time of the fastest fifth of its rounds."""
+        return float(np.mean(sorted(self.cpu)[: max(1, len(self.cpu) // 5)]))
+
+    def round(self) -> None:
+        """Play, with the clock of this thread."""
+        start = time.thread_time()
+        self.resets.append(self.play())
+        self.cpu.append(time.thread_time() - start)
+
+
+class GivenRaw(Given):
+    """The lanes of a vector, stepped and reset by hand, with seeds and options that are ready."""
+
+    def __init__(self, *how: Any) -> None:
+        """Make lanes, seeds and actions."""
+        super().__init__(*how)
+        self.envs = [cartpole() for _ in range(self.lanes)]
+        self.rng = np.random.default_rng(0)
+        for env in self.envs:
+            env.reset(seed=0)
+
+    def play(self) -> int:
+        """Step lane by lane."""
+        seeds = self.rng.integers(2**31, size=2048).tolist()
+        options = {"low": -0.04, "high": 0.04}
+        more: dict[str, Any] = {"options": options} if "options" in self.given else {}
+        actions, count, seeded = self.rng.integers(2, size=2048), 0, self.given != "nothing"
+        for row in actions.reshape(-1, self.lanes):
+            for env, action in zip(self.envs, row, strict=True):
+                _, _, terminated, truncated, _ = env.step(action)
+                if terminated or truncated:
+                    env.reset(seed=seeds[count] if seeded else None, **more)
+                    count += 1
+        return count
+
+
+class GivenOurs(Given):
+    """Batches of a collector."""
+
+    def __init__(self, *how: Any) -> None:
+        """Make it, and collect a batch."""
+        super().__init__(*how)
+        resets = Resets(**GIVEN[self.given])
+        self.collector = SyncCollector(
+            "CartPole-v1",
+            num_envs=self.lanes,
+            frames_per_batch=2048,
+            total_frames=-1,
+            seed=0,
+            resets=resets,
+        )
+        self.batches = iter(self.collector)
+        next(self.batches)
+
+    def play(self) -> int:
+        """Collect batches."""
+        before = self.collector.metrics()["episodes"]
+        next(self.batches)
+        return int(self.collector.metrics()["episodes"] - before)
+
+
+def given(lanes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print and return what each thing given costs a reset."""
+    kinds: tuple[type[Given], ...] = (GivenRaw, GivenOurs)
+    loops = [{name: kind(name, lanes) for name in GIVEN} for kind in kinds]
+    for _ in range(max(5, args.calls // 2048)):
+        for of_kind in loops:
+            for loop in of_kind.values():
+                loop.round()
+    found = []
+    for name in [*GIVEN][1:]:
+        own, ours = (
+            (of[name].fastest - of["nothing"].fastest) / float(np.mean(of[name].resets)) * 1e6
+            for of in loops
+        )
+        console.print(
+            f"{lanes} lanes, {name}: {own:.1f} us a reset in a loop of the environments alone, "
+            f"{ours:.1f} in ours: {ours - own:.1f} beside it"
+        )
+        found.append({"lanes": lanes, "given": name, "own_us": own, "ours_us": ours})
+    return found
+
+
 def main() -> None:
     """Measure every table that was asked for."""
     args = parse_args()
     prepare()
     print_setting()
     figures: list[dict[str, Any]] = []
+    for lanes in args.lanes if args.resets else ():
+        figures += given(lanes, args)
     with tempfile.TemporaryDirectory() as folder:
-        for kind in args.kinds:
+        for kind in () if args.resets else args.kinds:
             if KINDS[kind].package and not find_spec(KINDS[kind].package):
                 console.print(f"{kind}: {KINDS[kind].package} is not installed")
                 continue

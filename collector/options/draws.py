@@ -40,7 +40,7 @@ class Uniform:
 
     def draw(self, rng: np.random.Generator) -> float:
         """Return a number."""
-        return float(rng.uniform(self.low, self.high))
+        return self.low + (self.high - self.low) * rng.random()
 
     @property
     def examples(self) -> Sequence[Any]:
@@ -61,7 +61,7 @@ class Choice:
 
     def draw(self, rng: np.random.Generator) -> Any:
         """Return one of them."""
-        return self.values[int(rng.integers(len(self.values)))]
+        return self.values[int(rng.random() * len(self.values))]
 
     @property
     def examples(self) -> Sequence[Any]:

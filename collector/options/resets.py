@@ -9,15 +9,34 @@ import numpy as np
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options.checks import flag
-from tallyroll.collector.options.draws import Constant, Draw, Sampler, draw_of, json_value
+from tallyroll.collector.options.draws import Choice, Constant, Draw, Sampler, draw_of, json_value
 from tallyroll.collector.options.objects import OptionObject
 from tallyroll.storage.rows.keys import can_be_stored
 
 _OF_OPTIONS = 1
-"""Options have a stream of their own beside that of the environment, which has the same seed."""
+"""The streams of options, among those of a seed; environments have others of the same seed."""
 _KINDS: dict[str, type] = {"b": bool, "i": int, "f": float}
 _INT64, _FLOAT = 2**63, sys.float_info.max
 _DTYPES = {kind: np.dtype(each) for kind, each in _KINDS.items()}
+
+
+class Streams:
+    """Generators of the options of resets, one for each seed, of which the last one is in use.
+
+    A key for each seed makes them independent (Philox), and costs a tenth of a new generator.
+    """
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(key=np.array([0, _OF_OPTIONS], np.uint64))
+        self._rng = np.random.Generator(self._bits)
+        self._state = self._bits.state
+        self._key = self._state["state"]["key"]
+
+    def of(self, reset_seed: int) -> np.random.Generator:
+        """Return the generator of a seed, at its beginning; those of others are it from now on."""
+        self._key[0] = reset_seed
+        self._bits.state = self._state
+        return self._rng
 
 
 def sampler_of(name: str, value: Any) -> Any:
@@ -106,22 +125,13 @@ class Resets(OptionObject):
         """Draw the options of a trajectory again, from the seed that its rows have.
 
         Raises:
-            ArgumentError: the sampler is a function, and what it returned are no options.
+            ArgumentError: that is no seed; the sampler is a function, and what it returned are no
+                options.
         """
-        if self.sampler is None:
-            return {}
-        rng = np.random.default_rng(
-            np.random.SeedSequence(int(reset_seed), spawn_key=(_OF_OPTIONS,))
-        )
-        if not callable(self.sampler):
-            return {name: each.draw(rng) for name, each in self.sampler.items()}
-        drawn = self.sampler(rng)
-        if not isinstance(drawn, Mapping):
-            raise ArgumentError(
-                "reset_sampler: expected a function that returns options by name, got "
-                f"{type(drawn).__name__}"
-            )
-        return dict(drawn)
+        seed = int(reset_seed)
+        if not 0 <= seed < _INT64:
+            raise ArgumentError(f"options_of: expected a reset_seed of rows, got {reset_seed!r}")
+        return drawn_from(self, Streams().of(seed))
 
     def columns(self) -> dict[str, np.dtype[Any]]:
         """Return the options that become columns, and their dtypes; a function is tried out.
@@ -148,6 +158,25 @@ class Resets(OptionObject):
             return {"seeds": self.seeds, "sampler": None if self.sampler is None else name}
         spelled = {name: each.spelling for name, each in self.sampler.items()}
         return {"seeds": self.seeds, "sampler": spelled}
+
+
+def drawn_from(resets: Resets, rng: np.random.Generator) -> dict[str, Any]:
+    """Draw options, which are not used later than ``rng``.
+
+    Raises:
+        ArgumentError: the sampler is a function, and what it returned are no options.
+    """
+    if resets.sampler is None:
+        return {}
+    if not callable(resets.sampler):
+        return {name: each.draw(rng) for name, each in resets.sampler.items()}
+    drawn = resets.sampler(rng)
+    if not isinstance(drawn, Mapping):
+        raise ArgumentError(
+            "reset_sampler: expected a function that returns options by name, got "
+            f"{type(drawn).__name__}"
+        )
+    return dict(drawn)
 
 
 def dtype_of(values: Sequence[Any]) -> np.dtype[Any] | None:
@@ -185,6 +214,13 @@ def number_of(name: str, value: Any, dtype: np.dtype[Any]) -> Any:
             f"{value!r}"
         )
     return number
+
+
+def column_draw(name: str, draw: Draw, dtype: np.dtype[Any]) -> Draw:
+    """``draw`` of an option that is a column of ``dtype``, whose values are numbers of that."""
+    if isinstance(draw, Choice):
+        return Choice(tuple(number_of(name, each, dtype) for each in draw.values))
+    return Constant(number_of(name, draw.value, dtype)) if isinstance(draw, Constant) else draw
 
 
 def other_of(name: str, value: Any) -> Any:

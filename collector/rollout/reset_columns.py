@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Self
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torchrl.envs import EnvBase
@@ -53,13 +52,14 @@ class ResetColumns:
         for column, now in self._arrays:
             column[start:stop] = now
 
-    def begun(self, lanes: NDArray[np.intp]) -> None:
+    def begun(self, lanes: Sequence[int]) -> None:
         """Write to those of the slots that follow the one under way in ``lanes``."""
         assert self._cursor is not None
-        after = self._cursor.at + 1
-        if after < self._stop:
+        after, stop = self._cursor.at + 1, self._stop
+        if after < stop:
             for column, now in self._arrays:
-                column[after : self._stop, lanes] = now[lanes]
+                for lane in lanes:
+                    column[after:stop, lane] = now[lane]
 
     def put(self, at: int, lanes: NDArray[Any] | None = None) -> None:
         """Write to the slot ``at``, whose rows are of ``lanes``; None: of every lane."""

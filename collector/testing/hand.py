@@ -32,7 +32,7 @@ class Hand:
                 name: np.zeros((self.d.lanes, *spec.shape), NUMPY[spec.dtype])
                 for name, spec in self.d.context.items()
             }
-            self._redraw(np.ones(self.d.lanes, np.bool_))
+            self._draw_contexts(np.ones(self.d.lanes, np.bool_))
         self.pending = np.zeros(self.d.lanes, np.bool_)
         """Lanes whose next step is a reset slot."""
         given = seeds if self.d.seeds in ("reset", "shared") else None
@@ -40,6 +40,10 @@ class Hand:
         self._redraw(np.ones(self.d.lanes, np.bool_))
 
     def _redraw(self, lanes: Mask) -> None:
+        """Draw what the resets after those of ``lanes`` are given."""
+        self._draw_contexts(lanes)
+
+    def _draw_contexts(self, lanes: Mask) -> None:
         for lane in np.flatnonzero(lanes) if self.d.context else ():
             drawn = self._draw(self._rngs[lane])
             for name, values in self.system.next_context.items():
@@ -79,6 +83,27 @@ class Hand:
             self.pending = ended
         self.seen = following
         return out, after, executed
+
+
+class SeededHand(Hand):
+    """A system whose resets are given seeds, each drawn one ahead."""
+
+    def __init__(self, system: System, seeds: Sequence[int], draw: Any = None) -> None:
+        self._ahead = system.next_seeds = np.array(seeds, np.int64)
+        self._drawn = np.random.default_rng(seeds)
+        self.seeds = self._ahead.copy()
+        """Seeds ``[lane]`` of the episodes under way."""
+        self.contexts: list[dict[str, NDArray[Any]]] = [{} for _ in seeds]
+        """Contexts of the episodes under way, a lane each."""
+        super().__init__(system, seeds, draw)
+
+    def _redraw(self, lanes: Mask) -> None:
+        ahead = self.system.next_context if self.d.context else {}
+        for lane in np.flatnonzero(lanes).tolist():
+            self.seeds[lane] = self._ahead[lane]
+            self.contexts[lane] = {name: values[lane].copy() for name, values in ahead.items()}
+        super()._redraw(lanes)
+        self._ahead[lanes] = self._drawn.integers(2**31, size=len(lanes))[lanes]
 
 
 def stepped(system: System, action: Values, lanes: Mask | None = None) -> Step:

@@ -1,14 +1,33 @@
 """The contract of a system: resets and seeds."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 
+from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.stepping.arrays import as_flags
 from tallyroll.collector.envs.system import Mask
 from tallyroll.collector.errors import EnvironmentRefused
-from tallyroll.collector.testing.hand import Hand
-from tallyroll.collector.testing.system_case import SystemCase
+from tallyroll.collector.testing.hand import Hand, SeededHand, Values
+from tallyroll.collector.testing.system_case import SEED, SystemCase
+
+
+@dataclass
+class Episode:
+    """An episode of a lane: what its reset was given, and what it observed and did."""
+
+    seed: int
+    context: Mapping[str, Any]
+    seen: list[Values] = field(default_factory=list)
+    actions: list[Values] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, hand: SeededHand, lane: int) -> Self:
+        """The one under way in a lane."""
+        return cls(int(hand.seeds[lane]), hand.contexts[lane])
 
 
 class ResetContract(SystemCase):
@@ -111,6 +130,52 @@ class ResetContract(SystemCase):
         for action in self.actions(one.system, self.steps):
             self.require_equal(one.step(action)[1], other.step(action)[1], "a step")
         return self.close(one.system, other.system)
+
+    def test_an_episode_is_repeated_by_what_its_reset_was_given(self) -> None:
+        """Check with ``reset_seeds`` that seed and context say all of what an episode begins from.
+
+        The last whole episode of each lane, which had others before it, is played again as the
+        first one of a new instance.
+        """
+        seeds = lane_seeds(SEED, self.lanes, 0)
+        hand = SeededHand(self.make(self.lanes, seeds), seeds, self.draw)
+        if not hand.d.reset_seeds or not self.repeatable or self.counts_episodes:
+            return self.close(hand.system)
+        whole = self._last_whole_episodes(hand)
+        assert whole, "expected a lane with three episodes; choose more steps, or shorter episodes"
+        at = [whole.get(lane, next(iter(whole.values()))) for lane in range(self.lanes)]
+        contexts = itertools.chain((each.context for each in at), itertools.repeat(at[0].context))
+        again = SeededHand(
+            self.make(self.lanes, seeds), [each.seed for each in at], lambda _: next(contexts)
+        )
+        for step in range(max(len(each.actions) for each in at)):
+            for lane, each in whole.items():
+                if step < len(each.actions):
+                    found = [value[lane] for value in again.seen]
+                    self.require_equal(each.seen[step], found, f"lane {lane}, step {step}")
+            acts = zip(
+                *(each.actions[min(step, len(each.actions) - 1)] for each in at), strict=True
+            )
+            again.step([np.stack(each) for each in acts])
+        return self.close(hand.system, again.system)
+
+    def _last_whole_episodes(self, hand: SeededHand) -> dict[int, "Episode"]:
+        """Play, and return by lane the last episode that ended, but for each lane's first one."""
+        found: dict[int, Episode] = {}
+        under_way, begun = [Episode.of(hand, lane) for lane in range(self.lanes)], [0] * self.lanes
+        for action in self.actions(hand.system, self.steps):
+            before = hand.seen
+            _, _, executed = hand.step(action)
+            for lane, episode in enumerate(under_way):
+                if executed[lane]:
+                    episode.seen.append([value[lane].copy() for value in before])
+                    episode.actions.append([value[lane].copy() for value in action])
+                if hand.seeds[lane] != episode.seed:
+                    begun[lane] += 1
+                    if begun[lane] > 1:
+                        found[lane] = episode
+                    under_way[lane] = Episode.of(hand, lane)
+        return found
 
     def test_a_reset_by_mask_leaves_other_lanes_alone(self) -> None:
         """Check with ``resets="mask"`` that the other lanes go on undisturbed.

@@ -24,6 +24,8 @@ class SystemCase:
     """Rows that are collected."""
     repeatable = True
     """The same seeds and actions give the same values, bit for bit."""
+    counts_episodes = False
+    """Observations tell how many episodes a lane has had, so that no episode is like another."""
     agents_come_back = False
     """Agents of a group may join, or come back, while a lane's episode goes on."""
 

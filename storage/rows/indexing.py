@@ -31,9 +31,9 @@ def resolve(index: Any, length: int) -> int | slice | np.ndarray:
             )
         index = index[0]
     if isinstance(index, slice):
-        return _forward(*index.indices(length))
+        return _forward(*index.indices(length), length)
     if isinstance(index, range):
-        index = np.arange(index.start, index.stop, index.step)
+        index = _numbers(index, length)
     elif isinstance(index, torch.Tensor):
         index = _array_of(index)
     elif type(index) is int and not -length <= index < length:  # of any size
@@ -78,7 +78,18 @@ def _plain(index: Any, length: int) -> np.ndarray | None:
     return index
 
 
-def _forward(start: int, stop: int, step: int) -> slice | np.ndarray:
+def _numbers(rows: range, length: int) -> np.ndarray:
+    """Return the numbers of ``rows``, which may be of any size."""
+    for row in (rows[0], rows[-1]) if rows else ():
+        if not -length <= row < length:
+            raise _out_of_range(row, length)
+    few = len(rows) < 2  # the bounds and the step of which may be of any size
+    return np.array(rows, np.int64) if few else np.arange(rows.start, rows.stop, rows.step)
+
+
+def _forward(start: int, stop: int, step: int, length: int) -> slice | np.ndarray:
+    # A longer step selects as little, and may be more than 64 bits hold.
+    step = max(-length, min(step, length)) or 1
     # Tensors have no negative strides: rows in reverse are gathered.
     return slice(start, stop, step) if step > 0 else np.arange(start, stop, step)
 

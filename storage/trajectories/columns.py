@@ -12,6 +12,7 @@ import torch
 from tallyroll.storage.rows.keys import (
     LANE,
     POLICY_VERSION,
+    RESET_SEED,
     REWARD,
     STEP,
     TERMINATED,
@@ -27,7 +28,7 @@ from tallyroll.storage.trajectories.episodes import EpisodeRows
 
 WHOSE: Final = (TRAJ_IDS, STEP, LANE)
 """The columns that say to which trajectory a row belongs."""
-_NUMBERS = (*WHOSE, POLICY_VERSION)
+_NUMBERS = (*WHOSE, POLICY_VERSION, RESET_SEED)
 
 Chunk = TypeVar("Chunk", bound=RowChunk)
 
@@ -65,7 +66,9 @@ class RowOrder:
     def __init__(self, schema: Schema) -> None:
         self._keys = set(schema.keys)
         self._sixteen_bits = {c.key for c in schema.columns if c.dtype is torch.bfloat16}
-        self._versions = not missing(schema, (POLICY_VERSION,))
+        self._optional = {
+            key for key in (POLICY_VERSION, RESET_SEED) if not missing(schema, (key,))
+        }
 
     def chunk(self, reader: Reading, start: int, stop: int) -> RowChunk:
         """Whose the rows ``[start, stop)`` are, without the first ones if they are gone."""
@@ -80,15 +83,19 @@ class RowOrder:
             else np.zeros(count, np.bool_)
             for key in (TERMINATED, TRUNCATED)
         )
-        reward, version = np.full(count, np.nan), np.full(count, -1)
+        reward = np.full(count, np.nan)
         if REWARD in self._keys:
             reward = self._column(reader, REWARD, start, stop)
             reward = reward.reshape(count) if reward.size == count else reward
-        if self._versions:
-            version = numbers_of(self._column(reader, POLICY_VERSION, start, stop))
+        version, seed = (
+            numbers_of(self._column(reader, key, start, stop))
+            if key in self._optional
+            else np.full(count, -1)
+            for key in (POLICY_VERSION, RESET_SEED)
+        )
         # Last, for what is overwritten until then is left out.
         ids, steps, lane = self._whose(reader, start, stop)
-        rows = EpisodeRows(start, ids, steps, lane, terminated, truncated, reward, version)
+        rows = EpisodeRows(start, ids, steps, lane, terminated, truncated, reward, version, seed)
         return _left(reader, rows)
 
     def _whose(self, reader: Reading, start: int, stop: int) -> list[np.ndarray]:

@@ -12,7 +12,8 @@ Fields of a line:
 ``return``        sum of their rewards; one for each where a row has several; NaN without rewards
 ``end``           how it ended: 0 open, 1 terminated (truncated too, perhaps), 2 truncated, 3 cut
 ``version_first`` and ``version_last``: the policy's version at these rows; -1 without one
-``reset_seed``    the seed of the reset that it began with, -1 if unknown
+``reset_seed``    the seed of the reset that it began with, as its first row has it, or as the run's
+                  first resets had it; -1 if unknown
 ================= ==============================================================================
 
 Lines are in the order of first rows.
@@ -72,6 +73,8 @@ class EpisodeRows(RowChunk):
     reward: np.ndarray
     """[n, *shape of a return]."""
     version: np.ndarray
+    reset_seed: np.ndarray
+    """-1 where rows have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +214,7 @@ class Episodes:
         lines["first_row"][number] = at + rows.start
         lines["first_step"][number] = rows.steps[at]
         lines["version_first"][number] = rows.version[at]
-        lines["reset_seed"][number] = -1
+        lines["reset_seed"][number] = rows.reset_seed[at]
         lines["length"][number] = 0
         lines["return"][number] = 0
         self._count += len(at)
@@ -239,7 +242,7 @@ class Episodes:
         self._tail_step = extended(self._tail_step, lanes, -1)
 
     def _seed(self, line: np.ndarray, before: np.ndarray, runs: Sequence[RunSeeds]) -> None:
-        """Give the first trajectory of every lane in a run the lane's seed.
+        """Give the first trajectory of every lane in a run the lane's seed, where rows have none.
 
         Args:
             line: the numbers of new lines, [n].
@@ -257,7 +260,7 @@ class Episodes:
             if begun < self._since:
                 continue  # its first trajectories were not counted
             mine = (run == number) & (rows_before < begun) & (lane < len(seeds))
-            mine &= lines["first_step"][line] == 0
+            mine &= (lines["first_step"][line] == 0) & (lines["reset_seed"][line] < 0)
             lines["reset_seed"][line[mine]] = seeds[lane[mine]]
 
     def table(self, first: int = 0, active_from: int | None = None) -> np.ndarray:

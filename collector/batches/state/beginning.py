@@ -34,7 +34,7 @@ class Beginning:
         envs: has them, and seeds them.
 
     Raises:
-        StateError: the run to be continued has another seed.
+        StateError: the run to be continued has another seed, or other lanes.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Beginning:
     ) -> None:
         self._options, self._writer, self._lanes = options, writer, lanes
         self.policy, self.envs = policy, envs
-        self.ledger = writer.stored_run.resumed() or Ledger(seed=options.seed)
+        self.ledger = writer.stored_run.resumed(lanes) or Ledger(seed=options.seed)
         if options.seed not in (None, self.ledger.seed):
             raise StateError(
                 f"the run to be continued has the seed {self.ledger.seed}, got {options.seed}; "

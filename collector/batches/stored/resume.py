@@ -89,6 +89,8 @@ class LastRun:
     seed: int
     incarnation: int
     environment: Mapping[str, Any]
+    lanes: int | None
+    """The number of its lanes; None if its entry does not say one."""
 
 
 def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> LastRun:
@@ -111,7 +113,9 @@ def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> 
     environment = last.get("environment", {})
     if not isinstance(environment, dict):
         raise _damaged(path, "environment", environment)
-    return LastRun(last["first_row_of_run"], last["seed"], last["incarnation"], environment)
+    found = last.get("lanes")
+    lanes = found if type(found) is int and found > 0 else None
+    return LastRun(last["first_row_of_run"], last["seed"], last["incarnation"], environment, lanes)
 
 
 def _damaged(path: Path, name: str, value: Any) -> StateError:
@@ -129,6 +133,15 @@ def same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
             "the run to be continued was made by another environment: "
             + "; ".join(f"{n} was {before.get(n)!r}, is {after.get(n)!r}" for n in names)
             + "; append a new run instead"
+        )
+
+
+def same_lanes(before: LastRun, lanes: int) -> None:
+    """Refuse another number of lanes, which are numbered over the whole run."""
+    if before.lanes not in (None, lanes):
+        raise StateError(
+            f"the run to be continued has {before.lanes} lanes, got {lanes}; make as many "
+            f"(num_envs={before.lanes}), or append a new run instead"
         )
 
 

@@ -8,6 +8,7 @@ from tallyroll.collector.batches.stored.resume import (
     LastRun,
     last_run_of,
     resumed_ledger,
+    same_lanes,
     same_source,
     whole_record,
 )
@@ -72,8 +73,11 @@ class StoredRun:
 
     # --- how it goes on ---------------------------------------------------------------------------
 
-    def resumed(self) -> Ledger | None:
-        """The ledger of the run to be continued, up to its last row; None: a new one begins."""
+    def resumed(self, lanes: int) -> Ledger | None:
+        """The ledger of the run to be continued, up to its last row; None: a new one begins.
+
+        ``lanes`` are as many as it has.
+        """
         storage = self._storage
         if not self._resumes or storage is None:
             return None
@@ -83,6 +87,7 @@ class StoredRun:
                 'to be continued with mode="append"'
             )
         self._last = last_run_of(storage.manifest["runs"], storage.path, storage.head)
+        same_lanes(self._last, lanes)
         ledger, self._stored_before = resumed_ledger(storage, self._last)
         return ledger
 

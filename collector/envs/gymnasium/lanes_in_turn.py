@@ -64,6 +64,7 @@ class LanesInTurn:
         infos: entries of the lanes' infos that are columns.
         reset_slots: nothing has to be done at an end, for the next slot is a reset.
         results: the columns of a step; None: those of a `LaneResults`.
+        given: the lanes, whose resets are given what was drawn; None: nothing was.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class LanesInTurn:
         *,
         reset_slots: bool = False,
         results: LaneResults | None = None,
+        given: list[Any] | None = None,
     ) -> None:
         self._env, self._own, self._infos = env, vars(env), infos
+        self._given = given
         self._mode = env.autoreset_mode
         self._within = self._mode is AutoresetMode.SAME_STEP
         self._reset_slots = reset_slots
@@ -131,7 +134,8 @@ class LanesInTurn:
         rows = results.begin(row) if slot is None else []
         try:
             to = results.plain if slot is None else row
-            ends = self._step_lanes(env.envs, action, seen, ended, to, slot)
+            envs = env.envs if self._given is None else self._given
+            ends = self._step_lanes(envs, action, seen, ended, to, slot)
             if slot is not None:
                 if ends == 0 or (ends > 0 and self._reset_slots):
                     return None
@@ -156,8 +160,9 @@ class LanesInTurn:
         seen: Any = own_observations(self._env)
         results = self._results
         rows = results.begin_reset(lent)
-        for i in np.flatnonzero(lanes).tolist():
-            seen[i], info = self._env.envs[i].reset(seed=None, options={})
+        envs = self._env.envs if self._given is None else self._given
+        for i in lanes.nonzero()[0].tolist():
+            seen[i], info = envs[i].reset(seed=None, options={})
             results.put_first(i, seen[i])
             results.tell(i, info, Of.RESET)
         return rows

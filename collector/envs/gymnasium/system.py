@@ -162,12 +162,11 @@ class GymnasiumSystem(System):
         if self._in_turn is not None and not given and self._in_turn.are_alone:
             self.infos.steps[lanes] = 0
             lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
-            with self._given:
-                return self._in_turn.reset(lanes, lent)
+            return self._in_turn.reset(lanes, lent)
         asked = {**given, "reset_mask": lanes}
         # Some vector wrappers forget what they know of every lane, also of those that go on.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
-        seed = None if self.next_seeds is None else self._seed(self.next_seeds.tolist())
+        seed = None if self.next_seeds is None else self._seed(self.next_seeds.tolist(), lanes)
         call = partial(self.env.reset, seed=seed, options=asked)
         if self._within is not None:
             call = partial(self._within.call_reset, lanes, asked)
@@ -185,6 +184,7 @@ class GymnasiumSystem(System):
             raise EnvironmentRefused(FORGETS)
         seed = None if seeds is None else self._seed(seeds)
         call = partial(self.env.reset, seed=seed, options=options)
+        given = self._given.begin().lanes
         obs, info = self._called(call, first=True)
         refuse_shared(self.env)
         many = bool(self._rewards)
@@ -196,7 +196,10 @@ class GymnasiumSystem(System):
         self._in_turn = self._into = self._within = None
         if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
             self._in_turn = LanesInTurn(
-                self.env, self.infos or None, reset_slots=self._after_end == RESET_SLOT
+                self.env,
+                self.infos or None,
+                reset_slots=self._after_end == RESET_SLOT,
+                given=given,
             )
             if self._in_turn.fills_slots and type(self).step is GymnasiumSystem.step:
                 self._into = self._step_into
@@ -217,8 +220,8 @@ class GymnasiumSystem(System):
         self._values.look(first=first)
         return returned
 
-    def _seed(self, seeds: Sequence[int]) -> Any:
-        """Return the seeds of lanes in the form that ``env.reset`` takes."""
+    def _seed(self, seeds: Sequence[int], lanes: Mask | None = None) -> Any:
+        """Return seeds, one a lane, in the form in which ``env.reset`` of ``lanes`` takes them."""
         return seeds if self._rules.takes_seeds else seeds[0]
 
     def _with_infos(
@@ -271,7 +274,11 @@ class GymnasiumSystem(System):
         own, within = self._values, self._within
         call = self.env.step if within is None else within.call
         try:
-            obs, reward, terminated, truncated, info = call(action)
+            if self._given.lanes is None:
+                obs, reward, terminated, truncated, info = call(action)
+            else:
+                with self._given:
+                    obs, reward, terminated, truncated, info = call(action)
         except CANNOT_TAKE as error:
             own.look(first=False, raised=error)
             raise

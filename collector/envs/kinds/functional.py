@@ -43,6 +43,7 @@ class Functional(FunctionalLanes):
     """
 
     waits = True
+    why_no_resets = "it was made without context=, specs of what its resets take"
 
     def __init__(
         self,

@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 from tallyroll.collector.counting.numbering import reset_seeds
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.options.resets import Resets, number_of, other_of
+from tallyroll.collector.options.draws import Draw
+from tallyroll.collector.options.resets import (
+    Resets,
+    Streams,
+    column_draw,
+    drawn_from,
+    number_of,
+    other_of,
+)
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.dtypes import NUMPY, TORCH
 from tallyroll.storage.rows.keys import CONTEXT, RESET_SEED, Key
@@ -45,8 +53,20 @@ class ResetDraws:
         self._seeds = np.zeros(d.lanes, np.int64)
         self._options: list[dict[str, Any]] = [{}] * d.lanes
         self._now_seed = np.zeros(d.lanes, np.int64)
+        self._seed_ahead, self._seed_now = self._seeds.data, self._now_seed.data
+        self._both = [(self._now[name], values) for name, values in self._next.items()]
         self._draws_options = resets.sampler is not None
-        self.told: Callable[[NDArray[np.intp]], None] | None = None
+        self._streams = Streams()
+        self._plain: list[tuple[str, Draw, NDArray[Any] | None]] | None = None
+        """How each option is drawn, and its column; None: of a function, and contexts, are not."""
+        if isinstance(resets.sampler, Mapping) and not self._context:
+            self._plain = [
+                (name, column_draw(name, draw, dtypes[name]), self._next[name])
+                if name in dtypes
+                else (name, draw, None)
+                for name, draw in resets.sampler.items()
+            ]
+        self.told: Callable[[Sequence[int]], None] | None = None
         """Is called with the lanes whose next trajectories have begun; None: nothing is."""
         self.seed(int(np.random.SeedSequence().generate_state(1)[0]), 0, range(d.lanes))
 
@@ -93,17 +113,17 @@ class ResetDraws:
 
     def begun(self, lanes: NDArray[Any]) -> None:
         """Note that trajectories of ``lanes``, a mask or numbers, have begun, and draw the next."""
-        at = lanes.nonzero()[0] if lanes.dtype == np.bool_ else lanes
-        seeds, words = self._seeds, self._words
-        self._now_seed[at] = seeds[at]
-        for name, values in self._next.items():
-            self._now[name][at] = values[at]
-        for lane in at.tolist():
+        at = (lanes.nonzero()[0] if lanes.dtype == np.bool_ else lanes).tolist()
+        seeds, words, draws = self._seed_ahead, self._words, self._draws_options
+        for lane in at:  # most often few, and then this is fastest
+            self._seed_now[lane] = seeds[lane]
+            for now, ahead in self._both:
+                now[lane] = ahead[lane]
             seed = next(words[lane], -1)
             seeds[lane] = self._further(lane) if seed < 0 else seed
-            if self._draws_options:
+            if draws:
                 self._draw(lane)
-        if self.told is not None and len(at):
+        if at and self.told is not None:
             self.told(at)
 
     def _further(self, lane: int) -> int:
@@ -114,7 +134,19 @@ class ResetDraws:
 
     def _draw(self, lane: int) -> None:
         """Draw the options that go with a lane's next seed."""
-        drawn = self._resets.options_of(self._seeds[lane])
+        rng = self._streams.of(self._seed_ahead[lane])
+        given: dict[str, Any] = {}
+        if self._plain is not None:
+            for name, draw, ahead in self._plain:
+                value = draw.draw(rng)
+                if ahead is None:
+                    value = other_of(name, value)
+                else:
+                    ahead[lane] = value
+                given[name] = value
+            self._options[lane] = given
+            return
+        drawn = drawn_from(self._resets, rng)
         if drawn.keys() != self._names:
             raise ArgumentError(
                 f"reset_sampler: expected the options {sorted(self._names)}, as at first, got "
@@ -124,7 +156,6 @@ class ResetDraws:
             for name, value in drawn.items():
                 self._put_context(name, lane, value)
             return
-        given = {}
         for name, value in drawn.items():
             dtype = self._dtypes.get(name)
             if dtype is None:

@@ -74,12 +74,14 @@ class Stepper:
         self.results = Results(self.system, self.observation_keys)
         finish = FINISH.get(d.at_end)
         self._finish = None if finish is None else partial(finish, self)
-        self._follow_resets(bool(d.context) or d.reset_seeds or d.options)
+        self._looks_behind = self._follows or bool(d.groups)
+        if d.context or self.contexts.resets is not None:
+            self.follow_resets()
 
-    def _follow_resets(self, on: bool) -> None:
+    def follow_resets(self) -> None:
         """Follow which lanes wait for a reset slot, where there are any, from now on."""
-        self._follows = self._follows or (on and self.declares.has_reset_slots)
-        self._looks_behind = self._follows or bool(self.declares.groups)
+        if self.declares.has_reset_slots:
+            self._follows = self._looks_behind = True
 
     @property
     def fills(self) -> bool:
@@ -293,7 +295,7 @@ class Stepper:
         if self._looks_behind or not self.declares.has_reset_slots:
             self.results.require_skipped(skipped, pending)
         if skipped is not None:
-            self._follow_resets(True)  # from the first step on that names skipped lanes
+            self.follow_resets()  # from the first step on that names skipped lanes
         if self.declares.has_reset_slots:
             self.follow(pending, ended)
 

@@ -11,13 +11,15 @@ from gymnasium.vector import VectorEnv
 from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.envs.system import Mask
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
 
 class AleSystem(GymnasiumSystem):
     """An ``AtariVectorEnv``, or a wrapper around one.
 
-    It takes a seed a lane, and resets lanes by mask. Its mode is read once, from the environment
+    It takes a seed a lane, and resets lanes by mask; with ``reset_slots="avoid"`` each reset of a
+    lane takes a seed. Its mode is read once, from the environment
     itself: making another one changes what the class says. Its infos count frames:
     ``"episode_frame_number"`` those of the episode, no-ops and frame skips included.
 
@@ -42,6 +44,14 @@ class AleSystem(GymnasiumSystem):
             )
         masks = True if reset_masks is None else reset_masks
         super().__init__(env, reset_masks=masks, **others)
+        if self._rules.at_end == "final" and masks:
+            self._takes, self.why_no_resets = [True, False], "its resets take no options of a game"
+        else:
+            self.why_no_resets = (
+                'it resets lanes within its step; in NEXT_STEP mode reset_slots="avoid" lets each '
+                "reset take a seed, and none takes options of a game"
+            )
+        self.declares = self._declared()
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -67,5 +77,6 @@ class AleSystem(GymnasiumSystem):
             return None
         return cls(made) if isinstance(made.unwrapped, package.AtariVectorEnv) else None
 
-    def _seed(self, seeds: Sequence[int]) -> Any:
-        return np.asarray(seeds, np.int64)
+    def _seed(self, seeds: Sequence[int], lanes: Mask | None = None) -> Any:
+        every = np.asarray(seeds, np.int64)
+        return every if lanes is None else every[lanes]

@@ -35,6 +35,7 @@ class JumanjiSystem(Functional):
 
     package, extra = "jumanji", "jumanji"
     about = "discount 0 is terminated; finals kept, lanes reset by mask; a seed a lane"
+    why_no_resets = "its reset takes a key alone, which a seed gives"
 
     def __init__(self, env: Any, lanes: int, *, unbounded: Sequence[str] = ()) -> None:
         convert = needs("jumanji.specs", self.extra).jumanji_specs_to_gym_spaces

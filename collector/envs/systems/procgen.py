@@ -39,6 +39,7 @@ class ProcgenSystem(TellingSystem):
         "refuses."
     )
     about = "finals are lost, and flagged in next_valid; seeds when made"
+    why_no_resets = "a gym3 environment cannot be reset, and takes one seed when it is made"
 
     def __init__(self, env: Any) -> None:
         self.env = env

@@ -31,6 +31,7 @@ class SmaxSystem(Functional):
 
     package, extra = "jaxmarl", "smax"
     about = "a lane ends when a team died; masks say who lives; finals kept; a seed a lane"
+    why_no_resets = "its reset takes a key alone, which a seed gives"
 
     def __init__(self, env: Any, lanes: int, *, unbounded: Sequence[str] = ()) -> None:
         self._env = env

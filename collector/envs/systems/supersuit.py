@@ -33,6 +33,7 @@ class SuperSuitSystem(System):
     package = "supersuit"
     extra = "supersuit"
     about = "resets in the step of an end, finals kept; uneven ends refused"
+    why_no_resets = "it resets environments of several lanes within its step, with neither"
 
     def __init__(self, env: Any) -> None:
         self.env, lanes = env, int(env.num_envs)

@@ -37,6 +37,7 @@ class VmasSystem(System):
     package = "vmas"
     extra = "vmas"
     about = "time limits truncate, agents end together; one seed for all lanes, at a reset"
+    why_no_resets = "lanes draw from one generator in steps too, so that no seed is one lane's"
     conflicts = "it brings the old gym, which changes what TorchRL refuses; install it apart"
 
     def __init__(self, env: Any, groups: Groups | None = None, name: str | None = None) -> None:

@@ -281,7 +281,7 @@ def test_a_run_that_is_complete_has_nothing_to_resume(tmp_path: Any) -> None:
         assert other.ledger.stored == 21
 
 
-def test_a_run_of_another_seed_or_environment_is_not_resumed(tmp_path: Any) -> None:
+def test_a_run_of_another_seed_environment_or_lanes_is_not_resumed(tmp_path: Any) -> None:
     kwargs: dict[str, Any] = {"frames_per_batch": 7, "storage": tmp_path / "s"}
     with SyncCollector(vec(), seed=3, total_frames=7, **kwargs) as one:
         list(one)
@@ -292,6 +292,10 @@ def test_a_run_of_another_seed_or_environment_is_not_resumed(tmp_path: Any) -> N
         StateError, match=r"made by another environment: .*type was 'SyncVectorEnv'"
     ):
         SyncCollector(OracleTorchEnv(3, LENGTHS), **kwargs)
+    with pytest.raises(
+        StateError, match=r"continued has 3 lanes, got 2; .* \(num_envs=3\), or app"
+    ):
+        SyncCollector(GymnasiumVectorEnv(make_oracle_vec(2, LENGTHS, ends="mixed")), **kwargs)
     with MemmapStorage(tmp_path / "s", mode="read") as storage:
         assert (len(storage), len(storage.manifest["runs"])) == (7, 1)
 

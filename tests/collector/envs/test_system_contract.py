@@ -60,11 +60,39 @@ TestReadOnlyArrays = contract_of(OfADevice)
 TestGroups = contract_of(Groups)
 
 
+class Seeded(Toy):
+    """Each episode is drawn from a seed of its own, and its number is not observed."""
+
+    rest: ClassVar[dict[str, Any]] = {"at_end": "final", "reset_seeds": True}
+
+    def start(self, lane: int) -> None:
+        self.state[lane, 1] = -1
+        if self.next_seeds is not None:
+            self.rngs[lane] = np.random.default_rng(self.next_seeds[lane])
+        super().start(lane)
+
+
+class SeededContexts(Seeded, Contexts):
+    rest: ClassVar[dict[str, Any]] = {**Contexts.rest, "reset_seeds": True}
+
+
+class SeededResetSlots(Seeded, WithResetSlots):
+    rest: ClassVar[dict[str, Any]] = {**WithResetSlots.rest, "reset_seeds": True}
+
+
+TestSeeded = contract_of(Seeded)
+TestSeededResetSlots = contract_of(SeededResetSlots)
+
+
 class TestContexts(ToyContract):
     kind = Contexts
 
     def draw(self, rng: np.random.Generator) -> Mapping[str, Any]:
         return {"length": rng.integers(1, LONGEST + 1)}
+
+
+class TestSeededContexts(TestContexts):
+    kind = SeededContexts
 
 
 class GymnasiumContract(SystemContract):
@@ -192,6 +220,24 @@ class WaitsForItself(Toy):
     waits = True
 
 
+class TakesNoSeeds(Seeded):
+    """Declares that its resets take seeds, and goes on with its generators."""
+
+    def start(self, lane: int) -> None:
+        self.state[lane, 1] = -1
+        Toy.start(self, lane)
+
+
+class TakesSeedsLate(Seeded):
+    """Takes the seed of the reset before."""
+
+    def start(self, lane: int) -> None:
+        late, self.late = getattr(self, "late", self.next_seeds.copy()), self.next_seeds.copy()
+        self.state[lane, 1] = -1
+        self.rngs[lane] = np.random.default_rng(late[lane])
+        Toy.start(self, lane)
+
+
 @pytest.mark.parametrize(
     ("kind", "test"),
     [
@@ -200,6 +246,8 @@ class WaitsForItself(Toy):
         (ForgetsWholeResets, "test_lanes_that_were_all_reset_execute_their_next_actions"),
         (ForgetsResetsOfEnds, "test_a_lane_that_was_reset_executes_its_next_action"),
         (ForgetsResetsOfEnds, "test_only_a_reset_slot_ignores_its_action"),
+        (TakesNoSeeds, "test_an_episode_is_repeated_by_what_its_reset_was_given"),
+        (TakesSeedsLate, "test_an_episode_is_repeated_by_what_its_reset_was_given"),
         (WaitsForItself, "test_the_driver_works_while_a_step_is_computed"),
         (ResetsItself, "test_a_final_observation_is_not_the_next_first_one"),
         (SkipsUnsaid, "test_only_a_reset_slot_ignores_its_action"),

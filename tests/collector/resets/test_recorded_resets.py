@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from reset_kit import LEVELS, Careless, Weather, joined, replay, trajectories
 
@@ -47,12 +47,22 @@ def rows_of_workers(create: Any = Weather, **options: Any) -> Any:
 # --- one environment, stepped by hand -------------------------------------------------------------
 
 
-VECTORS = {
-    "wrapped": lambda: RecordEpisodeStatistics(
-        SyncVectorEnv([Weather] * 3, autoreset_mode=AutoresetMode.DISABLED)
-    ),
-    "avoided": lambda: SyncVectorEnv([Weather] * 3),
-}
+def vector(mode: AutoresetMode, wrapped: bool = False) -> Any:
+    """Make a vector that a caller hands over; a wrapper around it looks at infos."""
+    made = SyncVectorEnv([Weather] * 3, autoreset_mode=mode)
+    return RecordEpisodeStatistics(made) if wrapped else made
+
+
+class Looks(VectorWrapper):
+    """Looks at the lanes themselves around each step."""
+
+    def step(self, actions: Any) -> Any:
+        """Step, while each lane shows what it has seen."""
+        assert len(self.env.get_attr("seen")) == 3  # type: ignore[attr-defined]
+        return super().step(actions)
+
+
+NEXT_STEP, SAME_STEP = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
 WAYS: dict[str, dict[str, Any]] = {
     "lanes": {"num_envs": 3},
     "one lane": {},
@@ -60,8 +70,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "resets each batch": {"num_envs": 3, "reset_at_each_iter": True},
     "infos": {"num_envs": 3, "info_keys": ["air"]},
     "episodes": {"num_envs": 3, "total_frames": None, "total_episodes": 20},
-    "wrapped": {"create": VECTORS["wrapped"]},
-    "avoided": {"create": VECTORS["avoided"], "reset_slots": "avoid"},
+    "wrapped": {"create": partial(vector, AutoresetMode.DISABLED, wrapped=True)},
+    "avoided": {"create": partial(vector, NEXT_STEP), "reset_slots": "avoid"},
+    "next step": {"create": partial(vector, NEXT_STEP)},
+    "next step, wrapped": {"create": partial(vector, NEXT_STEP, wrapped=True)},
+    "next step, infos": {"create": partial(vector, NEXT_STEP), "info_keys": ["air"]},
+    "next step, each batch": {"create": partial(vector, NEXT_STEP), "reset_at_each_iter": True},
+    "same step": {"create": partial(vector, SAME_STEP)},
+    "same step, wrapped": {"create": partial(vector, SAME_STEP, wrapped=True)},
+    "same step, looked at": {"create": lambda: Looks(vector(SAME_STEP))},
+    "same step, infos": {"create": partial(vector, SAME_STEP), "info_keys": ["air"]},
+    "same step, episodes": {
+        "create": partial(vector, SAME_STEP),
+        "total_frames": None,
+        "total_episodes": 20,
+    },
 }
 
 
@@ -71,16 +94,18 @@ def test_a_hand_loop_repeats_the_rows(way: str) -> None:
     assert repeat(rows_of(**WAYS[way])) > 15
 
 
-def test_a_hand_loop_repeats_the_rows_of_the_slowest_way() -> None:
+@pytest.mark.parametrize("way", ["lanes", "next step", "same step"])
+def test_a_hand_loop_repeats_the_rows_of_the_slowest_way(way: str) -> None:
     """Every faster way is switched off, and the rows are the same."""
-    fast = rows_of(num_envs=3)
+    fast = rows_of(**WAYS[way])
     with ways.switched_off(*ways.WAYS):
-        assert_same(rows_of(num_envs=3), fast)
+        assert_same(rows_of(**WAYS[way]), fast)
 
 
-def test_a_time_limit_of_ours_ends_what_a_hand_loop_goes_on_with() -> None:
+@pytest.mark.parametrize("way", ["lanes", "next step", "same step"])
+def test_a_time_limit_of_ours_ends_what_a_hand_loop_goes_on_with(way: str) -> None:
     """Transforms stand between the driver and the environment."""
-    rows = rows_of(num_envs=3, max_frames_per_traj=4)
+    rows = rows_of(**WAYS[way], max_frames_per_traj=4)
     short = [part for part in trajectories(rows) if not part["next", "truncated"].any()]
     assert repeat(torch.cat(short)) > 15
     starts = torch.cat([part[:1] for part in trajectories(rows)])
@@ -99,7 +124,7 @@ def test_a_hand_loop_repeats_cartpole_and_its_options(tmp_path: Path) -> None:
         for size in (1, 2, 3, 7, 90, *[5] * 39, 2):
             collector.collect(size)
     with open_storage(tmp_path / "s") as storage:
-        rows = storage[:]
+        rows, table = storage[:], storage.trajectories.table
         (run,) = storage.manifest["runs"]
     made = partial(gymnasium.make, "CartPole-v1")
     assert replay(rows, made, resets.options_of, ("low", "high")) > 8
@@ -112,6 +137,18 @@ def test_a_hand_loop_repeats_cartpole_and_its_options(tmp_path: Path) -> None:
         for part in trajectories(rows)
         if part["collector", "traj_ids"][0] < 4
     ]
+    for line in table:
+        own = rows[rows["collector", "traj_ids"] == int(line["id"])]["collector"]
+        assert (own["reset_seed"] == int(line["reset_seed"])).all()
+
+
+def test_a_vector_is_handed_back_with_its_own_lanes() -> None:
+    """Those that are given seeds stand in their place for the time of a call."""
+    env = vector(SAME_STEP, wrapped=True)
+    own = [*env.unwrapped.envs]
+    rows_of(env, total_frames=40)
+    assert env.unwrapped.envs == own
+    env.close()
 
 
 def test_seeds_alone_seed_every_episode_of_an_async_vector() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from reset_kit import Weather
 from torchrl.data import Unbounded
-from torchrl.envs import GymEnv, SerialEnv
+from torchrl.envs import GymEnv, ParallelEnv, SerialEnv
 
 from tallyroll.collector import (
     ArgumentError,
@@ -23,7 +24,7 @@ from tallyroll.collector import (
     uniform,
 )
 from tallyroll.collector.envs import Declares, Step, System
-from tallyroll.collector.envs.gymnasium.given_resets import takes_resets
+from tallyroll.collector.envs.gymnasium.given_resets import GivenLane, takes_resets
 from tallyroll.collector.envs.gymnasium.vector_rules import VectorRules
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.options.draws import parsed
@@ -73,6 +74,7 @@ def test_a_spelling_is_read_back() -> None:
     """Of each kind, and of constants."""
     for text, draw in SPELLINGS.items():
         assert parsed(text) == draw == parsed(draw.spelling)
+    assert choice(np.array([1.0, 2.5])) == choice([1.0, 2.5])
     for text in ('"sea"', "-9.81", "[1, 2]", "null", "false"):
         assert parsed(text).spelling == text
 
@@ -158,6 +160,18 @@ def test_a_sampler_that_cannot_be_recorded_is_refused(sampler: Any, said: str) -
         collect(Weather, Resets(sampler=sampler))
 
 
+def test_options_are_drawn_again_as_documented_by_numpy() -> None:
+    """By a Philox generator whose key is the seed, whatever was drawn before it."""
+    resets = Resets(sampler={"a": uniform(2, 6), "b": choice([5, 7])}, seeds=True)
+    for seed in (0, 12, 2**63 - 1):
+        rng = np.random.Generator(np.random.Philox(key=np.array([seed, 1], np.uint64)))
+        wanted = {"a": 2 + 4 * rng.random(), "b": (5, 7)[rng.random() > 0.5]}
+        assert resets.options_of(seed) == wanted
+    for wrong in (-1, 2**63):
+        with pytest.raises(ArgumentError, match=f"expected a reset_seed of rows, got {wrong}"):
+            resets.options_of(wrong)
+
+
 def test_a_constant_needs_no_seed() -> None:
     """It is the same whatever is drawn."""
     rows = collect(Weather, Resets(sampler={"gravity": 2, "level": "moon"}))
@@ -215,6 +229,14 @@ class Cloud(System):
         return Step([self._seen], [cut * 1.0], over, cut)
 
 
+class Own(SyncVectorEnv):
+    """Resets its lanes in its own way."""
+
+    def step(self, actions: Any) -> Any:
+        """Step as others do."""
+        return super().step(actions)
+
+
 WIND: Mapping[str, Any] = {"wind": [1, 0.1], "rain": uniform(0, 1)}
 TORCHRL = partial(GymEnv, "CartPole-v1")
 
@@ -222,10 +244,11 @@ TORCHRL = partial(GymEnv, "CartPole-v1")
 @pytest.mark.parametrize(
     ("create", "resets", "said"),
     [
-        (TORCHRL, SEEDS, "GymEnv is an environment of TorchRL's, .* pass the id"),
-        (partial(SerialEnv, 2, TORCHRL), GRAVITY, "SerialEnv is an environment of TorchRL's"),
-        (partial(SyncVectorEnv, [Weather]), SEEDS, "takes no seed .*AutoresetMode.DISABLED"),
-        (partial(SyncVectorEnv, [Weather]), GRAVITY, "takes no options .* reset_slots"),
+        (TORCHRL, SEEDS, "GymEnv is an environment of TorchRL's, whose set_seed .* pass the id"),
+        (partial(SerialEnv, 2, TORCHRL), GRAVITY, "TorchRL's, whose reset has one seed and the"),
+        (partial(ParallelEnv, 2, TORCHRL), SEEDS, "ParallelEnv is .* whose processes reset their"),
+        (partial(Own, [Weather]), SEEDS, "Own takes no seed .* has a step or a reset of its own"),
+        (partial(Own, [Weather]), GRAVITY, "Own takes no options .* a step or a reset of its own"),
         (
             partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="vector_entry_point"),
             SEEDS,
@@ -245,14 +268,23 @@ def test_an_environment_that_cannot_is_refused(create: Any, resets: Resets, said
         collect(create, resets)
 
 
-def test_an_async_vector_is_refused_options() -> None:
-    """Its lanes would all have the same ones; no process is started for that."""
-    rules = VectorRules(AutoresetMode.DISABLED, "final", True, True, False, False, [])
+def test_a_lane_without_its_environment_has_nothing() -> None:
+    """As copies ask one that is half made; it does not ask itself for ever."""
+    with pytest.raises(AttributeError, match="_env"):
+        _ = GivenLane.__new__(GivenLane).seen
+
+
+def test_an_async_vector_is_refused_what_its_processes_do_not_take() -> None:
+    """Its lanes would all have the same options; no process is started for that."""
+    by_mask = VectorRules(AutoresetMode.DISABLED, "final", True, True, False, False, [])
+    within = replace(by_mask, autoreset=AutoresetMode.SAME_STEP, at_end="first")
     vector: AsyncVectorEnv = object.__new__(AsyncVectorEnv)
     vector.closed = True  # for its end
-    seeds, options, why = takes_resets(vector, rules)
-    assert (seeds, options) == (True, False)
-    assert "MultiprocessCollector" in why
+    for rules, said in (by_mask, "gives all lanes the same"), (within, "within a step"):
+        seeds, options, why = takes_resets(vector, rules)
+        assert (seeds, options) == (rules is by_mask, False)
+        assert said in why
+        assert "MultiprocessCollector" in why
 
 
 @pytest.mark.parametrize(

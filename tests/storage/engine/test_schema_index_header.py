@@ -168,6 +168,26 @@ def test_no_row_has_such_a_number(number: int) -> None:
             resolve(index, 5)
 
 
+BOUNDS = st.none() | st.integers(-25, 25) | st.integers(-(2**70), 2**70)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 20), BOUNDS, BOUNDS, BOUNDS.filter(lambda step: step != 0))
+def test_slices_and_ranges_resolve_as_in_a_list(
+    length: int, start: int | None, stop: int | None, step: int | None
+) -> None:
+    """Bounds and steps beyond 64 bits too."""
+    numbers = list(range(length))
+    got = resolve(slice(start, stop, step), length)
+    found = numbers[got] if isinstance(got, slice) else np.asarray(got).tolist()
+    assert found == numbers[start:stop:step]
+    rows = range(*slice(start, stop, step).indices(length))
+    assert np.asarray(resolve(rows, length)).tolist() == [*rows]
+    if start is not None and abs(start) > length:
+        with pytest.raises(IndexOutOfRange, match=f"row {start} is not there: the storage has"):
+            resolve(range(start, start + 2**70, 2**69), length)
+
+
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_values_that_are_no_row_numbers_are_named() -> None:
     wrong = (

@@ -45,6 +45,7 @@ def rows_of(model: Model, start: int, stop: int) -> EpisodeRows:
         model.truncated[part],
         model.rewards[part],
         np.arange(len(model))[part] // 10,
+        np.full(len(model), -1)[part],
     )
 
 
@@ -216,7 +217,7 @@ def test_several_rewards_give_several_returns() -> None:
     whose = (np.array(c) for c in ([5, 6, 5], [0, 0, 1], [0, 1, 0]))
     flags, reward = np.zeros(3, bool), np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     episodes = Episodes(reward_shape=(2,))
-    episodes.extend(EpisodeRows(0, *whose, flags, flags, reward, np.zeros(3, int)))
+    episodes.extend(EpisodeRows(0, *whose, flags, flags, reward, *np.zeros((2, 3), int)))
     assert episodes.table()["return"].tolist() == [[6.0, 8.0], [3.0, 4.0]]
     assert table_dtype((1,)) == table_dtype(()) == table_dtype((1, 1))
 

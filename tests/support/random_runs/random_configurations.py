@@ -14,6 +14,7 @@ from random_environments import EnvKind
 from random_interrupts import How
 from random_lanes import CHANGING, SOMETIMES, LaneKind
 from random_policies import PolicyKind
+from random_resets import Given
 from random_spaces import Key
 
 Sink = Literal["", "memmap", "h5", "zarr", "ring", "buffer", "buffer on disk", "memory and disk"]
@@ -71,6 +72,8 @@ class Configuration:
     """The policy gets new weights before the run is left that is resumed."""
     notes: bool = False
     """A user writes attributes beside ours."""
+    resets: Given = ""
+    """Resets are given seeds, options, or both."""
     reads: bool = False
     """Slices, trajectories and n-step returns are compared with a model."""
 

@@ -32,8 +32,9 @@ class Witness(gym.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Reset, and write it down."""
+        given = kwargs.get("seed"), dict(kwargs.get("options") or {})
         observation, info = self.env.reset(**kwargs)
-        self.journal.write(Event(leaves(observation), _numbers(info)))
+        self.journal.write(Event(leaves(observation), _numbers(info), given=given))
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:

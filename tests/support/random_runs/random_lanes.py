@@ -59,6 +59,8 @@ class Event:
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
+    given: tuple[int | None, dict[str, Any]] | None = None
+    """Seed and options of a reset."""
 
 
 _TOLD: dict[str, Told] = defaultdict(dict)

@@ -23,7 +23,7 @@ def extended(number: int) -> Configuration:
     config = configuration(number)
     for axis in draw.some(AXES, 3):
         config = axis(draw, config)
-    return _consistent(config)
+    return _resets(Draw(number, 17), _consistent(config))
 
 
 def _consistent(config: Configuration) -> Configuration:
@@ -271,6 +271,14 @@ def _updates(draw: Draw, config: Configuration) -> Configuration:
         meddles=(),
         frames_per_batch=min(config.frames_per_batch, 20),
     )
+
+
+def _resets(draw: Draw, config: Configuration) -> Configuration:
+    """Resets that are given seeds and options, in most of the vectors that take them."""
+    lane = config.env.lane
+    if config.env.system != "sync" or lane.self_reset or lane.spoil or not draw.chance(60):
+        return config
+    return replace(config, resets=draw.one("seeds", "options", "both"))
 
 
 def _on_disk(draw: Draw, config: Configuration) -> Configuration:

@@ -11,6 +11,7 @@ import numpy as np
 from random_configurations import DECLARED, Configuration
 from random_herds import HerdRows
 from random_lanes import Event
+from random_resets import faults_of_resets
 from random_spaces import Array, Key
 
 MOST = 8
@@ -29,6 +30,8 @@ class Made:
     """Steps since that reset."""
     episode: int
     """Resets before that one."""
+    given: tuple[int | None, dict[str, Any]] | None
+    """Seed and options of that reset."""
 
 
 @dataclass
@@ -71,13 +74,13 @@ class Verdict:
 
 def made_by(events: list[Event]) -> Iterator[Made]:
     before: Event | None = None
-    start, step, episode = True, 0, -1
+    start, step, episode, given = True, 0, -1, None
     for number, event in enumerate(events):
         if event.action is None:
-            start, step, episode = True, 0, episode + 1
+            start, step, episode, given = True, 0, episode + 1, event.given
         else:
             assert before is not None
-            yield Made(number, before, event, start, step, episode)
+            yield Made(number, before, event, start, step, episode, given)
             start, step = False, step + 1
         before = event
 
@@ -152,6 +155,9 @@ def compare_lane(
         _agents(rows, herd, flags, verdict)
     if config.info_keys:
         _infos(config, rows, own, verdict)
+    if config.resets:
+        for fault in faults_of_resets(config.resets, rows.columns, [each.given for each in own]):
+            verdict(False, fault)
     _numbers(rows, where, own, lane, verdict)
     _valid(config, rows, ended, valid, verdict)
     return where

@@ -28,6 +28,7 @@ from random_lanes import Event, World
 from random_meddling import Meddler
 from random_networks import CHANGES
 from random_policies import make_policy
+from random_resets import RESETS
 from random_running import Told
 from random_spelling import spelled
 from worker_kit import QUICK, in_threads, lanes_of_workers, start
@@ -385,6 +386,8 @@ class _Runner:
         options |= given
         if config.postproc:
             options["postproc"] = identity
+        if config.resets:
+            options["resets"] = RESETS[config.resets]
         options |= config.settling
         of_vector: dict[str, Any] = {"info_keys": config.infos} if config.infos else {}
         if "rename" in options:

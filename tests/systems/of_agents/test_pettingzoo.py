@@ -120,6 +120,8 @@ def races(lanes: int) -> PettingZooSystem:
 
 
 class TestUnevenDeaths(SystemContract):
+    counts_episodes = True
+
     def make(self, lanes: int, seeds: Sequence[int] | None) -> PettingZooSystem:
         return races(lanes)
 
@@ -173,6 +175,7 @@ class Crowd(Race):
 
 class TestAgentsThatComeBack(SystemContract):
     agents_come_back = True
+    counts_episodes = True
 
     def make(self, lanes: int, seeds: Sequence[int] | None) -> PettingZooSystem:
         return PettingZooSystem([Crowd() for _ in range(lanes)])

@@ -14,8 +14,9 @@ import torch
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from reset_kit import trajectories
 
-from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector import GymnasiumVectorEnv, Resets, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
@@ -56,6 +57,24 @@ class TestNextStep(Contract):
 class TestSameStep(Contract):
     mode = "SameStep"
     lanes = 1
+
+
+def test_each_episode_is_repeated_by_its_seed() -> None:
+    """Where lanes are reset by mask; each seed begins a vector of one lane, stepped alike."""
+    seeded: dict[str, Any] = {"resets": Resets(seeds=True), "frames_per_batch": 90, "seed": 3}
+    rows = rows_of(made, reset_slots="avoid", total_frames=90, **seeded)
+    parts, alone = trajectories(rows), made(lanes=1)
+    for part in parts:
+        (seed,) = part["collector", "reset_seed"].unique().tolist()
+        seen, _ = alone.reset(seed=np.array([seed]))
+        for row in part:
+            assert np.array_equal(seen[0], row["observation"].numpy())
+            seen, *_ = alone.step(row["action"].numpy()[None])
+            assert np.array_equal(seen[0], row["next", "observation"].numpy())
+    alone.close()
+    assert len(parts) > 6
+    with pytest.raises(EnvironmentRefused, match=r'takes no seed .* reset_slots="avoid" lets each'):
+        rows_of(made, total_frames=90, **seeded)
 
 
 @pytest.mark.parametrize(("mode", "wrap"), [*((mode, False) for mode in MODES), (MODES[0], True)])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from reset_kit import LEVELS, Weather, replay
 from stable_baselines3 import DQN, PPO
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import (
@@ -28,7 +29,15 @@ from stable_baselines3.common.vec_env import (
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from tallyroll.collector import Info, MultiprocessCollector, SyncCollector, evaluate
+from tallyroll.collector import (
+    Info,
+    MultiprocessCollector,
+    Resets,
+    SyncCollector,
+    choice,
+    evaluate,
+    uniform,
+)
 from tallyroll.collector.cli.plan import load_policy
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
@@ -597,3 +606,33 @@ def test_wrappers_of_a_vector_get_infos_of_their_own() -> None:
     system.reset(None, None)
     system.step([np.array([0, 0])])
     assert [each.told.copies for each in system.env.venv.envs] == [1, 1]
+
+
+# --- resets that vary -----------------------------------------------------------------------------
+
+RESETS = Resets(sampler={"gravity": uniform(-15, -5), "level": choice(LEVELS)}, seeds=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, VecMonitor], ids=["bare", "wrapped"])
+def test_a_hand_loop_repeats_the_episodes_of_resets_that_vary(wrap: Any) -> None:
+    """A lane is given its seed and options within the step that ends an episode."""
+    rows = rows_of(
+        lambda: wrap(DummyVecEnv([Weather] * 3)),
+        frames_per_batch=37,
+        total_frames=150,
+        resets=RESETS,
+    )
+    assert replay(rows, Weather, RESETS.options_of, ("gravity",)) > 20
+
+
+class OwnSteps(DummyVecEnv):
+    """Steps its lanes in another way, perhaps."""
+
+    def step_wait(self) -> Any:
+        return super().step_wait()
+
+
+@pytest.mark.parametrize("kind", [OwnSteps, partial(SubprocVecEnv, start_method="fork")])
+def test_lanes_that_another_class_resets_take_no_seeds(kind: Any) -> None:
+    with pytest.raises(EnvironmentRefused, match=r"takes no seed .* in a DummyVecEnv whose class"):
+        rows_of(lambda: kind([Weather]), frames_per_batch=3, total_frames=3, resets=RESETS)

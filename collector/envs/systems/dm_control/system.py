@@ -35,6 +35,10 @@ class DmControlSystem(System):
 
     package, extra = "dm_control", "dm-control"
     about = "discount 1 is truncated; finals kept, lanes reset by mask; a seed a lane"
+    why_no_resets = (
+        "a task has a generator that can be seeded, unless it draws its model when it is made, and "
+        "no options"
+    )
 
     def __init__(self, envs: Sequence[Any], *, seeds: Any = None) -> None:
         self._envs = list(envs)

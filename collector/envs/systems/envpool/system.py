@@ -39,6 +39,7 @@ class EnvPoolSystem(TellingSystem):
     package = "envpool"
     extra = "envpool"
     about = "a reset slot follows an end, and is no row; seeds when made; asynchronous too"
+    why_no_resets = "EnvPool takes seeds when it is made, and nothing at a reset"
 
     def __init__(self, env: Any) -> None:
         self.env = env

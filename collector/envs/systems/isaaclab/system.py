@@ -36,6 +36,7 @@ class IsaacLabSystem(System):
 
     package = "isaaclab"
     about = "resets in the step of an end, finals kept or flagged; one seed for all lanes"
+    why_no_resets = "it resets lanes within its step, and all draw from one generator"
 
     def __init__(self, env: Any) -> None:
         inner = env.unwrapped

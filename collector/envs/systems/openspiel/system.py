@@ -42,6 +42,7 @@ class OpenSpielSystem(System):
 
     package, extra = "pyspiel", "openspiel"
     about = "turns, or players at once; legal moves in action_mask; a seed a lane"
+    why_no_resets = "a play begins with chance alone, which has a seed"
 
     def __init__(self, game: Any, lanes: int = 1) -> None:
         require_playable(game)

@@ -12,13 +12,19 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.compat import count_true, seed_next_reset
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.given_resets import GivenResets
 from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.envs.gymnasium.make import making
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.gymnasium.told import TellingSystem
 from tallyroll.collector.envs.reaching.vectors import reached_sb3
 from tallyroll.collector.envs.system import Mask, Step
-from tallyroll.collector.envs.systems.sb3.wrappers import finals_of, layers, true_space
+from tallyroll.collector.envs.systems.sb3.wrappers import (
+    finals_of,
+    layers,
+    takes_resets,
+    true_space,
+)
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 
 _FINAL, _CUT = "terminal_observation", "TimeLimit.truncated"
@@ -55,6 +61,10 @@ class Sb3System(TellingSystem):
     package = "stable_baselines3"
     extra = "sb3"
     about = "resets in the step of an end, finals kept in infos; seeds at a reset of all"
+    why_no_resets = (
+        "lanes are given them in a DummyVecEnv whose class has changed neither step nor reset; use "
+        "one, or MultiprocessCollector for processes"
+    )
 
     def __init__(self, env: Any) -> None:
         if any(type(each).__module__.startswith("supersuit") for each in layers(env)):
@@ -73,7 +83,11 @@ class Sb3System(TellingSystem):
         self._lent, self._lent_obs = _Lent(), _LentObs()
         package = sys.modules["stable_baselines3.common.vec_env"]
         self._copies = type(env) is package.DummyVecEnv
-        self._declare(self._leaves, action, lanes, at_end="first", finals="extra", resets="all")
+        *_, inner = layers(env)
+        given = takes_resets(inner, package.DummyVecEnv)
+        self._given = GivenResets(self, inner if given else None)
+        how = {"reset_seeds": given, "options": given, "resets": "all"}
+        self._declare(self._leaves, action, lanes, at_end="first", finals="extra", **how)
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
@@ -112,7 +126,8 @@ class Sb3System(TellingSystem):
             )
         if seeds is not None:
             seed_next_reset(self.env, seeds)
-        obs = self.env.reset()
+        with self._given.begin():
+            obs = self.env.reset()
         values = [get(obs) for get in self._getters]
         if not self._infos:
             return values
@@ -121,7 +136,11 @@ class Sb3System(TellingSystem):
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes."""
-        obs, reward, done, infos = self._stepped(action[0])
+        if self._given.lanes is None:
+            obs, reward, done, infos = self._stepped(action[0])
+        else:
+            with self._given:
+                obs, reward, done, infos = self._stepped(action[0])
         values = [get(obs) for get in self._getters]
         if self._copies:
             values = [value.copy() for value in values]

@@ -41,6 +41,12 @@ def true_space(env: Any) -> spaces.Space[Any]:
     return true(space)
 
 
+def takes_resets(env: Any, kind: Any) -> bool:
+    """Return whether ``env`` calls each lane's ``reset`` as ``kind`` does, `DummyVecEnv`."""
+    own = type(env)
+    return isinstance(env, kind) and (own.step_wait, own.reset) == (kind.step_wait, kind.reset)
+
+
 def layers(env: Any) -> Iterator[Any]:
     """Yield ``env``, and the environments that it wraps."""
     while env is not None:
