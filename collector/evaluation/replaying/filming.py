@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 from gymnasium.error import DependencyNotInstalled
+from gymnasium.error import Error as GymnasiumError
 from gymnasium.vector import SyncVectorEnv
 from torchrl.envs import EnvBase
 
@@ -21,6 +22,7 @@ from tallyroll.collector.evaluation.replaying.comparing import Difference
 Array = np.ndarray[Any, Any]
 
 _RATE = 30
+_MODE = 'make the environment with render_mode="rgb_array"'
 _CODECS = ("libx264", "mpeg4")
 
 
@@ -47,9 +49,12 @@ class Film:
 
     def __enter__(self) -> Self:
         try:
-            self._container = self._av.open(self._path, "w")
+            self._file = open(self._path, "wb")
         except OSError as error:
-            raise ArgumentError(f"video: {self._path} cannot be written: {error}") from error
+            raise ArgumentError(
+                f"video: {self._path} cannot be written: {error.strerror}"
+            ) from error
+        self._container = self._av.open(self._file, "w", format="mp4")
         return self
 
     def __exit__(
@@ -58,11 +63,14 @@ class Film:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._stream is not None:
-            self._container.mux(self._stream.encode(None))
-        self._container.close()
-        if not self.frames:
-            os.unlink(self._path)
+        try:
+            if self._stream is not None:
+                self._container.mux(self._stream.encode(None))
+            self._container.close()
+        finally:
+            self._file.close()
+            if not self.frames:
+                os.unlink(self._path)
 
     def show(self, env: EnvBase, lane: int) -> None:
         """Add a frame of what a lane looks like now."""
@@ -111,11 +119,13 @@ def rendered(env: EnvBase, lane: int) -> Array:
         image = vector.envs[lane].render()
     except DependencyNotInstalled as error:
         raise MissingExtra(f"{kind} cannot be filmed: {error}") from error
+    except GymnasiumError as error:
+        raise EnvironmentRefused(f"{kind} cannot be filmed: {error}; {_MODE}") from error
     found = np.asarray(image)
     if found.dtype != np.uint8 or found.ndim != 3 or found.shape[-1] != 3:
         raise EnvironmentRefused(
-            'expected an image of render(), uint8 [height, width, 3], as with render_mode="'
-            f'rgb_array", got {type(image).__name__}; make the environment with that mode'
+            "expected an image of render(), uint8 [height, width, 3], got "
+            f"{type(image).__name__}; {_MODE}"
         )
     return found
 

@@ -15,6 +15,7 @@ from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.driven.make import CreateEnv, make_env
 from tallyroll.collector.envs.driven.prepare import prepare_env
+from tallyroll.collector.envs.systems.pettingzoo import envs as pettingzoo
 from tallyroll.collector.errors import ArgumentError, EnvironmentUnknown
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.draws import parsed as parsed_draw
@@ -28,7 +29,7 @@ from tallyroll.storage.storages import open_storage
 _INDIRECT = ("GymV21Environment", "GymV26Environment")
 """Gymnasium's ids that import what their arguments name."""
 _BY_MODULE = "pettingzoo"
-"""A system whose names may be those of modules, unless they have a slash."""
+"""A system whose names may be those of modules, unless its registry has them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def recovered(
     if create is None:
         create = _safe_id(environment)
     if isinstance(create, str) and create == environment.get("id"):
-        kwargs = {**_part(environment, "kwargs"), **kwargs}
+        kwargs = {**_in_step(create, _part(environment, "kwargs")), **kwargs}
     lanes, workers = entry.get("lanes"), call.get("num_workers", 1)
     if type(lanes) is not int or type(workers) is not int or not 0 < workers <= lanes:
         raise CorruptStorage(
@@ -121,13 +122,20 @@ def _safe_id(environment: Mapping[str, Any]) -> str:
                 f"storage names is never imported; {way_out}"
             )
         return name
-    modules = system == _BY_MODULE and "/" not in rest
-    if system not in registry.names() or ":" in rest or modules:
+    modules = ":" in rest or (system == _BY_MODULE and pettingzoo.registered(rest) is None)
+    if system not in registry.names() or modules:
         raise EnvironmentUnknown(
             f"the run's environment {name!r} names a module, and a module that a storage names is "
             f"never imported; if you trust it, {way_out}"
         )
     return name
+
+
+def _in_step(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by which all lanes are stepped together: what each does is the same."""
+    if name.startswith("envpool:") and "batch_size" in kwargs:
+        return {**kwargs, "batch_size": 0}
+    return kwargs
 
 
 def _resets(call: Mapping[str, Any]) -> tuple[Resets, str]:
