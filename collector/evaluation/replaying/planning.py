@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tallyroll.collector.evaluation.replaying.calls import Call, calls_of
 from tallyroll.storage.files.copied_runs import LEFT_OUT, is_collected, is_copied
 from tallyroll.storage.trajectories.episodes import END_TERMINATED, END_TRUNCATED
 
@@ -24,12 +25,11 @@ _NOT_FIRST = (
     "its lane's first trajectory of the run is not stored, and it would be stepped again from there"
 )
 _DISCARDS = (
-    "its first observation is not that of its reset: the run threw transitions away, so that it "
-    "may begin in mid-episode"
+    "it differs, and the run threw transitions away, so that it may have begun in mid-episode"
 )
 _RESTARTED = (
-    "its first observation is not the one that follows on the trajectory before it: the run lost "
-    "or threw away transitions between them, or reset the lane"
+    "it differs, and may not begin where the trajectory before it ended: the run lost or threw "
+    "away transitions, or reset lanes"
 )
 
 
@@ -122,6 +122,9 @@ def _refused(history: History, line: Table, at: int) -> str:
         return _NO_RUN
     if line["first_row"] < history.span.start or line["first_step"] != 0:
         return _GONE
+    for call in calls_of(entry, int(line["lane"])):
+        if call.unknown and call.changes(line):
+            return call.unknown
     if history.seeded:
         return ""
     if not _is_number(entry.get("seed")) or not _is_number(entry.get("incarnation")):
@@ -157,6 +160,21 @@ def lines_of_entry(history: History, at: int) -> Table:
         stop = history.entries[at + 1]["first_row"]
     found: Table = table[(table["first_row"] >= first) & (table["first_row"] < stop)]
     return found
+
+
+def calls_around(history: History, at: int, lone: Line) -> tuple[list[Call], list[Call]]:
+    """Return the calls before the reset that a trajectory began with, and those after it."""
+    calls, (id,) = calls_of(history.entries[at], lone.lane), lone.trajectories
+    if not calls:
+        return [], []
+    lines = lines_of_entry(history, at)
+    line = lines[lines["id"] == id][0]
+    own = lines[(lines["lane"] == line["lane"]) & (lines["id"] < id)]
+    entry, previous = history.entries[at], own[-1] if len(own) else None
+    ended = previous is not None and previous["end"] in (END_TERMINATED, END_TRUNCATED)
+    ended = ended and not _call(entry).get("reset_at_each_iter")
+    before = [each for each in calls if each.is_before_reset(line, previous, ended=bool(ended))]
+    return before, [each for each in calls if each not in before and each.changes(line)]
 
 
 def _unbroken(lines: Sequence[Table], first: int, lanes: int) -> tuple[list[int], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike, fspath
 from typing import Any, Literal
@@ -17,10 +17,18 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.envs.driven.make import CreateEnv
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.evaluation.replaying.calls import Call, calls_of
 from tallyroll.collector.evaluation.replaying.comparing import Comparison
 from tallyroll.collector.evaluation.replaying.filming import Film
 from tallyroll.collector.evaluation.replaying.given_draws import give_draws
-from tallyroll.collector.evaluation.replaying.planning import Group, History, Line, Plan, plan_of
+from tallyroll.collector.evaluation.replaying.planning import (
+    Group,
+    History,
+    Line,
+    Plan,
+    calls_around,
+    plan_of,
+)
 from tallyroll.collector.evaluation.replaying.recovering import (
     Recovered,
     made,
@@ -247,20 +255,42 @@ class _Replay:
                 f"the function {found.unknown_sampler} drew what resets are given, and options "
                 "of it that are no numbers are not known here: resets= has it draw them again"
             ] = None
-        lanes = 1 if self._film is not None else min(len(group.lines), max(found.lanes))
-        with self._stage(found, lanes, resets) as stage:
-            draws = give_draws(stage.env, contexts, found.resets)
-            # Those of one round are about equally long, so that few lanes wait for others.
-            order = np.argsort([self._rows.count(line) for line in group.lines], kind="stable")
-            size = 1 if self._film is not None else stage.lanes
-            for start in range(0, len(order), size):
-                some = order[start : start + size]
-                draws.give_lanes(
-                    seeds[some], {name: values[some] for name, values in contexts.items()}
-                )
-                stage.begin()
-                lines = [(lane, group.lines[at]) for lane, at in enumerate(some.tolist())]
-                self._round(stage, group, lines, tell, first_may_differ=True)
+        for same, before, after in self._called_alike(group):
+            alone = self._film is not None or bool(after)
+            with self._stage(
+                found, 1 if alone else min(len(same), max(found.lanes)), resets
+            ) as stage:
+                for call in before:
+                    for lane in range(stage.lanes):
+                        stage.call(call, lane)
+                draws = give_draws(stage.env, contexts, found.resets)
+                # Those of one round are about equally long, so that few lanes wait for others.
+                order = np.array(sorted(same, key=lambda at: self._rows.count(group.lines[at])))
+                size = 1 if alone else stage.lanes
+                for start in range(0, len(order), size):
+                    some = order[start : start + size]
+                    draws.give_lanes(
+                        seeds[some], {name: values[some] for name, values in contexts.items()}
+                    )
+                    stage.begin()
+                    lines = [(lane, group.lines[at]) for lane, at in enumerate(some.tolist())]
+                    self._round(stage, group, lines, tell, calls=after)
+
+    def _called_alike(self, group: Group) -> Iterator[tuple[list[int], list[Call], list[Call]]]:
+        """Yield lines, by their places, whose environments the run had called alike.
+
+        With the calls before their resets, and those after it: such a line comes alone.
+        """
+        alike: dict[tuple[str, ...], tuple[list[int], list[Call]]] = {}
+        for place, line in enumerate(group.lines):
+            before, after = calls_around(self._history, group.entry, line)
+            if after:
+                yield [place], before, after
+            else:
+                key = tuple(call.content for call in before)
+                alike.setdefault(key, ([], before))[0].append(place)
+        for places, before in alike.values():
+            yield places, before, []
 
     def _from_run(self, group: Group, found: Recovered, tell: Callable[[], None]) -> None:
         entry = self._history.entries[group.entry]
@@ -291,7 +321,7 @@ class _Replay:
                     if stage.shares_seed:
                         some = self._all_lanes(group, lanes, some)
                     lines = [(line.lane - lanes.start, line) for line in some]
-                    self._round(stage, group, lines, tell, first_may_differ=False)
+                    self._round(stage, group, lines, tell)
 
     def _all_lanes(self, group: Group, lanes: range, some: list[Line]) -> list[Line]:
         """Return lines of all lanes, which change what ``some`` do, as far as these go."""
@@ -309,11 +339,19 @@ class _Replay:
         group: Group,
         lines: list[tuple[int, Line]],
         tell: Callable[[], None],
-        *,
-        first_may_differ: bool,
+        calls: Sequence[Call] | None = None,
     ) -> None:
+        """Replay lines that were reset; ``calls`` are those of lines that have their own seeds."""
+        entry = self._history.entries[group.entry]
         lanes = [
-            Lane(column, line.lane, line.trajectories, bool(group.doubt), first_may_differ)
+            Lane(
+                column,
+                line.lane,
+                line.trajectories,
+                bool(group.doubt),
+                group.seeded,
+                tuple(calls_of(entry, line.lane) if calls is None else calls),
+            )
             for column, line in lines
         ]
         round = Round(stage, self._rows, lanes, self._comparison, self._film)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.evaluation.replaying.calls import Call
 from tallyroll.collector.evaluation.replaying.comparing import Comparison, differing_rows
 from tallyroll.collector.evaluation.replaying.filming import Film
 from tallyroll.collector.evaluation.replaying.planning import Line, Table
-from tallyroll.collector.evaluation.replaying.stage import Stage
+from tallyroll.collector.evaluation.replaying.stage import BeforeStep, Stage
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.rows.keys import (
     COLLECTOR,
@@ -89,6 +90,8 @@ class Lane:
     """True if its trajectories may begin elsewhere than the one before them ended."""
     first_too: bool
     """True if that holds for the first one, too."""
+    calls: tuple[Call, ...] = ()
+    """Calls of its environment since it was reset."""
 
 
 @dataclass
@@ -98,8 +101,8 @@ class _Schedule:
     rows: Array
     ids: Array
     steps: Array
-    fresh: Array
-    """True where a doubtful trajectory begins."""
+    doubtful: Array
+    """True in rows of trajectories that may begin elsewhere."""
 
     @classmethod
     def of(cls, lanes: Sequence[Lane], stored: StoredRows, width: int, gaps: bool) -> _Schedule:
@@ -115,8 +118,8 @@ class _Schedule:
             at = slice(len(rows)), lane.column
             made.rows[at], made.ids[at], made.steps[at] = rows, ids, steps
             if lane.doubtful:
-                made.fresh[at] = (steps == 0) & (rows != _IDLE)
-                made.fresh[0, lane.column] &= lane.first_too
+                certain = () if lane.first_too else lane.trajectories[:1]
+                made.doubtful[at] = (rows != _IDLE) & ~np.isin(ids, certain)
         return made
 
 
@@ -157,6 +160,10 @@ class Round:
         self._stage, self._stored, self._lanes = stage, stored, lanes
         self._comparison, self._film = comparison, film
         self._schedule = _Schedule.of(lanes, stored, stage.lanes, stage.has_reset_slots)
+        self._calls: dict[int, list[tuple[int, Call]]] = {}
+        """Calls before slots: the lane, and what is called."""
+        for lane in lanes:
+            self._place(lane)
         self._number = np.zeros(stage.lanes, np.int64)
         for lane in lanes:
             self._number[lane.column] = lane.number
@@ -171,6 +178,19 @@ class Round:
         self.compared: set[int] = set()
         """Trajectories that were compared."""
         self._require_columns()
+
+    def _place(self, lane: Lane) -> None:
+        """Note the slots before which the calls of a lane come."""
+        rows, ids, steps = (
+            each[:, lane.column]
+            for each in (self._schedule.rows, self._schedule.ids, self._schedule.steps)
+        )
+        slots = np.flatnonzero(rows != _IDLE)
+        for call in lane.calls:
+            before = call.position(rows[slots], ids[slots], steps[slots])
+            if before < len(slots):  # else it comes after all
+                slot = int(slots[before - 1]) + 1 if before else 0
+                self._calls.setdefault(slot, []).append((lane.column, call))
 
     def _require_columns(self) -> None:
         """Refuse an environment with other columns than those that are stored."""
@@ -201,24 +221,24 @@ class Round:
             at = places[0], places[1]
             rows = part[at]
             actions = {key: self._stored.take(key, rows) for key in stage.actions}
-            before = None
-            if self._film is not None:
-                before = self._shown(start)
+            called = any(slot in self._calls for slot in range(start, start + slots))
+            before = self._before(start) if called or self._film is not None else None
             stage.step(actions, at, slots, before)
             self._compare(start, at, rows)
             stage.go_on(slots)
             yield
         self._account()
 
-    def _shown(self, start: int) -> Any:
-        film, (lane,), schedule = self._film, self._lanes, self._schedule
-        assert film is not None
+    def _before(self, start: int) -> BeforeStep:
+        film, lane, schedule = self._film, self._lanes[0], self._schedule
 
-        def show(slot: int) -> None:
-            if schedule.rows[start + slot, lane.column] != _IDLE:
+        def before(slot: int) -> None:
+            for column, call in self._calls.get(start + slot, ()):
+                self._stage.call(call, column)
+            if film is not None and schedule.rows[start + slot, lane.column] != _IDLE:
                 film.show(self._stage.env, lane.column)
 
-        return show
+        return before
 
     def _compare(self, start: int, at: tuple[Array, Array], rows: Array) -> None:
         slots, lanes = at
@@ -229,32 +249,36 @@ class Round:
         whole = at[0] + start, at[1]
         ids, steps = self._schedule.ids[whole], self._schedule.steps[whole]
         numbers = self._number[at[1]]
-        valid = np.ones(len(rows), np.bool_)
-        if NEXT_VALID in self._stored.schema:
-            valid = self._stored.take(NEXT_VALID, rows).reshape(-1)
         for key in self.keys:
-            stored, replayed = self._stored.take(key, rows), self._stage.values(key, at)
-            where = ids, steps, rows, numbers
-            if key[0] == NEXT and key[1:] in self._stage.plan.layout and not valid.all():
-                # A final observation that the system loses: what lies there is another's.
-                stored, replayed = stored[valid], replayed[valid]
-                where = ids[valid], steps[valid], rows[valid], numbers[valid]
+            stored, replayed, kept = self._values(key, at, rows)
+            where = ids[kept], steps[kept], rows[kept], numbers[kept]
             self._comparison.column(key, stored, replayed, where)
         self._comparison.rows += len(rows)
+
+    def _values(self, key: Key, at: tuple[Array, Array], rows: Array) -> tuple[Array, Array, Array]:
+        """Return what is stored and what was replayed, and the indices of the rows that it is of.
+
+        Final observations that the system loses are left out: in their place is another episode's.
+        """
+        stored, replayed = self._stored.take(key, rows), self._stage.values(key, at)
+        kept = np.arange(len(rows))
+        of_observation = key[0] == NEXT and key[1:] in self._stage.plan.layout
+        if of_observation and NEXT_VALID in self._stored.schema:
+            kept = np.flatnonzero(self._stored.take(NEXT_VALID, rows))
+        return stored[kept], replayed[kept], kept
 
     def _without_doubtful(
         self, start: int, at: tuple[Array, Array], rows: Array
     ) -> tuple[tuple[Array, Array], Array]:
-        """Leave out trajectories, and what follows them, that begin from another state."""
-        fresh = np.flatnonzero(self._schedule.fresh[at[0] + start, at[1]])
-        if not len(fresh):
+        """Leave out trajectories that differ and may begin elsewhere, and what follows them."""
+        some = np.flatnonzero(self._schedule.doubtful[at[0] + start, at[1]])
+        if not len(some):
             return at, rows
-        where, first = (at[0][fresh], at[1][fresh]), rows[fresh]
-        differ = np.zeros(len(fresh), np.bool_)
+        where, numbers = (at[0][some], at[1][some]), rows[some]
+        differ = np.zeros(len(some), np.bool_)
         for key in self.keys:
-            if key[0] not in (NEXT, COLLECTOR):
-                stored, replayed = self._stored.take(key, first), self._stage.values(key, where)
-                differ[differing_rows(stored, replayed, self._comparison.atol)] = True
+            stored, replayed, kept = self._values(key, where, numbers)
+            differ[kept[differing_rows(stored, replayed, self._comparison.atol)]] = True
         for slot, lane in zip(where[0][differ], where[1][differ], strict=True):
             if start + slot < self._stop[lane]:
                 self._stop[lane] = start + slot

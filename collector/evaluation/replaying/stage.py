@@ -13,7 +13,10 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.driven.prepare import first_reset, seed_env
 from tallyroll.collector.envs.driven.traits import system_of
+from tallyroll.collector.envs.reaching.asked import Asked
+from tallyroll.collector.envs.reaching.environments import reach_env
 from tallyroll.collector.errors import EnvironmentRefused
+from tallyroll.collector.evaluation.replaying.calls import Call
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.random_actions import action_keys
 from tallyroll.collector.policies.slot_rng import SlotRng
@@ -204,6 +207,22 @@ class Stage:
     def go_on(self, slots: int) -> None:
         """Make room for the next block, after ``slots`` slots."""
         self._slab.keep_last(slots, None)
+
+    def call(self, call: Call, lane: int) -> None:
+        """Do a call of a lane's environment again.
+
+        Raises:
+            EnvironmentRefused: it raises, or the environment is not reached.
+        """
+        asked = Asked("env_set", call.name, values=call.args)
+        if call.way == "env_call":
+            asked = Asked("env_call", call.name, call.args, call.kwargs)
+        for outcome in reach_env(self.env, asked, [lane]):
+            if outcome.error is not None:
+                raise EnvironmentRefused(
+                    f"{asked}, which the run had called, raised {type(outcome.error).__name__} in "
+                    f"the environment here: {outcome.error}; make it as the run did"
+                ) from outcome.error
 
     def close(self) -> None:
         """Close the environment."""
