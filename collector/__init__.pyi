@@ -19,6 +19,9 @@ from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv as Gymn
 from tallyroll.collector.errors import *  # noqa: F403
 from tallyroll.collector.evaluation.evaluating import Evaluation as Evaluation
 from tallyroll.collector.evaluation.evaluating import evaluate as evaluate
+from tallyroll.collector.evaluation.replaying.recovering import recover_env as recover_env
+from tallyroll.collector.evaluation.replaying.replay import replay as replay
+from tallyroll.collector.evaluation.replaying.report import ReplayReport as ReplayReport
 from tallyroll.collector.evaluation.reporting.report import RunsReport as RunsReport
 from tallyroll.collector.evaluation.reporting.report import report as report
 from tallyroll.collector.multiprocess import MultiprocessCollector as MultiprocessCollector

@@ -7,6 +7,7 @@
     │   ├── NameRefused              columns whose names collide, or that no storage can hold
     │   └── UnknownArgument (TypeError)   an argument that there is not
     ├── EnvironmentRefused           an environment that cannot be driven truly
+    │   ├── EnvironmentUnknown       a storage does not tell how it is made again
     │   └── SilentReset              it resets itself within step: found while collecting
     ├── SpaceError                   a space that has no column layout
     ├── PolicyError                  what the policy returned is not an action of this environment
@@ -32,6 +33,7 @@ __all__ = [
     "CollectorError",
     "EnvCallError",
     "EnvironmentRefused",
+    "EnvironmentUnknown",
     "ItemsDiffer",
     "LedgerError",
     "MissingExtra",
@@ -69,6 +71,10 @@ class UnknownArgument(ArgumentError, TypeError):
 
 class EnvironmentRefused(CollectorError):
     """The environment would lose or invent transitions; the message names the way out."""
+
+
+class EnvironmentUnknown(EnvironmentRefused):
+    """A storage does not say enough of its environment to make it again, or names code."""
 
 
 class SilentReset(EnvironmentRefused):

@@ -3,6 +3,7 @@
 Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP.
 ``verify``: 0 sound, 1 something is wrong with the storage, 2 usage or it could not be checked.
 ``diff``: 0 the same, 1 different, 2 usage or they could not be compared.
+``replay``: 0 equal, 1 something differs, 2 usage or something could not be replayed.
 """
 
 import atexit
@@ -25,7 +26,7 @@ from tallyroll.collector.cli.parser import make_parser
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.workers.unblocked_output import output_dropped
 
-_READING = ("diff", "inspect", "report", "verify")
+_READING = ("diff", "inspect", "replay", "report", "verify")
 """Commands whose modules are in `reading`."""
 
 
@@ -47,7 +48,7 @@ def _main(argv: Sequence[str] | None) -> int:
             emit("")  # what --help and --version have left in the buffer
             raise
         show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
-        status = 2 if args.command in ("diff", "verify") else 1
+        status = 2 if args.command in ("diff", "replay", "verify") else 1
         with visible_warnings():
             # Each command has a module, imported now: torch takes seconds, and --help none.
             folder = f"{__name__}.reading" if args.command in _READING else __name__

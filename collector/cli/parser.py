@@ -209,6 +209,20 @@ def _scale(text: str) -> tuple[str, tuple[float, float]]:
     return name, (low, high)
 
 
+def _ids(text: str) -> list[int]:
+    return [_count(name) for name in _names(text)]
+
+
+def _tolerance(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return found
+
+
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
@@ -323,6 +337,21 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "each, the second of each and so on, by their ids, as in copies with ids of their own "
         "(default: kept)"),
     "--hash": (None, "", "read all rows, and show the hash of their content"),
+    "--trajectory": (_ids, "ID,ID", "these trajectories, by their ids"),
+    "--sample": (_positive, "N",
+        "so many, spread over all that can be replayed (default: 20)"),
+    "--all": (None, "", "all of them"),
+    "--env": (str, "ENV",
+        "the environment, as for collect, where the manifest does not say how to make it"),
+    "--env-factory": (str, "MODULE:FUNCTION",
+        "a function that makes it; modules of the current directory can be imported"),
+    "--tolerance": (_tolerance, "X", "floats that differ by no more count as equal (default: 0)"),
+    "--render": (_path, "FILE.mp4",
+        "also film the trajectories, one after the other, where the environment renders; needs "
+        "the extra: pip install 'tallyroll[video]'"),
+    "--picture": (_path, "FILE.png",
+        "where the first difference is in an image: write the stored one, the replayed one, and "
+        "what differs"),
     "--group-by": (str, "A,B",
         "what runs of a group have in common: environment, label, folder, policy, or the name of a "
         "value in a run's entry, such as call.frames_per_batch (default: environment,label)"),
@@ -383,6 +412,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add(inspect, "--rows", default=5)
     _add(inspect, "--hash", "--accept-copy")
     _add_output(inspect, "--json")
+    replay = command("replay", "step stored trajectories again, and compare them bit for bit")
+    _add_path(replay)
+    _add(replay.add_mutually_exclusive_group(), "--trajectory", "--sample", "--all")
+    _add(replay.add_mutually_exclusive_group(), "--env", "--env-factory")
+    _add(replay, "--env-kwargs", "--tolerance", "--render", "--picture", "--accept-copy")
+    _add_output(replay, "--json", "--quiet")
     report = command("report", "report over many runs: a table, and a page")
     paths = report.add_argument(
         "paths", nargs="+", type=_path, metavar="PATH", help="storages, or folders that have some"

@@ -158,6 +158,27 @@ examples:
   tallyroll inspect runs/pole --json | jq .returns.mean
 """
 
+REPLAY_USAGE = "%(prog)s PATH [options]"
+REPLAY = """\
+Start stored trajectories again, from the seeds and contexts that their rows
+have, or else from the run's seed through all that their lanes did; step the
+stored actions, and compare every observation, reward and end bit for bit. It is
+promised for the same machine and versions; those that differ are named.
+"""
+REPLAY_EXAMPLES = """\
+examples:
+  tallyroll replay runs/pole
+  tallyroll replay runs/pole --trajectory 7
+  tallyroll replay runs/pole --all --json | jq .first_difference
+  tallyroll replay runs/pole --env-factory my_envs:make_pole
+  tallyroll replay runs/pong --trajectory 7 --render pong.mp4
+
+exit status:
+  0  equal
+  1  something differs: the first difference is shown
+  2  something could not be replayed (and nothing differs), or a wrong argument
+"""
+
 REPORT_USAGE = "%(prog)s PATH [PATH ...] [options]"
 REPORT = """\
 Report over the runs of many storages: transitions that were asked for and

@@ -40,6 +40,8 @@ def test_what_users_meet_first_has_examples() -> None:
         "Trajectories",
         "collect",
         "env_call",
+        "recover_env",
+        "replay",
         "uniform",
     ]
 

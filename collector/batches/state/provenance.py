@@ -27,9 +27,20 @@ def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) ->
         "info_keys": [str(info) for info in options.info_keys],
         "rename": spelled_rename(options.rename),
         **({"resets": options.resets.described()} if options.resets.draws else {}),
+        **_otherwise(options),
         **more,
     }
     return {name: value for name, value in kept.items() if value != []}
+
+
+def _otherwise(options: Options) -> dict[str, Any]:
+    """Return the options that decide what an environment does, where they are not the defaults."""
+    found = {
+        "max_frames_per_traj": options.max_frames_per_traj,
+        "reset_at_each_iter": options.reset_at_each_iter or None,
+        "reset_slots": None if options.checks.reset_slots == "mask" else options.checks.reset_slots,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def run_provenance(

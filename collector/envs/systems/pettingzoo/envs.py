@@ -21,11 +21,8 @@ def factory_of(name: str) -> Callable[..., Any]:
         ArgumentError: there is no such environment.
         MissingExtra: PettingZoo, or a package that the module imports, is not installed.
     """
-    package: Any = needs("pettingzoo", EXTRA)
-    registered = re.sub(r"_(v\d+)$", r"-\1", name)
-    for kind in ("parallel", "aec"):
-        if registered in getattr(package, f"{kind}_registry", ()):
-            return partial(package.make, kind, registered)
+    if (known := registered(name)) is not None:
+        return known
     path, _, function = name.replace("/", ".").replace("-", "_").partition(":")
     for module in (path, f"pettingzoo.{path}"):  # before 1.27 there was no registry
         try:
@@ -41,6 +38,20 @@ def factory_of(name: str) -> Callable[..., Any]:
         f"pettingzoo:{name}: neither PettingZoo's registry nor a module has it; examples are "
         "pettingzoo:sisl/pursuit-v5 and pettingzoo:mpe2.simple_tag_v3"
     )
+
+
+def registered(name: str) -> Callable[..., Any] | None:
+    """Return the factory of a name that PettingZoo's registry has; None: no name of a module.
+
+    Raises:
+        MissingExtra: PettingZoo is not installed.
+    """
+    package: Any = needs("pettingzoo", EXTRA)
+    known = re.sub(r"_(v\d+)$", r"-\1", name)
+    for kind in ("parallel", "aec"):
+        if known in getattr(package, f"{kind}_registry", ()):
+            return partial(package.make, kind, known)
+    return None
 
 
 def make_into(envs: list[Any], name: str, lanes: int, kwargs: Mapping[str, Any]) -> None:

@@ -1,0 +1,117 @@
+"""Calls of a run that changed its environments, as they come to each lane. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tallyroll.storage.files.run_events import LEFT_OUT, events_of
+
+Array = np.ndarray[Any, Any]
+Table = np.ndarray[Any, Any]
+
+_UNKNOWN = "its environment was called before its end, {}, which cannot be done again: {}"
+_ALL_LEFT_OUT = "the manifest leaves out calls of its environment that the run made"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of one lane's environment, and what comes after it."""
+
+    way: str
+    """``"env_call"`` or ``"env_set"``."""
+    name: str
+    args: tuple[Any, ...]
+    """The arguments, or the one value that is set."""
+    kwargs: Mapping[str, Any]
+    row: int
+    """The number of the first row after it, where ``first`` is None."""
+    first: tuple[int, int] | None
+    """The trajectory and the step that come first after it in the lane."""
+    unknown: str = ""
+    """The reason that it cannot be done again; empty: it can."""
+
+    @property
+    def content(self) -> str:
+        """The same text for calls that do the same."""
+        return json.dumps([self.way, self.name, self.args, self.kwargs], sort_keys=True)
+
+    def position(self, rows: Array, ids: Array, steps: Array) -> int:
+        """Return how many rows ``[n]`` of a lane, in their order, come before it."""
+        if self.first is None:
+            return int(np.count_nonzero(rows < self.row))
+        id, step = self.first
+        return int(np.count_nonzero((ids < id) | ((ids == id) & (steps < step))))
+
+    def changes(self, line: Table) -> bool:
+        """Return whether rows of a trajectory, a line of the table, come after it."""
+        if self.first is None:
+            return bool(self.row <= line["last_row"])
+        id, step = self.first
+        return bool(id < line["id"] or (id == line["id"] and step < line["length"]))
+
+    def is_before_reset(self, line: Table, previous: Table | None, *, ended: bool) -> bool:
+        """Return whether it was made before the reset that a trajectory began with.
+
+        Args:
+            line: of the trajectory.
+            previous: the line of its lane's trajectory before it, None if it is the run's first.
+            ended: the one before it ended by itself, so that the lane was reset in that step.
+        """
+        late = previous is not None and not ended
+        if self.first is not None:
+            id = int(line["id"])
+            return self.first[0] < id or (late and self.first == (id, 0))
+        if previous is None:
+            return False
+        return bool(self.row <= previous["last_row"] or (late and self.row <= line["first_row"]))
+
+
+def calls_of(entry: Mapping[str, Any], lane: int) -> list[Call]:
+    """Return the calls of a lane of a run, by the entry of the run, in their order."""
+    return [*_each(entry, lane)]
+
+
+def _each(entry: Mapping[str, Any], lane: int) -> Iterator[Call]:
+    row = 0
+    for event in events_of(entry):
+        lanes, row = event["lanes"], event["row"]
+        failed = event.get("failed")
+        if isinstance(failed, list) and lane in failed:
+            yield _unknown(event, "it raised")
+        elif lanes is None or lane in lanes:
+            yield _call(event, lane if lanes is None else lanes.index(lane))
+    if entry.get(LEFT_OUT):
+        yield Call("env_call", "", (), {}, row, None, _ALL_LEFT_OUT)
+
+
+def _unknown(event: Mapping[str, Any], why: str) -> Call:
+    reason = _UNKNOWN.format(f"{event['call']}({event['name']!r})", why)
+    return Call(event["call"], event["name"], (), {}, event["row"], None, reason)
+
+
+def _call(event: Mapping[str, Any], place: int) -> Call:
+    args, name = event["args"], event["name"]
+    if args is None:
+        return _unknown(event, "its arguments are no JSON values, or too many")
+    if not name.isidentifier() or name.startswith("_"):
+        return _unknown(event, "a storage reaches public names alone")
+    if event["call"] == "env_set":
+        if len(args) != 1 or (isinstance(args[0], list) and place >= len(args[0])):
+            return _unknown(event, "it has no value for the lane")
+        args = [args[0][place] if isinstance(args[0], list) else args[0]]
+    first = event.get("first")
+    found: tuple[int, int] | None = None
+    if isinstance(first, list):
+        if place >= len(first) or not _is_pair(first[place]):
+            return _unknown(event, "the manifest is damaged")
+        found = (first[place][0], first[place][1])
+    return Call(event["call"], name, tuple(args), event["kwargs"], event["row"], found)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2 and all(type(n) is int for n in value)

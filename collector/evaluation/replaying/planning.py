@@ -1,0 +1,213 @@
+"""The plan of a replay: from where trajectories begin, and why others cannot. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.evaluation.replaying.calls import Call, calls_of
+from tallyroll.storage.files.copied_runs import LEFT_OUT, is_collected, is_copied
+from tallyroll.storage.trajectories.episodes import END_TERMINATED, END_TRUNCATED
+
+Table = np.ndarray[Any, Any]
+"""Lines of trajectories, as ``storage.trajectories.table`` has them."""
+
+_GONE = "rows of it are gone, which a ring has overwritten or a run left out"
+_COPIED = "its rows were copied from another storage, and runs there made them: replay that one"
+_NO_RUN = "no collector's run made its rows, so that nothing says how it began"
+_NO_SEED = "neither it nor its run has a seed"
+_OLD = "its lane has no rows left from the run's beginning, from which it would be stepped again"
+_NOT_FIRST = (
+    "its lane's first trajectory of the run is not stored, and it would be stepped again from there"
+)
+_DISCARDS = (
+    "it differs, and the run threw transitions away, so that it may have begun in mid-episode"
+)
+_RESTARTED = (
+    "it differs, and may not begin where the trajectory before it ended: the run lost or threw "
+    "away transitions, or reset lanes"
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Trajectories of one lane that are stepped one after the other, from one reset on."""
+
+    lane: int
+    """The number of the lane in the run."""
+    trajectories: tuple[int, ...]
+    """Their ids."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Lines that start together: each from its own seed, or all from the run's."""
+
+    entry: int
+    """The index of the entry in the manifest of what made their rows."""
+    seeded: bool
+    """True if each begins from the seed in its rows."""
+    lines: tuple[Line, ...]
+    doubt: str = ""
+    """The reason that a trajectory may begin elsewhere; empty if none may.
+
+    Of lines that begin from the run's seed their first trajectories never do."""
+
+
+@dataclass
+class Plan:
+    """The lines that are replayed, and why the rest is not."""
+
+    groups: list[Group] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    """Reasons, by the ids of trajectories that cannot be replayed."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The trajectories of a storage, and the runs that made them."""
+
+    table: Table
+    span: range
+    """Rows that are there."""
+    entries: Sequence[Mapping[str, Any]]
+    """The runs of the manifest."""
+    seeded: bool
+    """True if rows have the seeds of their resets."""
+    losses: Mapping[str, int]
+    """Counts of the last run's ledger, as far as they are known."""
+
+    def entry_of(self, line: Table) -> int:
+        """Return the index of the entry that made the first row of a line; -1 without one."""
+        firsts = [entry["first_row"] for entry in self.entries]
+        return int(np.searchsorted(firsts, line["first_row"], side="right")) - 1
+
+
+def plan_of(history: History, wanted: Collection[int]) -> Plan:
+    """Return how the ``wanted`` trajectories, ids, are replayed, and which cannot be."""
+    plan = Plan()
+    by_entry: dict[int, list[Table]] = defaultdict(list)
+    ids = {*wanted}
+    for line in history.table:
+        if int(line["id"]) not in ids:
+            continue
+        at = history.entry_of(line)
+        if why := _refused(history, line, at):
+            plan.refused[int(line["id"])] = why
+        else:
+            by_entry[at].append(line)
+    for at, lines in by_entry.items():
+        entry = history.entries[at]
+        if history.seeded:
+            doubt = _DISCARDS if _call(entry).get("surplus") == "discard" else ""
+            lone = tuple(Line(int(each["lane"]), (int(each["id"]),)) for each in lines)
+            plan.groups.append(Group(at, True, lone, doubt))
+        else:
+            _chain(history, plan, at, lines)
+    return plan
+
+
+def _refused(history: History, line: Table, at: int) -> str:
+    """Return why a trajectory cannot be replayed, as far as its own line says it."""
+    if at < 0:
+        return _NO_RUN
+    entry = history.entries[at]
+    if is_copied(entry) or LEFT_OUT in entry:
+        return _COPIED
+    if not is_collected(entry):
+        return _NO_RUN
+    if line["first_row"] < history.span.start or line["first_step"] != 0:
+        return _GONE
+    for call in calls_of(entry, int(line["lane"])):
+        if call.unknown and call.changes(line):
+            return call.unknown
+    if history.seeded:
+        return ""
+    if not _is_number(entry.get("seed")) or not _is_number(entry.get("incarnation")):
+        return _NO_SEED
+    return _OLD if entry["first_row"] < history.span.start else ""
+
+
+def _chain(history: History, plan: Plan, at: int, wanted: Sequence[Table]) -> None:
+    """Add lines that begin with the run, or where it was resumed, up to the last one wanted."""
+    lines = lines_of_entry(history, at)
+    lanes = int(history.entries[at].get("lanes", 0))
+    first = min((int(line["id"]) - int(line["lane"]) for line in lines), default=0)
+    by_lane: dict[int, list[Table]] = defaultdict(list)
+    for line in lines:
+        by_lane[int(line["lane"])].append(line)
+    made: list[Line] = []
+    for lane in sorted({int(line["lane"]) for line in wanted}):
+        asked = {int(line["id"]) for line in wanted if line["lane"] == lane}
+        stepped, why = _unbroken(by_lane[lane], first + lane, lanes)
+        plan.refused.update((id, why) for id in asked - {*stepped})
+        last = max((number for number, id in enumerate(stepped) if id in asked), default=-1)
+        if last >= 0:
+            made.append(Line(lane, tuple(stepped[: last + 1])))
+    if made:
+        plan.groups.append(Group(at, False, tuple(made), _doubt(history, at)))
+
+
+def lines_of_entry(history: History, at: int) -> Table:
+    """Return the lines of trajectories that began in an entry's rows."""
+    first, table = history.entries[at]["first_row"], history.table
+    stop = history.span.stop
+    if at + 1 < len(history.entries):
+        stop = history.entries[at + 1]["first_row"]
+    found: Table = table[(table["first_row"] >= first) & (table["first_row"] < stop)]
+    return found
+
+
+def calls_around(history: History, at: int, lone: Line) -> tuple[list[Call], list[Call]]:
+    """Return the calls before the reset that a trajectory began with, and those after it."""
+    calls, (id,) = calls_of(history.entries[at], lone.lane), lone.trajectories
+    if not calls:
+        return [], []
+    lines = lines_of_entry(history, at)
+    line = lines[lines["id"] == id][0]
+    own = lines[(lines["lane"] == line["lane"]) & (lines["id"] < id)]
+    entry, previous = history.entries[at], own[-1] if len(own) else None
+    ended = previous is not None and previous["end"] in (END_TERMINATED, END_TRUNCATED)
+    ended = ended and not _call(entry).get("reset_at_each_iter")
+    before = [each for each in calls if each.is_before_reset(line, previous, ended=bool(ended))]
+    return before, [each for each in calls if each not in before and each.changes(line)]
+
+
+def _unbroken(lines: Sequence[Table], first: int, lanes: int) -> tuple[list[int], str]:
+    """Return the ids that follow one another from the first on, and why not those after them."""
+    found: list[int] = []
+    whole, before = True, -1
+    for line in lines:
+        id = int(line["id"])
+        if line["first_step"] != 0:
+            return found, _GONE
+        if not found and id != first:
+            return found, _NOT_FIRST
+        if found and not (whole and id == before + lanes):
+            return found, (
+                f"trajectory {before} of its lane was left before its end, and what the lane did "
+                "then is not stored: the run lost it, threw it away, or reset the lane"
+            )
+        found.append(id)
+        whole, before = line["end"] in (END_TERMINATED, END_TRUNCATED), id
+    return found, ""
+
+
+def _doubt(history: History, at: int) -> str:
+    call = _call(history.entries[at])
+    lost = history.losses.get("lost", 0) or history.losses.get("respawned", 0)
+    breaks = call.get("surplus") == "discard" or call.get("reset_at_each_iter")
+    return _RESTARTED if lost or breaks else ""
+
+
+def _call(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    call = entry.get("call")
+    return call if isinstance(call, dict) else {}
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and value >= 0
