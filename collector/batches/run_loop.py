@@ -266,7 +266,7 @@ class Collector(Attributes, Reaching, ABC):
 
     @property
     def policy_version(self) -> int:
-        """Number of updates of the policy's weights; -1 if actions are random.
+        """Number of updates of the policy's weights, of several of any; -1 if actions are random.
 
         With ``resume=True`` it is one more than the largest that the run stored: no number names
         two sets of weights. A state that is loaded says which it has. Another run in a storage

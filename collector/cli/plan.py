@@ -22,8 +22,8 @@ from tallyroll.collector.batches.stored.resume import opened_or_created
 from tallyroll.collector.cli.output import CommandError, pasteable
 from tallyroll.collector.evaluation.reporting.stored_runs import part as part
 from tallyroll.collector.options import MOST_LANES
-from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.collector.policies.sb3_models import as_policy
+from tallyroll.collector.policies.several.entries import are_several
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
 from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.storages import DiskStorage, storage_class
@@ -213,8 +213,8 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
         raise CommandError(f"--max-size: {error}") from error
 
 
-def load_policy(spec: str | None) -> PolicyFn | None:
-    """The policy that ``module:attr`` or ``file.py:attr`` names.
+def load_policy(spec: str | None) -> Any:
+    """The policy, or several, that ``module:attr`` or ``file.py:attr`` names.
 
     A class, or a function that needs no arguments, is called once to make it.
 
@@ -236,14 +236,15 @@ def load_policy(spec: str | None) -> PolicyFn | None:
     if _is_factory(policy):
         with _named(f"--policy {spec}: calling {path}"):
             policy = policy()
+    if are_several(policy):
+        return policy  # the collector looks at each
     policy = as_policy(policy)
     if not callable(policy):
         raise CommandError(
             f"--policy {spec}: expected a policy (a callable from TensorDict to TensorDict), "
             f"a class or a function that makes one, got {type(policy).__name__}"
         )
-    made: PolicyFn = policy
-    return made
+    return policy
 
 
 def imported(name: str, wanted: str) -> Any:

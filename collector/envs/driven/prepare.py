@@ -142,12 +142,7 @@ def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
         if hasattr(module, "make_tensordict_primer")
     ]
     have = {as_key(key) for key in env.observation_spec.keys(True, True)}
-    missing, known = [], set(have)
-    for primer in primers:  # several policies may have states of the same names
-        keys = {as_key(key) for key in primer.primers.keys(True)}
-        if not keys <= known:
-            missing.append(primer)
-            known |= keys
+    missing = [p for p in primers if not {as_key(key) for key in p.primers.keys(True)} <= have]
     if not missing:
         return env
     base = system_of(env)

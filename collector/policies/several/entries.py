@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from tallyroll.collector.errors import ArgumentError
@@ -88,6 +89,8 @@ def lane_entries(given: Sequence[Any]) -> list[tuple[LaneSet, OnePolicy]]:
         if not isinstance(each, (tuple, list)) or len(each) != 2:
             raise ArgumentError(f"{wanted}, got {_said(each)} at place {at}")
         lanes, policy = each
+        if isinstance(lanes, (np.ndarray, torch.Tensor)):
+            lanes = lanes.tolist()
         require_lanes(lanes, at)
         found.append((lanes, _one(policy, f"policy {at}")))
     return found

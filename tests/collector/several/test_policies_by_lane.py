@@ -15,6 +15,7 @@ from torch import nn
 from torchrl.modules import GRUModule
 
 from tallyroll.collector import OnePolicy, SyncCollector, load_checkpoint, save_checkpoint
+from tallyroll.collector.cli import main
 from tallyroll.collector.errors import ArgumentError, PolicyError, StateError
 from tallyroll.storage import MemmapStorage, open_storage, verify
 
@@ -158,11 +159,12 @@ def test_random_actions_of_lanes_do_not_depend_on_other_policies() -> None:
     assert torch.equal(*opening)
     both = torch.stack([stream(one, lane, 15)["action"] for lane in (0, 1, 2)])
     assert len({tuple(each) for each in both.tolist()}) == 3, "streams of their own"
+    assert set(both[1].tolist()) == {0, 1}, "which go on from slot to slot"
 
 
 MIXED: list[Any] = [
     ([0, 3], OnePolicy(linear(1), init_random_frames=9)),
-    ([1], None),
+    ([1, 4], None),
     ("rest", lambda td: td.set("action", td["observation"].long().sum(-1) % 2)),
 ]
 """A lane's action does not depend on the lanes beside it, as far as their bits go."""
@@ -246,6 +248,9 @@ def test_recurrent_policies_keep_the_states_of_their_lanes() -> None:
         ([("first", None)], "got 'first'"),
         ([(True, None)], "got True"),
         ([([], None)], r"got \[\]"),
+        ([(np.array([0.5, 1]), None)], r"got \[0.5, 1.0\]"),
+        ([(np.array([0, 3]), None), (torch.arange(3), linear())], "got lane 0 for policy 0 and"),
+        ([({0, 1}, None)], r"got \{0, 1\}"),
         ([("rest", 3)], "got int"),
         ([("rest", [(0, None)])], "expected one policy for policy 0, got several"),
         ({"agents": linear()}, "for groups of agents, and the environment has the action action"),
@@ -475,3 +480,34 @@ def test_lanes_of_a_single_environment() -> None:
     rows = joined(collect(factory("single", 0, 1), [(0, linear(1))], **BUDGET)[0])
     alone = joined(collect(factory("single", 0, 1), linear(1), **BUDGET)[0])
     assert_same(rows.exclude(("collector", "policy_id")), alone)
+
+
+def test_no_policy_is_asked_while_all_of_its_lanes_act_at_random() -> None:
+    asked: list[int] = []
+
+    def act(td: TensorDictBase) -> TensorDictBase:
+        asked.append(len(td))
+        return td.set("action", td["observation"].long().sum(-1) % 2)
+
+    policies = [([0, 3], OnePolicy(act, init_random_frames=21)), ("rest", linear(2))]
+    collect(factory(DISABLED, 0, LANES), policies, **BUDGET)
+    tried = len(asked) - 5
+    assert asked[tried:] == [2] * 5, "ten slots at random, one of both kinds, four of the policy"
+    assert tried < 10
+
+
+def test_a_command_takes_several_policies(tmp_path: Path) -> None:
+    """A list in a file; what is wrong with it is said as the collector says it."""
+    code, out = tmp_path / "mine.py", tmp_path / "rows"
+    code.write_text(
+        "def act(td):\n    return td.set('action', td['observation'][..., 0].long() * 0)\n"
+        "policies = [(0, act), ('rest', None)]\nwrong = [(0, act)]\n"
+    )
+    words = ["collect", "CartPole-v1", "--frames", "30", "--num-envs", "3", "--quiet"]
+    assert main([*words, "--policy", f"{code}:policies", "--out", str(out)]) == 0
+    with open_storage(out) as storage:
+        rows = storage[:]
+    assert set(rows["collector", "policy_id"].tolist()) == {0, 1}
+    assert not rows["action"][rows["collector", "policy_id"] == 0].any()
+    assert main([*words, "--policy", f"{code}:wrong", "--out", str(tmp_path / "more")]) == 1
+    assert not (tmp_path / "more").exists()
