@@ -70,7 +70,7 @@ class GivenDraws(ResetDraws):
         for name, values in self._next.items():
             self._now[name][at] = values[at]
         if self.told is not None and len(at):
-            self.told(at)
+            self.told(at.tolist())
 
 
 def give_draws(env: Any, columns: Mapping[str, Array], resets: Resets) -> GivenDraws:
