@@ -209,8 +209,10 @@ class Collector(Attributes, Reaching, ABC):
 
     def __len__(self) -> int:
         """Number of batches that a run of limited frames has in all."""
-        if self._options.total_frames is None or self._options.by_agent:
-            raise TypeError("a collector without total_frames, in transitions, has no length")
+        if self._options.by_agent:
+            raise TypeError("a collector whose total_frames are agent transitions has no length")
+        if self._options.total_frames is None:
+            raise TypeError("a collector without total_frames has no length")
         return ceil(self._options.total_frames / self.frames_per_batch)
 
     def __enter__(self) -> Self:
