@@ -240,6 +240,8 @@ class Yielding(Collector):
                 break
         if not self._pieces:
             return None
+        if self._wishes.whole_trajectories:  # these go to the buffer once they are complete
+            return joined(self._pieces)
         with deferred():
             batch = self._process(joined(self._pieces))
             if self.replay_buffer is not None:

@@ -461,6 +461,21 @@ def test_whole_trajectories_go_to_a_buffer() -> None:
         assert torch.equal(found[0]["observation"], rows["observation"])
 
 
+def test_whole_trajectories_of_interrupted_batches_go_to_a_buffer_once() -> None:
+    found = []
+    for interruptor in (None, Interruptor(2)):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        given: dict[str, Any] = {"frames_per_batch": 12, "total_frames": 48, "trajs_per_batch": 1}
+        with Collector(
+            env(), ByObservation(), replay_buffer=buffer, interruptor=interruptor, **given
+        ) as collector:
+            assert set(collector) == {None}
+        rows = buffer[:]
+        numbers = rows["collector", "traj_ids"].tolist(), rows["collector", "step"].tolist()
+        found.append(sorted(zip(*numbers, rows["observation"].tolist(), strict=True)))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("wanted", "given", "said"),
     [
