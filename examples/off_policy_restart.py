@@ -98,10 +98,12 @@ class Curve:
         if self.path and self.path.exists():
             with self.path.open(newline="", encoding="utf-8") as file:
                 head, *lines = csv.reader(file)
-            with self.path.open("w", newline="", encoding="utf-8") as file:
-                kept = [line for line in lines if line and int(line[0]) <= frames]
+            kept = [line for line in lines if line and int(line[0]) <= frames]
+            aside = self.path.with_name(f"{self.path.name}.new")  # a kill leaves the old or the new
+            with aside.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([head, *kept])
-                self.newest = int(kept[-1][0]) if kept else -1
+            aside.replace(self.path)
+            self.newest = int(kept[-1][0]) if kept else -1
 
     def add(self, frames: int, **point: float) -> None:
         print(f"frames {frames:5d}", *(f" {name} {value:8.2f}" for name, value in point.items()))
