@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from torchrl.data import Bounded
 
 from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, uniform
+from tallyroll.collector import replay as replay_stored
 from tallyroll.collector.envs.kinds import functional
 from tallyroll.collector.envs.kinds.packing import Packing
 from tallyroll.collector.envs.system import System
@@ -327,3 +328,21 @@ def test_an_end_of_the_task_is_terminated() -> None:
         (rows,) = list(collector)
     assert int(rows["next", "terminated"].sum()) >= 4
     assert not rows["next", "truncated"].any()
+
+
+@pytest.mark.parametrize("gravity", [True, False])
+def test_what_is_stored_comes_out_again(gravity: bool, tmp_path: Path) -> None:
+    resets = Resets(sampler={"gravity": uniform(5, 15)}, seeds=True) if gravity else None
+    with SyncCollector(
+        "gymnax:CartPole-v1",
+        num_envs=3,
+        frames_per_batch=50,
+        total_frames=100,
+        seed=2,
+        storage=tmp_path / "a",
+        resets=resets,
+    ) as collector:
+        for _ in collector:
+            pass
+    report = replay_stored(tmp_path / "a", "all")
+    assert (report.same, report.rows) == (True, 100)

@@ -15,7 +15,13 @@ import pytest
 import torch
 from torchrl.data import Unbounded
 
-from tallyroll.collector import GymnasiumVectorEnv, Info, MultiprocessCollector, SyncCollector
+from tallyroll.collector import (
+    GymnasiumVectorEnv,
+    Info,
+    MultiprocessCollector,
+    SyncCollector,
+    replay,
+)
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
@@ -415,3 +421,20 @@ def test_what_a_task_lacks_is_told(
     monkeypatch.setattr(metadata, "files", found)
     with pytest.raises(MissingExtra, match=wanted):
         made_with_qt("a", make)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"batch_size": 2}])
+def test_what_is_stored_comes_out_again(kwargs: dict[str, Any], tmp_path: Path) -> None:
+    with SyncCollector(
+        "envpool:CartPole-v1",
+        num_envs=4,
+        frames_per_batch=50,
+        total_frames=200,
+        seed=2,
+        storage=tmp_path / "a",
+        env_kwargs=kwargs,
+    ) as collector:
+        for _ in collector:
+            pass
+    report = replay(tmp_path / "a", "all")
+    assert (report.same, report.rows) == (True, 200)
