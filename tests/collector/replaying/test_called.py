@@ -73,7 +73,8 @@ def test_calls_come_again_where_they_came(name: str, tmp_path: Path) -> None:
     path = run(tmp_path / "a", **OPTIONS[name])
     with open_storage(path) as storage:
         levels = storage.column("observation")[:, :2]
-        assert len(np.unique(levels, axis=0)) > 6
+        # How far workers are with an episode when they are called, time decides.
+        assert len(np.unique(levels, axis=0)) > (2 if "async" in name else 6)
     report = replay(path, "all", create_env_fn=Told)
     assert report.differences == ()
     if name != "discards":
