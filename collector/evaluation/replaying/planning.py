@@ -81,6 +81,15 @@ class History:
     losses: Mapping[str, int]
     """Counts of the last run's ledger, as far as they are known."""
 
+    known: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
+    """Calls that were looked up, by entry and lane."""
+
+    def calls_of(self, at: int, lane: int) -> list[Call]:
+        """Return the calls of a lane in the run of an entry."""
+        if (at, lane) not in self.known:
+            self.known[at, lane] = calls_of(self.entries[at], lane)
+        return self.known[at, lane]
+
     def entry_of(self, line: Table) -> int:
         """Return the index of the entry that made the first row of a line; -1 without one."""
         firsts = [entry["first_row"] for entry in self.entries]
@@ -122,7 +131,7 @@ def _refused(history: History, line: Table, at: int) -> str:
         return _NO_RUN
     if line["first_row"] < history.span.start or line["first_step"] != 0:
         return _GONE
-    for call in calls_of(entry, int(line["lane"])):
+    for call in history.calls_of(at, int(line["lane"])):
         if call.unknown and call.changes(line):
             return call.unknown
     if history.seeded:
@@ -164,7 +173,7 @@ def lines_of_entry(history: History, at: int) -> Table:
 
 def calls_around(history: History, at: int, lone: Line) -> tuple[list[Call], list[Call]]:
     """Return the calls before the reset that a trajectory began with, and those after it."""
-    calls, (id,) = calls_of(history.entries[at], lone.lane), lone.trajectories
+    calls, (id,) = history.calls_of(at, lone.lane), lone.trajectories
     if not calls:
         return [], []
     lines = lines_of_entry(history, at)

@@ -157,7 +157,6 @@ def _resets(call: Mapping[str, Any]) -> tuple[Resets, str]:
 
 def options_for(found: Recovered, num_envs: int | None, resets: Resets | None = None) -> Options:
     """Return the options of a collector that would make the environment."""
-    plain = isinstance(found.create, str)
     return Options.of(
         {
             "frames_per_batch": 1,
@@ -166,7 +165,7 @@ def options_for(found: Recovered, num_envs: int | None, resets: Resets | None = 
             "num_envs": num_envs,
             "seed": None,
             "device": None,
-            "env_kwargs": found.kwargs if plain else None,
+            "env_kwargs": found.kwargs or None,
             "layout": "rows",
             "surplus": "carry",
             "init_random_frames": 0,

@@ -199,6 +199,8 @@ def test_a_factory_is_needed_where_there_was_one(tmp_path: Path) -> None:
     path = collect(tmp_path / "a", heavy_pole)
     with pytest.raises(EnvironmentUnknown, match=r"came from a factory.*create_env_fn="):
         replay(path)
+    with pytest.raises(ArgumentError, match="env_kwargs go with an id"):
+        replay(path, create_env_fn=heavy_pole, env_kwargs={"render_mode": "rgb_array"})
     assert replay(path, "all", create_env_fn=heavy_pole).same
     assert replay(path, "all", create_env_fn="CartPole-v1").same
     with pytest.raises(ArgumentError, match=r"observation: stored as .*\[4\].*makes .*\[3\]"):
