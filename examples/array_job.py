@@ -20,6 +20,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -105,7 +106,8 @@ class Job:
             process = subprocess.Popen(
                 ["bash", SCRIPT, f"--total-frames={args.total_frames}"],
                 cwd=SCRIPT.parents[1],
-                env=os.environ | {"RUNS": str(self.folder), "SLURM_ARRAY_TASK_ID": str(self.task)},
+                env={"PYTHON": sys.executable, **os.environ}
+                | {"RUNS": str(self.folder), "SLURM_ARRAY_TASK_ID": str(self.task)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

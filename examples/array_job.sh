@@ -7,8 +7,8 @@
 #
 # A job that was preempted, whose node failed, or whose time is up is put back into the queue, and its
 # command is the same each time: it goes on from the newest checkpoint of its folder, and ends with
-# exactly its budget. RUNS names the folder of all of them (default: runs); a finished job that is
-# started again trains no more.
+# exactly its budget. RUNS names the folder of all of them (default: runs), and PYTHON the interpreter
+# (default: python); a finished job that is started again trains no more.
 #SBATCH --job-name=array
 #SBATCH --array=0-14
 #SBATCH --time=01:00:00
@@ -50,7 +50,7 @@ trap tell TERM
 trap 'again=1; tell' USR1
 
 # What is given to this script comes last, and wins: --total-frames 1001, say.
-python "examples/$algorithm.py" --seed "$((task % seeds + 1))" --eval-episodes 10 \
+"${PYTHON:-python}" "examples/$algorithm.py" --seed "$((task % seeds + 1))" --eval-episodes 10 \
     --checkpoint "${RUNS:-runs}/$algorithm" "${options[@]}" "$@" &
 job=$!
 if [[ $told ]]; then tell; fi  # it came before there was a job

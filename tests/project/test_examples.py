@@ -546,8 +546,9 @@ def test_array_job_tells_its_run_and_goes_back_to_the_queue(
 
 
 def test_array_job_says_which_run_fails_by_itself_or_is_stuck(
-    tmp_path: Path, commands: Path
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHON", "python")
     names = names_of("array_job.py")
     main, args = names["main"], names["Args"]
     command(commands, "python", "echo no such environment; exit 1")

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from groups_kit import GroupsEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from reset_kit import Weather
 from tensordict import TensorDictBase
@@ -121,6 +122,11 @@ def torch_env() -> OracleTorchEnv:
     return OracleTorchEnv(2, LENGTHS, ends="mixed")
 
 
+def groups() -> GroupsEnv:
+    """Two groups of agents, some of which do not live."""
+    return GroupsEnv(2, LENGTHS)
+
+
 TOLD = {"observation": "told"}
 FILLED = [Info("absent", "int64", fill=3)]
 GRAVITY = {"gravity": uniform(1, 2)}
@@ -130,6 +136,11 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "rename": (TOLD, Columns(rename=TOLD), {}),
     "frame_skip": (3, Columns(frame_skip=3), {}),
     "yield_large": (False, Columns(yield_large=False), {"storage": True}),
+    "budget_unit": (
+        "agent_transitions",
+        Columns(budget_unit="agent_transitions"),
+        {"env": groups, "with": {"seed": 0}},
+    ),
     "validate": ("off", Checks(validate="off"), {}),
     "finals": ("lost", Checks(finals="lost"), {}),
     "reset_slots": ("avoid", Checks(reset_slots="avoid"), {}),
@@ -154,8 +165,10 @@ def test_every_keyword_has_its_case() -> None:
 
 
 def run(env: Callable[[], Any], **options: Any) -> tuple[list[TensorDictBase], SyncCollector]:
-    policy = ByObservation()
+    policy: Any = ByObservation()
     policy.in_keys = ["told" if "told" in repr(options) else "observation"]
+    if env is groups:
+        policy = None
     with SyncCollector(env, policy, **RUN, **options) as collector:
         return [batch.clone() for batch in collector], collector
 

@@ -91,7 +91,7 @@ def test_few_rows_at_a_time_and_episodes(mode: str) -> None:
     ):
         list(calls(run))
         assert run.ledger.episodes_complete == 30
-        assert require_recorded(storage[:], run.events) > 30
+        assert require_recorded(storage[:], run.events) > 15  # as many as async workers have ready
 
 
 @pytest.mark.parametrize("kind", ["async processes", "sync threads"])
