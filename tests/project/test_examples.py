@@ -174,6 +174,7 @@ def test_torchrl_sac_swapped_is_torchrls_but_for_two_lines(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []  # its temporary ring would be here
 
 
+@pytest.mark.slow
 def test_ppo_multiprocess_trains_on_exactly_its_budget(tmp_path: Path) -> None:
     out = run(
         "ppo_multiprocess.py",

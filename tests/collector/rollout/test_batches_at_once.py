@@ -226,7 +226,11 @@ def handled(
 
 
 @pytest.mark.parametrize(
-    ("name", "sent"), [("random", signal.SIGTERM), ("resets, policy", signal.SIGINT)]
+    ("name", "sent"),
+    [
+        pytest.param("random", signal.SIGTERM, marks=pytest.mark.slow),
+        ("resets, policy", signal.SIGINT),
+    ],
 )
 def test_what_a_handler_raises_loses_nothing_and_the_run_goes_on(
     name: str, sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -198,7 +198,9 @@ def test_exploration_without_a_spec_gets_that_of_the_environment() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it compiles
-@pytest.mark.parametrize("keywords", [{}, {"backend": "eager"}])
+@pytest.mark.parametrize(
+    "keywords", [pytest.param({}, marks=pytest.mark.slow), {"backend": "eager"}]
+)
 def test_a_policy_is_compiled_and_acts_the_same(keywords: dict[str, Any]) -> None:
     policy, asked = linear(), {"compile_policy": keywords or True}
     given: dict[str, Any] = {"frames_per_batch": 12, "total_frames": 36, "seed": 0}

@@ -201,6 +201,7 @@ def test_an_id_has_its_lanes_split_five_into_three_and_two(policy: Any) -> None:
     assert_alike(one, collect_all(collector))
 
 
+@pytest.mark.slow
 def test_with_spawned_workers_and_one_factory_for_all() -> None:
     """The default start method; every worker makes lanes 0 and 1, which are four in the run."""
     make = partial(make_oracle_vec, 2, LENGTHS, mode=AutoresetMode.DISABLED, kind="seeded")

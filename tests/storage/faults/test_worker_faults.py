@@ -328,7 +328,7 @@ def planned(chance: random.Random, kind: str) -> list[Fault]:
     [
         ("next_step", "sync"),
         pytest.param("next_step", "async", marks=pytest.mark.slow),
-        ("same_step", "sync"),
+        pytest.param("same_step", "sync", marks=pytest.mark.slow),
         ("disabled", "async"),
         pytest.param("torchrl", "sync", marks=pytest.mark.slow),
         ("torchrl", "async"),

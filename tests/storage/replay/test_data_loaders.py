@@ -51,9 +51,9 @@ def same(item: Any) -> Any:
     ("kind", "start"),
     [
         (MemmapStorage, "fork"),
-        (MemmapStorage, "spawn"),
+        pytest.param(MemmapStorage, "spawn", marks=pytest.mark.slow),
         (H5Storage, "fork"),
-        (H5Storage, "forkserver"),
+        pytest.param(H5Storage, "forkserver", marks=pytest.mark.slow),
         (ZarrStorage, "fork"),
     ],
 )

@@ -54,6 +54,7 @@ class TestNextStep(Contract):
     pass
 
 
+@pytest.mark.slow
 class TestSameStep(Contract):
     mode = "SameStep"
     lanes = 1

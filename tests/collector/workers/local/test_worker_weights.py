@@ -379,7 +379,7 @@ def test_readers_read_together_and_writers_write_alone() -> None:
             pass
 
 
-@pytest.mark.parametrize("kind", ["reading", "writing"])
+@pytest.mark.parametrize("kind", [pytest.param("reading", marks=pytest.mark.slow), "writing"])
 def test_the_holder_of_the_lock_is_named(kind: str) -> None:
     source, target = Big(), Big()
     with shared(source, lock_seconds=0.05) as (arena, weights):
