@@ -144,6 +144,12 @@ class Joint(nn.Module):
                 )
         self.batch_dims |= dims
 
+    def _add_actions(self, env: EnvBase) -> None:
+        """Let every action be a column as ``env`` declares it, also where no policy acts."""
+        lead = len(env.batch_size)
+        for key, spec in env.full_action_spec.items(True, True):
+            self.columns[as_key(key)] = SlabColumn(spec.dtype, tuple(spec.shape[lead:]))
+
     def _empty(self, td: TensorDictBase) -> TensorDict:
         """A TensorDict of zeros for all that any part writes."""
         batch = td.batch_size
@@ -255,8 +261,7 @@ class JointByLane(Joint):
                 found = try_out(policy, some, acted, strict=strict)
             notes += [f"policy {part.id}: {note}" for note in policy.notes]
             self._add(part, found, policy.batch_dims)
-        for key, spec in env.full_action_spec.items(True, True):
-            self.columns[as_key(key)] = SlabColumn(spec.dtype, tuple(spec.shape[lead:]))
+        self._add_actions(env)
         return notes
 
     def _of(self, part: Part) -> tuple[int, ...]:
@@ -353,8 +358,7 @@ class JointByGroup(Joint):
                     f"another group does; give it a name below the group: {group}/{twice[0][-1]}"
                 )
             self._add(part, found, dims)
-        for key, spec in env.full_action_spec.items(True, True):
-            self.columns[as_key(key)] = SlabColumn(spec.dtype, tuple(spec.shape[lead:]))
+        self._add_actions(env)
         for part in self.parts:
             self.columns[(*POLICY_VERSIONS, str(part.id))] = SlabColumn(torch.int64, ())
         for group in groups:
