@@ -178,6 +178,14 @@ def serial_envs(env: SerialEnv) -> Sequence[EnvBase]:
     return found
 
 
+def ended_process(error: Exception) -> RuntimeError:
+    """Return the error for a lane's process that ended where a call raised in it."""
+    return RuntimeError(
+        f"the lane's process raised, wrote why to stderr and ended ({error!r}), and the lane "
+        "cannot be stepped on"
+    )
+
+
 def call_in_worker(
     env: ParallelEnv, worker: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -192,10 +200,7 @@ def call_in_worker(
         channel.send((name, (list(args), dict(kwargs))))
         _, result = channel.recv()
     except (EOFError, ConnectionError) as error:
-        raise RuntimeError(
-            f"the lane's process raised, wrote why to stderr and ended ({error!r}), and the lane "
-            "cannot be stepped on"
-        ) from error
+        raise ended_process(error) from error
     return result
 
 

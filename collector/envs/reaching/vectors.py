@@ -6,7 +6,7 @@ from typing import Any
 
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
-from tallyroll.collector.compat import call_lane
+from tallyroll.collector.compat import call_lane, ended_process
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome
 from tallyroll.collector.envs.reaching.objects import no_attribute, reach_objects
 
@@ -36,10 +36,7 @@ def _call_sb3(env: Any, lane: int, name: str, /, *args: Any, **kwargs: Any) -> A
     try:
         return env.env_method(name, *args, indices=lane, **kwargs)[0]
     except (EOFError, ConnectionError) as error:
-        raise RuntimeError(
-            f"the lane's process raised, wrote why to stderr and ended ({error!r}), and the lane "
-            "cannot be stepped on"
-        ) from error
+        raise ended_process(error) from error
 
 
 def reach_one_by_one(call: Call, asked: Asked, lanes: Sequence[int]) -> Iterator[Outcome]:
