@@ -32,7 +32,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, SliceSampler
 
 from tallyroll.storage import MemmapStorage
-from tallyroll.storage.samplers import TrajectorySliceSampler
+from tallyroll.storage.sampling.trajectory_slices import TrajectorySliceSampler
 
 LANES, SLICES, SLICE = 64, 32, 16
 SHORTEST, LONGEST = 100, 300

@@ -24,6 +24,8 @@ _MOVED = {
     "keys": "tallyroll.storage.rows.keys",
     "manifest": "tallyroll.storage.files.manifest",
     "memmap": "tallyroll.storage.storages",
+    "n_steps": "tallyroll.storage.sampling.n_steps",
+    "samplers": "tallyroll.storage.sampling.trajectory_slices",
     "schema": "tallyroll.storage.rows.schema",
     "row_store": "tallyroll.storage.stores.row_store",
     "store": "tallyroll.storage.stores.row_store",

@@ -1,10 +1,12 @@
 """Public names, stated here alone (`package/public_names.py`). Every error is one."""
 
 from tallyroll.storage.errors import *  # noqa: F403
-from tallyroll.storage.n_steps import n_step as n_step
 from tallyroll.storage.readers.row_reader import RowReader as RowReader
 from tallyroll.storage.rows.schema import Schema as Schema
-from tallyroll.storage.samplers import TrajectorySliceSampler as TrajectorySliceSampler
+from tallyroll.storage.sampling.n_steps import n_step as n_step
+from tallyroll.storage.sampling.trajectory_slices import (
+    TrajectorySliceSampler as TrajectorySliceSampler,
+)
 from tallyroll.storage.storages import DiskStorage as DiskStorage
 from tallyroll.storage.storages import H5Storage as H5Storage
 from tallyroll.storage.storages import MemmapStorage as MemmapStorage

@@ -1,0 +1,1 @@
+"""Drawing for learners: slices of trajectories, targets over n steps."""
