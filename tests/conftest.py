@@ -36,7 +36,8 @@ settings.load_profile("tallyroll")
 MOST_BYTES = 8 << 30
 _, _hard = resource.getrlimit(resource.RLIMIT_DATA)
 _most = MOST_BYTES if _hard == resource.RLIM_INFINITY else min(MOST_BYTES, _hard)
-resource.setrlimit(resource.RLIMIT_DATA, (_most, _hard))
+if not torch.cuda.is_available():  # whose driver maps more than that
+    resource.setrlimit(resource.RLIMIT_DATA, (_most, _hard))
 
 SHM = Path("/dev/shm")
 KERNEL_LISTS = Path(f"/proc/self/task/{os.getpid()}/children").exists()

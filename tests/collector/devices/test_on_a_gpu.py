@@ -167,7 +167,7 @@ def test_states_of_a_recurrent_policy_stay_there(device: str, tmp_path: Path) ->
     """Near, not bit-equal: a GPU adds in another order. States are of the lane's own steps."""
     rows = {}
     for where in ("cpu", device):
-        memory, policy = recurrent(GRUModule)
+        _, policy = recurrent(GRUModule)
         path = tmp_path / f"{where}{len(rows)}"
         with SyncCollector(
             factory(NEXT, 0, LANES, ends="mixed"), policy, policy_device=where, storage=path,
