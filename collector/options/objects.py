@@ -180,8 +180,9 @@ class Devices(OptionObject):
     """Devices of a run, where they are not all ``device``: an argument of collectors.
 
     As keywords of a collector they are ``policy_device``, ``env_device``, ``storing_device``.
-    ``device`` stands for those that are None (Gymnasium environments stay on the CPU). Whether
-    this machine has them is asked by the collector.
+    ``device`` stands for those that are None (Gymnasium environments stay on the CPU). Without
+    that, a policy runs where its weights are, in worker processes on the CPU. Whether this
+    machine has them is asked by the collector.
 
     Args:
         policy: where the policy runs.

@@ -13,11 +13,12 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.policies.action_forms import Form
 from tallyroll.collector.policies.own_tensors import own_tensors, own_tensors_on, same_place
 from tallyroll.collector.policies.plain_modules import Inputs, around
-from tallyroll.collector.policies.sb3_models import as_policy
+from tallyroll.collector.policies.sb3_models import Sb3Policy, as_policy
 from tallyroll.storage.rows.keys import Key
 
 PolicyFn = Callable[[TensorDictBase], TensorDictBase]
 Weights: TypeAlias = TensorDictBase | Mapping[str, Any] | nn.Module | None
+_CPU = torch.device("cpu")
 
 
 class Policy:
@@ -27,8 +28,8 @@ class Policy:
         policy: a TensorDictModule, any callable from TensorDict to TensorDict, a module or a
             function of tensors, or a model of Stable-Baselines3.
         device: where it runs; a module elsewhere is copied there, and
-            :meth:`update_weights` refreshes the copy. None: wherever it is.
-        env_device: where actions are wanted.
+            :meth:`update_weights` refreshes the copy. None: where its tensors are.
+        env_device: where actions are wanted; None: on the CPU.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class Policy:
         """Conversions of actions into the form that the environment takes, by key."""
         self.notes: list[str] = []
         """Warnings for users of the rows."""
-        self.device = device
-        """The device of its calls; None: the device that it is on."""
-        self._move_back = env_device
+        self.device = device = _place(policy, env_device) if device is None else device
+        """The device of its calls; None: the environment's, or any."""
+        self._move_back = _CPU if env_device is None else env_device
         self._inputs: tuple[Inputs, Sequence[Key], int] | None = None
         module = on_device(policy, device)
         self.calls(module, compiled if module is policy else module)
@@ -79,7 +80,7 @@ class Policy:
         if self.device is None:
             return self.around(own_tensors(td))
         out = self.around(own_tensors_on(td, self.device))
-        return out if self._move_back is None else out.to(self._move_back)
+        return out.to(self._move_back)
 
     def refresh(self) -> bool:
         """Take newer weights that were published elsewhere; whether there were any."""
@@ -208,5 +209,29 @@ def on_device(policy: PolicyFn, device: torch.device | None) -> PolicyFn:
     tensors = (*policy.parameters(), *policy.buffers())
     if all(same_place(tensor.device, device) for tensor in tensors):
         return policy
-    moved: PolicyFn = copy.deepcopy(policy).to(device)
+    moved: PolicyFn = copy_of(policy).to(device)
     return moved
+
+
+def copy_of(module: Any) -> Any:
+    """Return a deep copy; on a GPU weights of RNNs lie in one piece again, as cuDNN wants them."""
+    copied = copy.deepcopy(module)
+    if isinstance(copied, nn.Module):
+        for each in copied.modules():
+            if isinstance(each, nn.RNNBase):
+                each.flatten_parameters()
+    return copied
+
+
+def _place(policy: PolicyFn, env_device: torch.device | None) -> torch.device | None:
+    """Return the device of all tensors of a module, if that is not the environment's.
+
+    A model of Stable-Baselines3 takes what it is given there by itself.
+    """
+    if not isinstance(policy, nn.Module) or isinstance(policy, Sb3Policy):
+        return None
+    places = {tensor.device for tensor in (*policy.parameters(), *policy.buffers())}
+    place = places.pop() if len(places) == 1 else None
+    if place is None or same_place(place, _CPU if env_device is None else env_device):
+        return None
+    return place

@@ -16,7 +16,7 @@ from tallyroll.collector.compat import generator_states
 from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.action_forms import form_of
 from tallyroll.collector.policies.plain_modules import inputs_of, outputs_of
-from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.policy import Policy, copy_of
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
@@ -38,7 +38,7 @@ def for_trial(policy: Policy) -> Policy:
     """A copy of ``policy`` that can be called without a trace, where it can be copied."""
     probe = copy.copy(policy)
     try:
-        module = copy.deepcopy(policy.module)
+        module = copy_of(policy.module)
     except Exception:  # noqa: BLE001  a policy may hold anything; then it is tried out itself
         return probe
     probe.calls(module)
@@ -232,6 +232,12 @@ def leave_generators() -> None:
     _here.left = True
 
 
+def _devices_in_use() -> range:
+    """GPUs that this process uses: to ask others takes memory of theirs, and seconds."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return range(torch.cuda.device_count() if begun else 0)
+
+
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """A context that leaves torch's, NumPy's and Python's global generators as they were.
@@ -241,8 +247,8 @@ def generators_restored() -> Iterator[None]:
     if getattr(_here, "left", False):
         yield
         return
-    devices = range(torch.cuda.device_count())
     saved = np.random.get_state(), random.getstate()
+    devices = _devices_in_use()
     own, *of_devices = generator_states(devices)
     try:
         yield
@@ -250,5 +256,8 @@ def generators_restored() -> Iterator[None]:
         torch.set_rng_state(own)
         for device, state in zip(devices, of_devices, strict=True):
             torch.cuda.set_rng_state(state, device)
+        if not devices:  # those that came into use meanwhile begin as they would have begun
+            for generator in map(torch.cuda.default_generators.__getitem__, _devices_in_use()):
+                generator.manual_seed(generator.initial_seed())
         np.random.set_state(saved[0])
         random.setstate(saved[1])

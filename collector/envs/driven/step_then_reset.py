@@ -9,6 +9,7 @@ from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 from tallyroll.collector.compat import hooks_behind_steps, splits, step_mdp
 from tallyroll.collector.envs.driven.traits import loses_finals
 from tallyroll.collector.envs.probes.reuse import contents, share_memory
+from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.policies.own_tensors import own_tensors
 from tallyroll.storage.rows.keys import NEXT
@@ -145,5 +146,6 @@ def way_of(env: EnvBase) -> SplitStep | WholeStep:
     """Return the way to step and reset ``env`` that loses no final observation unnoticed."""
     if splits(env):
         return SplitStep(env)
-    # The workers of a ParallelEnv return copies; one of them was checked before.
-    return WholeStep(env, watch=not isinstance(env, ParallelEnv) and not loses_finals(env))
+    # A SystemEnv returns copies, and so do the workers of a ParallelEnv, of which one was checked.
+    copies = isinstance(env, SystemEnv | ParallelEnv)
+    return WholeStep(env, watch=not copies and not loses_finals(env))

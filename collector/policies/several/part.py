@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.compat import generator_states
 from tallyroll.collector.counting.numbering import policy_seed
 from tallyroll.collector.errors import PolicyError
-from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.policy import Policy, copy_of
 from tallyroll.collector.policies.random_actions import RandomActions, action_keys
 from tallyroll.collector.policies.several.entries import OnePolicy
 from tallyroll.collector.policies.slot_rng import SlotRng
@@ -59,7 +59,7 @@ class Part:
         policy = None
         if self.policy is not None:
             policy = copy.copy(self.policy)
-            policy.calls(copy.deepcopy(self.policy.module))
+            policy.calls(copy_of(self.policy.module))
         made = Part(self.id, policy, self.one)
         made.stream = None if self.stream is None else self.stream.clone()
         made.rng.state = self.rng.state

@@ -5,6 +5,8 @@ Each test runs on the CPU too, so that its own parts are tried where there is no
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tallyroll.collector import (
     save_checkpoint,
 )
 from tallyroll.collector.envs.system import AgentFlags, Declares, Mask, Step, System
+from tallyroll.collector.rollout import slab_plan
 from tallyroll.storage import content_hash, open_storage, verify
 
 from policies_kit import recurrent
@@ -141,9 +144,14 @@ class There(System):
 
 @here_and_there
 @pytest.mark.parametrize("toy", [Toy, WithResetSlots, First, SomeFinals, Lost, Groups])
-def test_an_environment_lies_there(device: str, toy: Any, tmp_path: Path) -> None:
+def test_an_environment_lies_there(
+    device: str, toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are copied, as on the CPU those of observations that NumPy has not."""
     found = []
     for name, system in (("here", toy(4)), ("there", There(toy(4), device))):
+        if name == "there" and device == "cpu":
+            monkeypatch.setattr(slab_plan, "fills_slabs", lambda env: False)
         with SyncCollector(system, None, storage=tmp_path / name, **BUDGET) as collector:
             for _ in collector:
                 pass
@@ -257,3 +265,17 @@ def test_workers_act_there(device: str, mode: str, tmp_path: Path) -> None:
         assert content_hash(tmp_path / "rows") == stored(
             tmp_path / "one", factory(NEXT, 0, LANES), Whole()
         )
+
+
+def test_a_gpu_that_is_not_used_is_left_alone() -> None:
+    """Begun in each worker it would take some of the GPU's memory, and seconds."""
+    code = """
+import torch
+from tallyroll.collector import SyncCollector
+from tensordict.nn import TensorDictModule
+policy = TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], ["action"])
+with SyncCollector("CartPole-v1", policy, frames_per_batch=9, total_frames=9) as collector:
+    assert len(next(iter(collector))) == 9
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
