@@ -217,6 +217,11 @@ def test_no_module_is_imported_twice_under_two_names(folder: str) -> None:
     assert done.stderr.splitlines()[-1] == f"ImportError: {wanted}"
 
 
+def test_the_command_of_an_interpreter() -> None:
+    told = run(sys.executable, "-m", "tallyroll", "--version", cwd=ROOT)
+    assert told.startswith(f"tallyroll {version('tallyroll')} (python ")
+
+
 def test_the_version_is_known_without_an_import_of_either_package() -> None:
     code = "import sys, tallyroll; print(tallyroll.__version__, 'tallyroll.storage' in sys.modules)"
     assert run(sys.executable, "-c", code, cwd=ROOT).split() == [version("tallyroll"), "False"]
