@@ -125,7 +125,8 @@ def is_of_reports(path: Path) -> bool:
 def source_files() -> set[str]:
     """Every file that the wheel must hold, by its path there."""
     files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
-    return {"tallyroll/__init__.py", "tallyroll/py.typed"} | {
+    own = {f"tallyroll/{name}" for name in ("__init__.py", "__main__.py", "py.typed")}
+    return own | {
         f"tallyroll/{path.relative_to(ROOT)}"
         for path in files
         if path.suffix in (".py", ".pyi") or path.name == "py.typed" or is_of_reports(path)
