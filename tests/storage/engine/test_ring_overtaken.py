@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tallyroll.storage import MemmapStorage, n_step, n_steps, open_storage
+from tallyroll.storage import MemmapStorage, n_step, open_storage
 from tallyroll.storage.engine import row_copies
 from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.engine.row_copies import RowCopies
@@ -20,6 +20,7 @@ from tallyroll.storage.engine.seen_counts import SeenCounts
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.record_slots import RecordSlots
+from tallyroll.storage.sampling import n_steps
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories import mapping
 from tallyroll.storage.trajectories.columns import RowOrder, unread
