@@ -45,6 +45,7 @@
     ├── ColumnsMissing                rows that do not say which trajectory they belong to
     ├── UnknownTrajectory             (a KeyError) no row of that trajectory
     ├── NoSlices                      no trajectory is as long as the slices asked for
+    ├── ShortTrajectory               a trajectory shorter than the slices, and short="error"
     ├── SumTooLarge                   n-step returns that their dtype cannot hold
     ├── SlotsMayChange                an index into a ring that another process writes
     ├── DamagedTable                  the table of episodes cannot be used
@@ -89,6 +90,7 @@ __all__ = [
     "RowsMismatch",
     "RunUnderWay",
     "SchemaMismatch",
+    "ShortTrajectory",
     "SlotsMayChange",
     "StateMismatch",
     "StorageClosed",
@@ -279,6 +281,10 @@ class UnknownTrajectory(StorageError, KeyError):
 
 class NoSlices(StorageError):
     """No trajectory is as long as the slices that were asked for."""
+
+
+class ShortTrajectory(StorageError):
+    """A trajectory that was drawn is shorter than the slices, and ``short`` is ``"error"``."""
 
 
 class SlotsMayChange(StorageError):

@@ -14,9 +14,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.errors import ColumnsMissing, SumTooLarge
 from tallyroll.storage.readers.row_reader import RowReader, numbers_of
+from tallyroll.storage.rows.dtypes import SIGNED
 from tallyroll.storage.rows.keys import (
     CUT,
     DONE,
+    MASK,
     NEXT,
     NEXT_VALID,
     REWARD,
@@ -75,7 +77,8 @@ def n_step(
         storage: where the rows are.
         index: rows as ``storage.get`` takes them, in an array or tensor [...]; or a TensorDict
             [...] that a TensorDictReplayBuffer sampled, with ``"index"``: what else it holds
-            beside columns of the storage, such as weights, is handed on.
+            beside columns of the storage, such as weights, is handed on. Where its
+            ``("collector", "mask")`` is False, all is zero.
         n: the most rewards to sum.
         gamma: the discount of one step, from 0 to 1; a tensor that broadcasts to a row's reward
             gives each objective or agent one of its own.
@@ -385,4 +388,9 @@ def _put_into(batch: TensorDictBase, found: TensorDict) -> TensorDict:
     for key, leaf in batch.items(include_nested=True, leaves_only=True):
         if key not in known and key != CUT:
             found.set(key, leaf)
+    if MASK in known or (mask := batch.get(MASK, None)) is None:
+        return found
+    for key in known:  # places of a slice without a row
+        leaf = found.get(key)
+        leaf.view(SIGNED.get(leaf.dtype, leaf.dtype))[~mask.to(leaf.device)] = 0
     return found

@@ -8,17 +8,12 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from tallyroll.storage.errors import SlotsMayChange
+from tallyroll.storage.errors import NoSlices, ShortTrajectory, SlotsMayChange
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.keys import MASK, Key
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.trajectories.mapping import (
-    check_positive,
-    done_keys,
-    draw,
-    init_keys,
-    slice_marks,
-)
+from tallyroll.storage.trajectories.mapping import done_keys, draw, init_keys, slice_marks
+from tallyroll.storage.trajectories.windows import By, Short, Slices, Windows
 
 
 class TrajectorySliceSampler(Sampler):
@@ -33,7 +28,7 @@ class TrajectorySliceSampler(Sampler):
 
     A slice is ``slice_len`` consecutive steps of one trajectory, wherever its rows lie: slices
     cross batches, never lanes, trajectories or restarts. Trajectories that are shorter are
-    not drawn from. A sample costs the same however many rows there are.
+    not drawn from, unless ``short`` says so. A sample costs the same however many rows there are.
 
     A sample is flat, slice after slice. At the last row of a slice ``("next", "done")``, and that
     of each group of agents, is True, so that TorchRL's value estimators stop there and
@@ -42,12 +37,25 @@ class TrajectorySliceSampler(Sampler):
     a slice: recurrent modules in recurrent mode begin there, from the state that is stored. Random
     numbers come from the buffer's ``generator``.
 
+    With ``short="pad"`` or ``burn_in``, ``("collector", "mask")`` is False where a slice has no
+    row: all other values are zero there, and ``"index"`` names a row of the same slice. (A plain
+    ReplayBuffer has these values in the info that it returns, and other rows in the batch.)
+
     Args:
-        slice_len: rows a slice; batch sizes are multiples of it.
+        slice_len: rows a slice; batch sizes are multiples of it, or of ``burn_in + slice_len``.
+        short, by, from_start, burn_in: which slices, as of `Trajectories.sample_slices`.
     """
 
-    def __init__(self, slice_len: int) -> None:
-        check_positive("slice_len", slice_len)
+    def __init__(
+        self,
+        slice_len: int,
+        *,
+        short: Short = "skip",
+        by: By = "window",
+        from_start: bool = False,
+        burn_in: int = 0,
+    ) -> None:
+        self.windows = Windows(slice_len, short, by, from_start, burn_in)
         self.slice_len = slice_len
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Key, Any]]:
@@ -55,30 +63,50 @@ class TrajectorySliceSampler(Sampler):
 
         Raises:
             TypeError: not a Tallyroll storage.
-            ValueError: ``batch_size`` is not a multiple of ``slice_len``.
+            ValueError: ``batch_size`` is not a multiple of the rows of a slice.
             NoSlices: no trajectory is that long.
+            ShortTrajectory: with ``short="error"``, one is shorter.
             SlotsMayChange: a ring that this process only reads.
         """
         self._check(storage)
-        if batch_size < 1 or batch_size % self.slice_len:
+        length = self.windows.length
+        if batch_size < 1 or batch_size % length:
             raise ValueError(
-                f"a batch of slices of {self.slice_len} rows has a multiple of as many rows, got "
-                f"batch_size={batch_size}. Use {self.slice_len} times the number of slices."
+                f"a batch of slices of {length} rows has a multiple of as many rows, got "
+                f"batch_size={batch_size}. Use {length} times the number of slices."
             )
-        num_slices = batch_size // self.slice_len
         reader = storage.reader
-        rows = draw(reader, num_slices, self.slice_len, self._rng).reshape(-1)
-        return torch.from_numpy(reader.index_of(rows)), self._info(reader, rows, num_slices)
+        slices = draw(reader, batch_size // length, self.windows, self._rng)
+        rows = slices.rows.reshape(-1)
+        return torch.from_numpy(reader.index_of(rows)), self._info(reader, rows, slices)
 
-    def _info(self, reader: RowReader, rows: np.ndarray, num_slices: int) -> dict[Key, Any]:
+    def _info(self, reader: RowReader, rows: np.ndarray, slices: Slices) -> dict[Key, Any]:
+        info: dict[Key, Any] = {}
+        shape = (len(slices.rows), self.windows.length)
+        if self.windows.padded:
+            mask = slices.mask.reshape(-1)
+            if not mask.all():
+                info |= _emptied(reader, rows, mask)
+            info[MASK] = torch.from_numpy(mask)
         keys = done_keys(reader.schema)
-        dones = dict(zip(keys, reader.copies(rows, keys), strict=True))
-        info: dict[Key, Any] = {**slice_marks(dones, num_slices, self.slice_len)}
+        dones = dict(zip(keys, self._copies(reader, rows, keys, slices), strict=True))
+        info |= slice_marks(dones, *shape, slices.last)
         inits = init_keys(reader.schema)
-        for key, begins in zip(inits, reader.copies(rows, inits), strict=True):
-            begins[:: self.slice_len] = True
+        every, first = np.arange(shape[0]), slices.first
+        for key, begins in zip(inits, self._copies(reader, rows, inits, slices), strict=True):
+            begins.reshape(*shape, *begins.shape[1:])[every, first] = True
             info[key] = torch.from_numpy(begins)
         return info
+
+    def _copies(
+        self, reader: RowReader, rows: np.ndarray, keys: list[Key], slices: Slices
+    ) -> list[np.ndarray]:
+        """Return copies of flags, False where there is no row."""
+        found = reader.copies(rows, keys)
+        if self.windows.padded:
+            for array in found:
+                array[~slices.mask.reshape(-1)] = False
+        return found
 
     def _check(self, storage: Any) -> None:
         if not isinstance(storage, DiskStorage):
@@ -98,6 +126,14 @@ class TrajectorySliceSampler(Sampler):
         reader = storage.reader
         if not len(reader.span):
             return 0
+        if not self.windows.plain:
+            try:
+                draw(reader, 1, self.windows, torch.Generator())  # no number of the buffer's
+            except NoSlices:
+                return 0
+            except ShortTrajectory:
+                pass
+            return 1
         index = reader.trajectory_index
         with index.lock:
             count: int = index.links(reader).count_slices(self.slice_len, reader.span.start)
@@ -120,4 +156,13 @@ class TrajectorySliceSampler(Sampler):
         """Nothing is kept here."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(slice_len={self.slice_len})"
+        return f"{type(self).__name__}({self.windows})"
+
+
+def _emptied(reader: RowReader, rows: np.ndarray, mask: np.ndarray) -> dict[Key, torch.Tensor]:
+    """Return all columns of rows [n], with zeros where the mask is False."""
+    arrays = reader.gather(rows)
+    for array in arrays:
+        array[~mask] = 0
+    found = reader.nest(arrays, rows.shape)
+    return {key: found.get(key) for key in reader.keys}

@@ -11,11 +11,20 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage.errors import NoSlices, UnknownTrajectory
-from tallyroll.storage.rows.keys import CUT, DONE, Key, is_done, is_init
+from tallyroll.storage.rows.keys import CUT, DONE, MASK, STEP, Key, is_done, is_init
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.trajectories.columns import numbers_of
 from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
 from tallyroll.storage.trajectories.index import Indexed
+from tallyroll.storage.trajectories.windows import (
+    By,
+    Short,
+    Slices,
+    Windows,
+    check_positive,
+    draw_slices,
+)
 
 _PATIENCE_SECONDS: Final = 1.0
 
@@ -188,7 +197,15 @@ class Trajectories(Mapping[int, TensorDict]):
         return reader.nest([array[gone:] for array in arrays], (len(rows) - gone,))
 
     def sample_slices(
-        self, num_slices: int, slice_len: int, generator: torch.Generator | None = None
+        self,
+        num_slices: int,
+        slice_len: int,
+        generator: torch.Generator | None = None,
+        *,
+        short: Short = "skip",
+        by: By = "window",
+        from_start: bool = False,
+        burn_in: int = 0,
     ) -> TensorDict:
         """Slices drawn uniformly, with replacement, among all that there are.
 
@@ -199,41 +216,66 @@ class Trajectories(Mapping[int, TensorDict]):
         whose stored state recurrent modules begin. A ring may be written by another process
         meanwhile.
 
+        A trajectory of n rows has ``n - slice_len + 1`` windows, from which slices are drawn. With
+        ``short="pad"`` a shorter one is a window, too. Where places may be empty, by ``"pad"``
+        or ``burn_in``, ``("collector", "mask")`` is True where there is a row; all other values
+        are zero where there is none.
+
         Args:
             num_slices: how many.
             slice_len: rows a slice.
             generator: of random numbers; None is torch's own.
+            short: what becomes of trajectories with fewer rows than a slice: ``"skip"``, they
+                are not drawn; ``"pad"``, they are drawn whole, and padded at the end;
+                ``"error"``, they are drawn, and one that is raises. Those that still go on are
+                among them.
+            by: ``"window"``, every window has the same probability; ``"trajectory"``, every
+                trajectory that has one, and then each of its windows. One with rows in between
+                that were never stored counts as several.
+            from_start: slices begin at the first step of trajectories only, each with the same
+                probability.
+            burn_in: rows before the slice, in front of it, which warm a recurrent state; fewer
+                at the beginning of a trajectory, after empty places. ``"is_init"`` is True at the
+                first of them.
 
         Returns:
-            A TensorDict [num_slices, slice_len].
+            A TensorDict [num_slices, burn_in + slice_len].
 
         Raises:
-            NoSlices: no trajectory is that long.
+            NoSlices: no trajectory is that long, or none is there from its first step on.
+            ShortTrajectory: with ``short="error"``, a trajectory is shorter.
             Overrun: the ring is overwritten faster than it is read.
         """
         check_positive("num_slices", num_slices)
-        check_positive("slice_len", slice_len)
-        return steadily(self._reader, lambda: self._slices(num_slices, slice_len, generator))
+        windows = Windows(slice_len, short, by, from_start, burn_in)
+        return steadily(self._reader, lambda: self._slices(num_slices, windows, generator))
 
     def _slices(
-        self, num_slices: int, slice_len: int, generator: torch.Generator | None
+        self, num_slices: int, windows: Windows, generator: torch.Generator | None
     ) -> TensorDict:
-        rows = draw(self._reader, num_slices, slice_len, generator)
+        slices = draw(self._reader, num_slices, windows, generator)
+        rows, mask = slices.rows, slices.mask
         reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS
         arrays = reader.gather(rows)
         while (torn := np.flatnonzero(rows[:, 0] < reader.span.start)).size:
             if time.monotonic() > deadline:
-                raise reader.overrun(f"{num_slices} slices of {slice_len}")
-            rows[torn] = draw(reader, len(torn), slice_len, generator)
-            for array, again in zip(arrays, reader.copies(rows[torn]), strict=True):
-                array[torn] = again
+                raise reader.overrun(f"{num_slices} slices of {windows.length}")
+            again = draw(reader, len(torn), windows, generator)
+            rows[torn], mask[torn] = again.rows, again.mask
+            for array, values in zip(arrays, reader.copies(rows[torn]), strict=True):
+                array[torn] = values
         found = reader.nest(arrays, rows.shape)
         # In place: they are copies.
+        if windows.padded:
+            for array in arrays:
+                array[~mask] = 0
+            found.set(MASK, torch.from_numpy(mask))
         dones = {key: arrays[reader.keys.index(key)] for key in done_keys(reader.schema)}
-        if marks := slice_marks(dones, *rows.shape):
+        if marks := slice_marks(dones, num_slices, windows.length, slices.last):
             found.set(CUT, marks[CUT].reshape(found.batch_size))
+        every, first = np.arange(num_slices), slices.first
         for key in init_keys(reader.schema):
-            arrays[reader.keys.index(key)][:, 0] = True
+            arrays[reader.keys.index(key)][every, first] = True
         return found
 
 
@@ -259,22 +301,27 @@ class _Values(ValuesView[TensorDict]):
 
 
 def draw(
-    reader: Indexed, num_slices: int, slice_len: int, generator: torch.Generator | None
-) -> np.ndarray:
-    """Draw row numbers [num_slices, slice_len]; see `Trajectories.sample_slices`."""
+    reader: Indexed, num_slices: int, windows: Windows, generator: torch.Generator | None
+) -> Slices:
+    """Draw the rows of slices; see `Trajectories.sample_slices`."""
     if not len(reader.span):
         raise NoSlices(f"{reader.path} has no rows yet to draw slices from. Collect some first.")
     index, deadline = reader.trajectory_index, time.monotonic() + _PATIENCE_SECONDS
+    pick = _drawn_by(generator)
     while True:
         with index.lock:
             links = index.links(reader)
             first = reader.span.start
             try:
-                return links.draw(num_slices, slice_len, first, _drawn_by(generator))
+                return draw_slices(links, windows, num_slices, first, pick, _steps_in(reader))
             except NoSlices:
                 # All that it knows of may be overwritten while this process slept.
                 if links.seen == reader.head or time.monotonic() > deadline:
                     raise
+
+
+def _steps_in(reader: Indexed) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda rows: numbers_of(reader.column(STEP).take(rows))
 
 
 def done_keys(schema: Schema) -> list[Key]:
@@ -293,7 +340,10 @@ def init_keys(schema: Schema) -> list[Key]:
 
 
 def slice_marks(
-    dones: Mapping[Key, np.ndarray], num_slices: int, slice_len: int
+    dones: Mapping[Key, np.ndarray],
+    num_slices: int,
+    slice_len: int,
+    last: np.ndarray | None = None,
 ) -> dict[Key, torch.Tensor]:
     """Return values at the last row of each slice that differ from the stored ones, by key.
 
@@ -301,15 +351,17 @@ def slice_marks(
         dones: copies of what is stored, bool [num_slices * slice_len, ...], which are written.
         num_slices: how many slices.
         slice_len: rows a slice.
+        last: the place of the last row of each slice, [num_slices]; None: the last place.
     """
     marks: dict[Key, torch.Tensor] = {}
+    at = np.arange(num_slices), slice_len - 1 if last is None else last
     for key, done in dones.items():
-        last = done.reshape(num_slices, slice_len, -1)[:, -1]
+        flags = done.reshape(num_slices, slice_len, -1)
         if key == DONE:
             cut = np.zeros((num_slices, slice_len), np.bool_)
-            cut[:, -1] = ~last.any(axis=1)
+            cut[at] = ~flags[at].any(axis=1)
             marks[CUT] = torch.from_numpy(cut.reshape(-1))
-        last[:] = True
+        flags[at] = True
         marks[key] = torch.from_numpy(done)
     return marks
 
@@ -323,12 +375,6 @@ def _drawn_by(generator: torch.Generator | None) -> Any:
         return numbers.numpy(force=True)
 
     return pick
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raise `ValueError` unless ``value`` is a whole number above 0."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is a whole number above 0, got {value!r}.")
 
 
 def _unknown(reader: Indexed, id: object) -> UnknownTrajectory:

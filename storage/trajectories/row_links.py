@@ -119,6 +119,26 @@ class RowLinks:
             found.append(row)
         return np.array(found[::-1])
 
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return of rows [n] how many come before each without a gap, and whether none follows.
+
+        In a ring, rows that were overwritten are counted, too.
+        """
+        slots = slots_of(rows, self._ring)
+        return self._depth.take(slots), self._ahead.take(slots) == 0
+
+    def back(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Return the row that is ``steps`` [n] before each of ``rows`` [n] in its trajectory.
+
+        In a ring, numbers below the oldest row that is left mean nothing.
+        """
+        found, at, done = rows.copy(), np.flatnonzero(steps), 0
+        while len(at):
+            row, done = found.take(at), done + 1
+            found[at] = row - self._back.take(slots_of(row, self._ring))
+            at = at[steps.take(at) > done]
+        return found
+
     def windows(self, ends: np.ndarray, length: int) -> np.ndarray:
         """Return the ``length`` rows up to each of ``ends`` [n] in its trajectory, [n, length].
 

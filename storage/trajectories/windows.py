@@ -1,0 +1,302 @@
+"""Windows of trajectories: which rows make the slices of a sample. Pure.
+
+Rows of a trajectory that follow one another step by step, as far as they are stored, are a
+stretch: one for each trajectory, unless rows in between were never stored. A stretch of ``n`` rows
+has ``n - slice_len + 1`` windows. A shorter one has none, or is one window itself, which is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from tallyroll.storage.errors import NoSlices, ShortTrajectory
+from tallyroll.storage.trajectories.row_links import RowLinks
+
+Short: TypeAlias = Literal["skip", "pad", "error"]
+"""Ways to treat a trajectory that is shorter than a slice."""
+By: TypeAlias = Literal["window", "trajectory"]
+"""Things that are drawn with equal probability."""
+Pick: TypeAlias = Callable[[int, int], np.ndarray]
+"""``pick(count, below)``: as many numbers from 0 to ``below - 1``, drawn uniformly."""
+
+_MOST_AT_ONCE: Final = 2**18
+_MANY: Final = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The slices that are asked for; the arguments of `Trajectories.sample_slices`."""
+
+    slice_len: int
+    short: Short = "skip"
+    by: By = "window"
+    from_start: bool = False
+    burn_in: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive("slice_len", self.slice_len)
+        if type(self.burn_in) is not int or self.burn_in < 0:
+            raise ValueError(f"burn_in is a whole number of rows or 0, got {self.burn_in!r}.")
+        for name, kinds in (("short", Short), ("by", By)):
+            if getattr(self, name) not in get_args(kinds):
+                names = ", ".join(map(repr, get_args(kinds)))
+                raise ValueError(f"{name} is one of {names}, got {getattr(self, name)!r}.")
+        if type(self.from_start) is not bool:
+            raise ValueError(f"from_start is True or False, got {self.from_start!r}.")
+        if self.from_start and self.burn_in:
+            raise ValueError(
+                f"expected from_start=True or burn_in={self.burn_in}, got both: no row comes "
+                "before the start of a trajectory. Leave one of them out."
+            )
+
+    @property
+    def length(self) -> int:
+        """Rows of a slice, those before it included."""
+        return self.burn_in + self.slice_len
+
+    @property
+    def padded(self) -> bool:
+        """True if some places of a slice may hold no row."""
+        return self.short == "pad" or self.burn_in > 0
+
+    @property
+    def plain(self) -> bool:
+        """True if all windows of full length are drawn from, as `RowLinks.draw` does."""
+        return self.short == "skip" and self.by == "window" and not self.from_start
+
+    def __str__(self) -> str:
+        named = {name: getattr(self, name) for name in ("short", "by", "from_start", "burn_in")}
+        default = Windows(self.slice_len)
+        said = [f"{name}={it!r}" for name, it in named.items() if it != getattr(default, name)]
+        return ", ".join([f"slice_len={self.slice_len}", *said])
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The rows of slices, in time order."""
+
+    rows: np.ndarray
+    """Numbers, [slices, length]; where `mask` is False, that of the nearest row of the slice."""
+    mask: np.ndarray
+    """True where there is a row, bool [slices, length]: places side by side in each slice."""
+
+    @property
+    def first(self) -> np.ndarray:
+        """The place of the first row of each slice, [slices]."""
+        found: np.ndarray = self.mask.argmax(axis=1)
+        return found
+
+    @property
+    def last(self) -> np.ndarray:
+        """The place of the last row of each slice, [slices]."""
+        found: np.ndarray = self.first + self.mask.sum(axis=1) - 1
+        return found
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise `ValueError` unless ``value`` is a whole number above 0."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is a whole number above 0, got {value!r}.")
+
+
+def draw_slices(
+    links: RowLinks,
+    windows: Windows,
+    count: int,
+    first: int,
+    pick: Pick,
+    steps_of: Callable[[np.ndarray], np.ndarray],
+) -> Slices:
+    """Draw ``count`` slices, with replacement.
+
+    Args:
+        links: between the rows.
+        windows: which slices.
+        count: how many.
+        first: the lowest row that is valid.
+        pick: of random numbers.
+        steps_of: gives the steps within their trajectories of rows [n].
+
+    Raises:
+        NoSlices: there is no such window.
+        ShortTrajectory: one was drawn that is shorter, and ``short`` is ``"error"``.
+    """
+    return _Drawing(links, windows, first, pick, steps_of).slices(count)
+
+
+class _Drawing:
+    """Draws windows of the rows that are there at one moment; arguments as of `draw_slices`.
+
+    Without a list of windows: rows are drawn, and those are kept at which a window ends. A stretch
+    has at most ``slice_len`` times as many rows as windows, so that a sample takes time in
+    proportion to its own rows, however many are stored. By trajectory, or from their start on, it
+    looks at as many rows as trajectories have on average, for each slice.
+    """
+
+    def __init__(
+        self,
+        links: RowLinks,
+        windows: Windows,
+        first: int,
+        pick: Pick,
+        steps_of: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        self._links, self._windows, self._first = links, windows, first
+        self._pick, self._steps_of = pick, steps_of
+        self._left = range(first, links.seen)
+        self._reach = min(windows.slice_len, max(1, len(self._left)))
+        """The most rows that a window can have."""
+
+    def slices(self, count: int) -> Slices:
+        """Return the slices, the rows before them included."""
+        found = self._windows_of(count)
+        if self._windows.short == "error" and not found.mask.all():
+            raise ShortTrajectory(
+                f"slices of {self._windows.slice_len} rows were asked for, and a trajectory that "
+                f"was drawn has {found.mask.sum(axis=1).min()}. Ask for shorter slices, or pass "
+                'short="pad" or "skip".'
+            )
+        return self._with_burn_in(found) if self._windows.burn_in else found
+
+    def _windows_of(self, count: int) -> Slices:
+        links, windows = self._links, self._windows
+        if windows.plain:
+            rows = links.draw(count, windows.slice_len, self._first, self._pick)
+            return Slices(rows, np.ones(rows.shape, np.bool_))
+        if windows.from_start:
+            return self._onward(self._picked(count, self._starts))
+        if windows.by == "window":
+            return self._back(self._picked(count, self._ends))
+        ends = self._picked(count, self._lasts)
+        more = self._lengths(ends) - windows.slice_len
+        return self._back(links.back(ends, self._pick(count, _MANY) % (np.maximum(more, 0) + 1)))
+
+    # --- which rows -------------------------------------------------------------------------------
+
+    def _picked(self, count: int, keep: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Draw ``count`` of those rows that ``keep`` returns of rows [n], uniformly."""
+        left, found, missing, tried, size = self._left, [], count, 0, 4 * count
+        while missing and tried < len(left):
+            kept = keep(left.start + self._pick(size, len(left)))[:missing]
+            found.append(kept)
+            tried, missing = tried + size, missing - len(kept)
+            # As many as will do, by what came so far.
+            size = min(_MOST_AT_ONCE, 16 + missing * tried // max(1, count - missing) * 5 // 4)
+        if missing:
+            parts = (left[at : at + _MOST_AT_ONCE] for at in range(0, len(left), _MOST_AT_ONCE))
+            every = np.concatenate([keep(np.arange(part.start, part.stop)) for part in parts])
+            if not len(every):
+                raise self._none()
+            found.append(every[self._pick(missing, len(every))])
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _none(self) -> NoSlices:
+        links, windows = self._links, self._windows
+        if windows.from_start:
+            return NoSlices(
+                f"slices of {windows.slice_len} rows from a trajectory's first step on were asked "
+                "for, and no trajectory here has so many from there on. Ask for "
+                'shorter slices, pass short="pad", or collect more.'
+            )
+        return NoSlices(
+            f"slices of {windows.slice_len} rows were asked for, and the longest stretch of a "
+            f"trajectory here has {links.longest(self._first)}. Ask for shorter slices, "
+            'pass short="pad", or collect more.'
+        )
+
+    def _ends(self, rows: np.ndarray) -> np.ndarray:
+        """Return those rows at which a window ends; a short one ends at its last row."""
+        before, last = self._links.places(rows)
+        whole = before >= self._windows.slice_len - 1
+        keep = np.flatnonzero(whole | last)
+        rows, whole, last = rows.take(keep), whole.take(keep), last.take(keep)
+        if not self._first:
+            return rows
+        return rows.take(np.flatnonzero(last | (whole & self._whole(rows, whole))))
+
+    def _lasts(self, rows: np.ndarray) -> np.ndarray:
+        """Return those rows that are the last of a stretch with a window."""
+        before, last = self._links.places(rows)
+        if self._windows.short != "skip":
+            return rows.take(np.flatnonzero(last))
+        long = before >= self._windows.slice_len - 1
+        rows = rows.take(np.flatnonzero(last & long))
+        if not self._first:
+            return rows
+        return rows.take(np.flatnonzero(self._whole(rows, np.ones(len(rows), np.bool_))))
+
+    def _whole(self, rows: np.ndarray, long: np.ndarray) -> np.ndarray:
+        """Return whether a ring has all rows of the windows that end at ``rows``, if `long`."""
+        steps = np.where(long, self._windows.slice_len - 1, 0)
+        found: np.ndarray = self._links.back(rows, steps) >= self._first
+        return found
+
+    def _starts(self, rows: np.ndarray) -> np.ndarray:
+        """Return those rows that are the first step of a trajectory with a window."""
+        before, _ = self._links.places(rows)
+        rows = rows.take(np.flatnonzero(before == 0))
+        rows = rows.take(np.flatnonzero(self._steps_of(rows) == 0))
+        length = self._windows.slice_len
+        if self._windows.short != "skip" or not len(rows) or length == 1:
+            return rows
+        if length > self._reach:
+            return rows[:0]
+        onward = self._links.onward(rows, length)
+        return rows.take(np.flatnonzero(onward[-1] != onward[-2]))
+
+    def _lengths(self, ends: np.ndarray) -> np.ndarray:
+        """Return how many rows are left of the stretches that end at ``ends`` [n]."""
+        before, _ = self._links.places(ends)
+        if self._first:
+            gone = np.flatnonzero(self._links.back(ends, before) < self._first)
+            for at in gone.tolist():
+                left = len(self._links.back_from(int(ends[at]), self._first))
+                before[at] = min(before[at], left - 1)
+        return before.astype(np.int64) + 1
+
+    # --- their rows -------------------------------------------------------------------------------
+
+    def _back(self, ends: np.ndarray) -> Slices:
+        """Return the windows that end at rows [n]."""
+        reach = self._reach
+        rows = self._links.windows(ends, reach)
+        before, _ = self._links.places(ends)
+        is_row = np.arange(reach) >= reach - 1 - before[:, None]
+        return self._laid_out(rows, is_row & (rows >= self._first))
+
+    def _onward(self, starts: np.ndarray) -> Slices:
+        """Return the windows that begin at rows [n]."""
+        rows = np.ascontiguousarray(self._links.onward(starts, self._reach).T)
+        is_row = np.ones(rows.shape, np.bool_)
+        is_row[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        return self._laid_out(rows, is_row)
+
+    def _laid_out(self, rows: np.ndarray, is_row: np.ndarray) -> Slices:
+        """Return slices that begin at the first of their rows [n, reach], side by side."""
+        length = self._windows.slice_len
+        count = is_row.sum(axis=1)[:, None]
+        place = np.arange(length)
+        at = is_row.argmax(axis=1)[:, None] + np.minimum(place, count - 1)
+        return Slices(np.take_along_axis(rows, at, axis=1), place < count)
+
+    def _with_burn_in(self, slices: Slices) -> Slices:
+        """Put the rows before the slices in front of them, as many as there are."""
+        links, burn_in = self._links, self._windows.burn_in
+        starts = slices.rows[:, 0]
+        reach = min(burn_in, len(self._left))
+        rows = links.windows(starts, reach + 1)[:, :-1]
+        before, _ = links.places(starts)
+        is_row = (np.arange(reach) >= reach - before[:, None]) & (rows >= self._first)
+        oldest = np.where(is_row, rows, starts[:, None]).min(axis=1)
+        front = np.repeat(oldest[:, None], burn_in, axis=1)
+        mask = np.zeros(front.shape, np.bool_)
+        np.copyto(front[:, burn_in - reach :], rows, where=is_row)
+        mask[:, burn_in - reach :] = is_row
+        return Slices(
+            np.concatenate([front, slices.rows], axis=1),
+            np.concatenate([mask, slices.mask], axis=1),
+        )
