@@ -34,9 +34,11 @@ from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.policies.policy import Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
 from tallyroll.collector.policies.several.entries import Policies
+from tallyroll.collector.policies.several.openings import Openings
 from tallyroll.collector.policies.several.policies import (
     SeveralPolicies,
     given_policy,
+    openings_of,
     policy_of,
 )
 from tallyroll.collector.policies.slot_rng import width_of
@@ -191,7 +193,6 @@ class MultiprocessCollector(Collector):
         if isinstance(self._policy, SeveralPolicies):
             lanes = sum(self._startup.lanes)
             self._policy.bind(range(lanes), lanes)
-            _check_openings(self._policy, self._mode)
         self._begin_run(sum(self._startup.lanes), self._startup)
         self._startup.ledger = self.ledger
         plan = self._startup.planned.plan
@@ -276,7 +277,8 @@ class MultiprocessCollector(Collector):
             # Agent transitions are counted as they come; what was stepped ahead is discarded.
             budget=Budget(None if self._options.by_agent else self._options.total_frames),
             episodes=self._options.total_episodes,
-            random_frames=self._beginning.random_frames,
+            openings=openings_of(self._policy)
+            or Openings.of_run(self._beginning.random_frames, self.lanes),
             exact=self._options.surplus == "never_step",
         )
         return Leases(self._worker_pool, self._startup, place, share, budget)
@@ -342,15 +344,6 @@ class MultiprocessCollector(Collector):
     def _publish(self) -> None:
         if self._policy is not None:
             self._weights.publish(self._policy.module, self._policy.version)
-
-
-def _check_openings(policy: SeveralPolicies, mode: Mode) -> None:
-    if mode == "async" and policy.openings.under_way:
-        raise ArgumentError(
-            'init_random_frames: with mode="async" no worker knows how many transitions the others '
-            'made, so that a policy\'s opening is not exact; pass mode="sync", or give the '
-            "collector init_random_frames, for all policies"
-        )
 
 
 def _check_part_stepping(options: WorkerOptions, reset_slots: bool, workers: int) -> None:

@@ -1,6 +1,7 @@
 """The chooser of actions, which writes them to the slots of a slab."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,10 @@ class Actor:
         self._lanes.acted(out, self._policy.writes)
 
     def act_both_ways(self, at: int, random_lanes: Mask, some: bool = True) -> None:
-        """Act at random in ``random_lanes``, whose states stay; by the policy in the others."""
+        """Act at random in ``random_lanes``, whose states stay; by the policy in the others.
+
+        They are ``[lane]``, or, where each group of agents has a policy, ``[policy, lane]``.
+        """
         if self.drawn is None:
             ahead = self.random.ahead(1)
         else:
@@ -120,7 +124,7 @@ class Actor:
             if isinstance(self._policy, SeveralPolicies):
                 self._policy.passes()
             return
-        lanes = torch.from_numpy(random_lanes)
+        lanes = partial(self._lanes_of, random_lanes)
         if random_lanes.all():
             self.act_at_random(at, ahead, 0)
         elif not random_lanes.any():
@@ -134,12 +138,19 @@ class Actor:
             out = self._called(seen)
             self._put(out, at)
             at_random = self.random.act(before.clone(False), ahead, 0)
-            for key, rows in self._action_rows.items():
-                row = rows[at]
-                row[lanes] = at_random.get(key)[lanes].to(row.device)
+            for key in self._action_rows:
+                row = self._slab.columns[key][at]  # with an axis of lanes, also of a single one
+                drawn_there = at_random.get(key).reshape(row.shape)[lanes(key)]
+                row[lanes(key)] = drawn_there.to(row.device)
             self._lanes.acted(out, self._policy.writes, before, lanes)
         for key in self._extra:
-            self._slab.columns[key][at, lanes] = at_random_value(key)
+            self._slab.columns[key][at, lanes(key)] = at_random_value(key)
+
+    def _lanes_of(self, random_lanes: Mask, key: Key) -> torch.Tensor:
+        """Return the lanes of ``random_lanes`` in which a column is not the policy's."""
+        if isinstance(self._policy, SeveralPolicies):
+            random_lanes = self._policy.of_key(key, random_lanes)
+        return torch.from_numpy(random_lanes)
 
     def _called(self, td: TensorDictBase) -> TensorDictBase:
         assert self._policy is not None

@@ -11,7 +11,7 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.envs.driven.step_then_reset import way_of
 from tallyroll.collector.policies.random_actions import action_keys
-from tallyroll.collector.rollout.lanes import Lanes, changed
+from tallyroll.collector.rollout.lanes import Lanes, LanesOfKey, changed
 from tallyroll.collector.rollout.reset_columns import ResetColumns
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Slab
@@ -71,7 +71,7 @@ class CopiedLanes(Lanes):
         out: TensorDictBase,
         writes: Sequence[Key],
         before: TensorDictBase | None = None,
-        lanes: torch.Tensor | None = None,
+        lanes: LanesOfKey | None = None,
     ) -> None:
         """Carry on copies of the values that a policy wrote, which it may change later."""
         assert self._td is not None
@@ -80,10 +80,11 @@ class CopiedLanes(Lanes):
             if value is None:
                 continue
             value = value.clone()
-            if before is not None:
+            if before is not None and lanes is not None:
                 last = before.get(key[1:] if key[0] == NEXT else key, None)
                 kept = last is not None and last.shape == value.shape
-                value[lanes] = last[lanes] if kept else 0
+                mask = lanes(key)[0] if self._squeeze else lanes(key)
+                value[mask] = last[mask] if kept else 0
             self._td.set(key, value)
 
     def step_part(self, at: int, lanes: int) -> None:

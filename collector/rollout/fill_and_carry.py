@@ -242,8 +242,7 @@ class Rollout(Standing):
             marks = marks[:0] if self._held.lanes is None else self._held.lanes[None]
         at = slice(self.driver.used - len(marks), self.driver.used)
         if self.policy is not None:
-            drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
-            self._filling.take_back_drawn(drawn)
+            self._filling.take_back_drawn(at, marks)
         self._filling.happened(LedgerEntry(discarded=int(marks.sum())))
         if self.slab.lane is not None:
             marks = in_lanes(marks, self.slab.lane[at], self.driver.run_lanes)

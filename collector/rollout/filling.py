@@ -171,9 +171,13 @@ class Filling:
             else:
                 self.driver.policy_steps(start, start + 1, drawn)
 
-    def take_back_drawn(self, drawn: Mask) -> None:
-        """Let as many others act at random as ``drawn`` transitions that were discarded."""
-        self.random_frames += int(drawn.sum())
+    def take_back_drawn(self, at: slice, marks: Mask) -> None:
+        """Let others act at random in the place of transitions that were discarded.
+
+        ``marks`` ``[time, lane]`` are those of slots ``at``.
+        """
+        drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
+        self.random_frames += int(np.count_nonzero(drawn))
 
     def count(self, start: int, stop: int, stepped: int) -> int:
         """Mark and count the transitions of slots ``[start, stop)``; return their number."""

@@ -21,7 +21,7 @@ class FillingOfSeveral(Filling):
 
     @property
     def _random_left(self) -> int:
-        """Number of random actions still to be drawn, for all or for some policies."""
+        """Number of random actions still to be drawn for all; 1 where some policy has openings."""
         return super()._random_left or int(self._openings.under_way)
 
     def _policy_slots(self, start: int, stop: int, stepped: int) -> None:
@@ -37,25 +37,28 @@ class FillingOfSeveral(Filling):
         upcoming = self.driver.upcoming()
         if self.gate is not None:
             upcoming = self.gate.upcoming(upcoming)
-        drawn = self._openings.drawn(upcoming)
         if (left := super()._random_left) > 0:
-            drawn |= upcoming & (np.cumsum(upcoming) <= left)
-        self.slab.version[start] = np.where(drawn, RANDOM_VERSION, self.policy.row_version)
+            drawn = upcoming & (np.cumsum(upcoming) <= left)
+            version = np.where(drawn, RANDOM_VERSION, self.policy.row_version)
+        else:
+            drawn, version = self.policy.rows_of(self._openings.drawn(upcoming))
+        self.slab.version[start] = version
         if stepped < self.lanes:
             self.driver.part(start, stepped, drawn)
         else:
             self.driver.policy_steps(start, start + 1, drawn)
 
-    def take_back_drawn(self, drawn: Mask) -> None:
-        """Let as many others act at random as ``drawn`` transitions that were discarded."""
+    def take_back_drawn(self, at: slice, marks: Mask) -> None:
+        """Let others act at random in the place of transitions that were discarded."""
         if not self.policy.draws:  # else no opening is of all policies
-            super().take_back_drawn(drawn)
-        self._openings.count(drawn, by=1)
+            super().take_back_drawn(at, marks)
+        self._openings.left += self._openings.counted(self.slab, at, marks)
 
     def count(self, start: int, stop: int, stepped: int) -> int:
         """Mark and count the transitions of slots ``[start, stop)``; return their number."""
         marked = super().count(start, stop, stepped)
         if self._openings.under_way:
-            transitions = self.slab.transitions[start:stop]
-            self._openings.count(transitions & (self.slab.version[start:stop] == RANDOM_VERSION))
+            at = slice(start, stop)
+            counted = self._openings.counted(self.slab, at, self.slab.transitions[at])
+            self._openings.left -= counted
         return marked

@@ -25,6 +25,9 @@ from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.slab.slab import Cursor, Slab, SlabColumn
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
+LanesOfKey = Callable[[Key], torch.Tensor]
+"""Returns the lanes ``[lane]`` that act at random, as a column of a policy sees it."""
+
 
 @dataclass(slots=True)  # one a slot is made: frozen ones would take four times as long
 class Account:
@@ -81,7 +84,7 @@ class Lanes(ABC):
         out: TensorDictBase,
         writes: Sequence[Key],
         before: TensorDictBase | None = None,
-        lanes: torch.Tensor | None = None,
+        lanes: LanesOfKey | None = None,
     ) -> None:
         """Carry on what a policy wrote beside actions; in ``lanes`` the values ``before`` it."""
 

@@ -28,6 +28,7 @@ from tallyroll.collector.counting.transitions import (
     lane_major,
     whole_slots,
 )
+from tallyroll.collector.policies.several.openings import Counts, Openings
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import Key
@@ -173,6 +174,12 @@ class TransitionSource(Protocol):
         """Return a context without steps, after those under way; it has what no block has.
 
         In the order in which that is going to be given; of a lane nothing else was executed.
+        """
+
+    def drawn_ahead(self, openings: Openings) -> Counts:
+        """Return how many of several policies' random actions at the start are in no block.
+
+        Those of steps under way are among them.
         """
 
     @property

@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
+from tallyroll.collector.policies.several.openings import Counts, Openings
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.few_slots import HeldRows
 from tallyroll.collector.rollout.source import Held
@@ -16,6 +19,14 @@ class Standing:
     slab: Slab
     _held: HeldRows
     _given: bool
+
+    def drawn_ahead(self, openings: Openings) -> Counts:
+        """Return how many random actions are in no block; see `TransitionSource.drawn_ahead`."""
+        at = slice(self.driver.used - 1, self.driver.used)
+        held = self._held.lanes
+        if held is None:
+            return np.zeros_like(openings.left)
+        return openings.counted(self.slab, at, held[None])
 
     @contextmanager
     def still(self) -> Iterator[Sequence[Held]]:

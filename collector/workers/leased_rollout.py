@@ -7,7 +7,7 @@ from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
-from tallyroll.collector.policies.several.policies import SeveralPolicies
+from tallyroll.collector.policies.several.policies import SeveralPolicies, openings_of
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.filling import SLOTS_AT_ONCE, Filling
 from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
@@ -39,6 +39,7 @@ class LeasedRollout:
     ) -> None:
         self._driver, self._policy = driver, policy
         several = isinstance(policy, SeveralPolicies)
+        self._openings = openings_of(policy)
         self._filling = (FillingOfSeveral if several else Filling)(
             driver,
             policy,
@@ -51,9 +52,19 @@ class LeasedRollout:
         )
 
     @property
-    def random_frames(self) -> int:
+    def random_frames(self) -> Sequence[int]:
         """Transitions of the last lease that were to have random actions, and were not made."""
-        return self._filling.random_frames
+        if self._openings is None:
+            return [self._filling.random_frames]
+        left: list[int] = self._openings.left.tolist()
+        return left
+
+    @random_frames.setter
+    def random_frames(self, frames: Sequence[int]) -> None:
+        if self._openings is None:
+            (self._filling.random_frames,) = frames
+        else:
+            self._openings.left[:] = frames
 
     def lease(self, lease: Lease, slots: int) -> tuple[LedgerEntry, int, int]:
         """Fill a segment of at most ``slots`` slots.
@@ -73,7 +84,7 @@ class LeasedRollout:
                 filling.gate = EpisodeBudget(0, driver.run_lanes)
         if filling.restarting and not driver.stopping:
             filling.begin()
-        filling.random_frames = lease.random_frames
+        self.random_frames = lease.random_frames
         completed = 0
         if filling.gate is not None:
             filling.gate.total += lease.tickets

@@ -284,7 +284,7 @@ class LockstepDriver(Driver):
                     at + 1,
                     by,
                     lanes=min(max(0, lanes - own.start), len(member.lanes)),
-                    random_lanes=None if random_lanes is None else random_lanes[own],
+                    random_lanes=None if random_lanes is None else random_lanes[..., own],
                     drawn=None if drawn is None else {k: each[own] for k, each in drawn.items()},
                 )
             )

@@ -135,7 +135,7 @@ class Steps:
     lanes: int | None = None
     """Step only the first so many lanes, of one slot; None: all."""
     random_lanes: Mask | None = None
-    """``[lane]``: these act at random, of one slot."""
+    """``[lane]``, or by group ``[policy, lane]``: these act at random, of one slot."""
     drawn: Mapping[Key, Action] | None = None
     """``[lane, ...]``: their actions, where they were drawn elsewhere."""
 
@@ -154,7 +154,8 @@ class Lease:
     """Number among all leases, from 1: the board says which one was begun."""
     base: int
     frames: int
-    random_frames: int
+    random_frames: Sequence[int]
+    """``[policy]``: transitions at its start that have random actions; one number for all."""
     tickets: int
     """Episodes that may be started beyond those granted before."""
     last: bool
@@ -171,7 +172,8 @@ class Filled:
     """Slots of the segment that were filled."""
     entry: LedgerEntry
     """Events to be counted."""
-    random_left: int
+    random_left: Sequence[int]
+    """``[policy]``: of the lease's ``random_frames`` the number that were not made."""
     completed: int
     """Episodes that were completed with this lease."""
     state: bytes | None

@@ -7,7 +7,7 @@ from tallyroll.collector.batches.state.made_by import made_by
 from tallyroll.collector.batches.state.provenance import call_of, run_provenance
 from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
 from tallyroll.collector.batches.state.run_state import RunState
-from tallyroll.collector.batches.stored.resume import drawn_by_lane, newest_version
+from tallyroll.collector.batches.stored.resume import newest_version, opening_rows
 from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Ledger
@@ -60,8 +60,9 @@ class Beginning:
             policy.begin_at(1 + (RANDOM_VERSION if last is None else newest_version(*last)))
             if isinstance(policy, SeveralPolicies):
                 _require_one_opening(options, policy)
-                if last is not None:
-                    policy.openings.go_on_after(*drawn_by_lane(*last, lanes))
+                if last is not None and policy.openings.under_way:
+                    stored = opening_rows(*last, policy, self.ledger)
+                    policy.openings.go_on_after(stored)
         self.seeds = RunSeeds(self.ledger, envs, policy)
         self.seeds.seed(self.ledger.seed)
 

@@ -4,18 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tallyroll.collector.batches.state.beginning import Beginning
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.policies.several.policies import SeveralPolicies
-from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.source import TransitionSource
-from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 _ENTRIES = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 
@@ -24,9 +19,10 @@ def saved_state(run: RunState, beginning: Beginning, rollout: TransitionSource) 
     """Return the state of ``run``, with copies of all that a later step would change."""
     policy = beginning.policy
     state = None if policy is None else policy.state_dict()
-    if state is not None and isinstance(policy, SeveralPolicies) and isinstance(rollout, Rollout):
+    if state is not None and isinstance(policy, SeveralPolicies):
         # What waits for the next batch is discarded by the collector that goes on.
-        state["openings"] = policy.openings.without(_held_at_random(rollout))
+        waiting = rollout.drawn_ahead(policy.openings)
+        state["openings"] = (policy.openings.left + waiting).tolist()
     return {
         "ledger": run.ledger.counts(),
         "seed": run.ledger.seed,
@@ -113,16 +109,6 @@ def require_fit(
         )
     if policy is not None and (why := policy.misfit(state["policy"])) is not None:
         raise StateError(f"load_state_dict: {why}; give the policies that it was saved with")
-
-
-def _held_at_random(rollout: Rollout) -> NDArray[np.bool_]:
-    """``[lane]``, lanes of which a transition with random actions waits for the next block."""
-    drawn: NDArray[np.bool_] = np.zeros(rollout.lanes, np.bool_)
-    lanes = None if rollout.few is None else rollout.few.held.lanes
-    if lanes is not None:
-        drawn = rollout.slab.version[rollout.driver.used - 1] == RANDOM_VERSION
-        drawn &= lanes
-    return drawn
 
 
 def _go_on_counting(ledger: Ledger, state: Mapping[str, Any], incarnation: int) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.policies.several.openings import Counts
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
 from tallyroll.storage.files.run_record import RunRecord, is_count
 from tallyroll.storage.rows.keys import DONE, LANE, POLICY_VERSION, RANDOM_VERSION
@@ -196,19 +197,37 @@ def newest_version(storage: DiskStorage, first_row: int) -> int:
     return max(int(own.max(initial=RANDOM_VERSION)), *known)
 
 
-def drawn_by_lane(
-    storage: DiskStorage, first_row: int, lanes: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the number of rows with random actions in each lane of a run.
+def opening_rows(
+    storage: DiskStorage, first_row: int, policies: SeveralPolicies, ledger: Ledger
+) -> Counts:
+    """Return the number of rows of a run with which each of several policies began at random.
 
-    And, of a ring that lost rows of it, the lanes that have others: there an opening is over.
-    ``first_row`` is the first of the run.
+    ``first_row`` is the first of the run, and ``ledger`` has its counts.
+
+    Raises:
+        StateError: the storage is a ring that lost rows, so that it cannot be known.
     """
+    openings = policies.openings
     rows = np.arange(max(first_row, storage.span.start), storage.span.stop)
-    version = storage.reader.column(POLICY_VERSION).take(rows)
     lane = storage.reader.column(LANE).take(rows)
-    drawn = version == RANDOM_VERSION
-    acted = np.zeros(lanes, np.bool_)
-    if storage.span.start > first_row:
-        acted[lane[~drawn]] = True
-    return np.bincount(lane[drawn], minlength=lanes), acted
+    stored, over = np.zeros_like(openings.asked), openings.asked == 0
+    for policy in np.flatnonzero(~over).tolist():
+        version = storage.reader.column(openings.versions[policy]).take(rows)
+        mine = openings.acts_in[policy][lane]
+        drawn = mine & (version == RANDOM_VERSION)
+        stored[policy], over[policy] = np.count_nonzero(drawn), np.any(mine & ~drawn)
+    if storage.span.start <= first_row:
+        return stored
+    # Of the rows that are gone those of an opening came first: it is over where its policy acted.
+    stored[over], going = openings.asked[over], np.flatnonzero(~over)
+    if openings.acts_in.all():  # groups of agents act in every row
+        stored[going] = storage.span.stop - first_row
+    elif len(going) == 1 and all(part.policy is not None for part in policies.parts):
+        stored[going] = ledger.random - stored[over].sum()
+    elif len(going):
+        raise StateError(
+            f"the ring has lost rows with random actions of the policies {going.tolist()}, so that "
+            "nothing says how many init_random_frames are left of each; load a checkpoint or a "
+            "state of the run, or leave them out"
+        )
+    return stored

@@ -20,8 +20,8 @@ class OnePolicy:
 
     Args:
         policy: as a collector takes it; None draws random actions.
-        init_random_frames: exactly that many transitions of its lanes, the first ones, have
-            random actions (of policies by lane; workers with ``mode="sync"``).
+        init_random_frames: exactly that many transitions of its lanes, or of its group, the first
+            ones, have random actions.
         policy_device: where it runs; None: where the collector's ``policy_device`` says.
 
     Raises:
@@ -106,14 +106,7 @@ def group_entries(given: Mapping[Any, Any]) -> dict[str, OnePolicy]:
         raise ArgumentError(
             f"policy: expected {{group: policy}} with the names of groups, got {[*given]}"
         )
-    found = {name: _one(policy, f"the group {name!r}") for name, policy in given.items()}
-    for name, one in found.items():
-        if one.init_random_frames:
-            raise ArgumentError(
-                f"init_random_frames: the group {name!r} has no lanes of its own to begin at "
-                "random in; give the collector init_random_frames, for all groups"
-            )
-    return found
+    return {name: _one(policy, f"the group {name!r}") for name, policy in given.items()}
 
 
 def _one(policy: Any, whose: str) -> OnePolicy:

@@ -3,36 +3,49 @@
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
-from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.errors import ArgumentError, PolicyError
+from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.policy import Policy
-from tallyroll.collector.policies.random_actions import MASK_NAME, action_keys
 from tallyroll.collector.policies.several.entries import (
     OnePolicy,
     device_of,
-    group_entries,
-    lane_entries,
 )
-from tallyroll.collector.policies.several.lane_sets import LaneSet, in_words, lanes_of_each
 from tallyroll.collector.policies.several.part import Part, PolicyId
-from tallyroll.collector.policies.trial import settle_inputs, try_out
 from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
-from tallyroll.storage.package.near_names import did_you_mean
-from tallyroll.storage.rows.keys import POLICY_VERSIONS, RANDOM_VERSION, Key, as_key, spell
+from tallyroll.storage.rows.keys import Key, as_key, spell
 
 Rows = slice | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The first observations of a run, or of a worker's lanes, on which policies are tried out."""
+
+    td: TensorDictBase
+    """The result of a reset of ``env``."""
+    env: EnvBase
+    observations: Collection[Key]
+    """Keys of ``env`` that policies may be given."""
+    lanes: int
+    """How many the run has."""
+    first: int
+    """The number of the first lane of ``env`` among them."""
+    strict: bool
+    """Numbers outside a box are refused, as `try_out` has it."""
+
+    @property
+    def lead(self) -> int:
+        """The number of axes of lanes: none of a single environment."""
+        return len(self.env.batch_size)
 
 
 class Joint(nn.Module):
@@ -54,6 +67,10 @@ class Joint(nn.Module):
         self.columns: dict[Key, SlabColumn] = {}
         """The columns that any part writes, the actions among them, of one lane."""
         self.batch_dims: dict[Key, int] = {}
+        self._idle: Mask | None = None
+        """``[part]``: not to be called in the next call; None: all are to be."""
+        self._draws = np.array([part.policy is None for part in parts])
+        """``[part]``: its actions are random all the time."""
 
     @abstractmethod
     def bind(self, own: range, lanes: int) -> None:
@@ -68,9 +85,41 @@ class Joint(nn.Module):
     def described(self) -> list[dict[str, Any]]:
         """The policies, for a manifest."""
 
+    @property
     @abstractmethod
+    def acts_in(self) -> Mask:
+        """``[part, lane]``: the lanes in which each acts."""
+
+    @property
+    @abstractmethod
+    def version_columns(self) -> list[Key]:
+        """The column of each part that says which of its versions acted."""
+
+    @abstractmethod
+    def row_versions(self, version: int) -> Any:
+        """Return the version of rows in which no opening draws: a number, or one for each lane.
+
+        ``version`` is the number of updates of any.
+        """
+
+    @abstractmethod
+    def rows_of(self, drawn: Mask, version: int) -> tuple[Mask, Any]:
+        """Return how a slot is acted in of which ``drawn`` ``[part, lane]`` begin at random.
+
+        Returns:
+            The lanes that act at random, and the version of the row of each lane.
+        """
+
+    @abstractmethod
+    def of_key(self, key: Key, random_lanes: Mask) -> Mask:
+        """Return the lanes ``[lane]`` of ``random_lanes`` in which a column is not a policy's."""
+
     def leave_out(self, random_lanes: Mask) -> None:
-        """Call no policy all of whose lanes act at random, in the next call."""
+        """Call no policy all of whose lanes act at random, in the next call.
+
+        ``random_lanes``: as :meth:`rows_of` returns them.
+        """
+        self._idle = np.logical_and.reduce(~self.acts_in | random_lanes, axis=1)
 
     @abstractmethod
     def remade(self, parts: Sequence[Part]) -> Self:
@@ -112,27 +161,36 @@ class Joint(nn.Module):
 
     # --- the trial --------------------------------------------------------------------------------
 
-    @abstractmethod
-    def try_parts(
-        self,
-        td: TensorDictBase,
-        env: EnvBase,
-        observations: Collection[Key],
-        *,
-        lanes: int,
-        first: int,
-        strict: bool,
-    ) -> list[str]:
-        """Try each policy out on its rows of ``td``, and learn what all of them write.
-
-        Args:
-            td: the result of a reset of ``env``.
-            env: whose lanes begin with ``first`` of the ``lanes`` of the run.
-            observations: those of ``env`` that policies may be given.
-            strict: as of `try_out`.
+    def try_parts(self, trial: Trial) -> list[str]:
+        """Try each policy out on its part of a first observation; learn what all of them write.
 
         Returns:
             Notes for users of the rows.
+        """
+        notes: list[str] = []
+        self._prepare(trial)
+        for number, part in enumerate(self.parts):
+            part.draws_for(trial.env, trial.lanes, trial.first)
+            if part.policy is not None:
+                found, dims = self._tried(number, part, part.policy, trial)
+                notes += [f"{_of_whom(part)}: {note}" for note in part.policy.notes]
+                self._add(part, found, dims)
+        for key, spec in trial.env.full_action_spec.items(True, True):
+            # As the environment declares it, also where no policy acts.
+            self.columns[as_key(key)] = SlabColumn(spec.dtype, tuple(spec.shape[trial.lead :]))
+        return notes
+
+    def _prepare(self, trial: Trial) -> None:
+        """Look at the environment, before any policy is tried out."""
+
+    @abstractmethod
+    def _tried(
+        self, number: int, part: Part, policy: Policy, trial: Trial
+    ) -> tuple[SlabColumns, Mapping[Key, int]]:
+        """Try ``policy`` out, which is that of ``part``.
+
+        Returns:
+            The columns that it writes, and the batch sizes below them, as keys of a whole lane.
         """
 
     def _add(self, part: Part, columns: SlabColumns, dims: Mapping[Key, int]) -> None:
@@ -143,12 +201,6 @@ class Joint(nn.Module):
                     "another policy; let them write the same, or another name"
                 )
         self.batch_dims |= dims
-
-    def _add_actions(self, env: EnvBase) -> None:
-        """Let every action be a column as ``env`` declares it, also where no policy acts."""
-        lead = len(env.batch_size)
-        for key, spec in env.full_action_spec.items(True, True):
-            self.columns[as_key(key)] = SlabColumn(spec.dtype, tuple(spec.shape[lead:]))
 
     def _empty(self, td: TensorDictBase) -> TensorDict:
         """A TensorDict of zeros for all that any part writes."""
@@ -162,270 +214,10 @@ class Joint(nn.Module):
         return out
 
 
-class JointByLane(Joint):
-    """Policies of which each acts in some lanes.
-
-    Args:
-        parts: the policies.
-        sets: the lanes of each, as callers name them.
-    """
-
-    def __init__(self, parts: Sequence[Part], sets: Sequence[LaneSet]) -> None:
-        super().__init__(parts)
-        self.sets = list(sets)
-        self.lanes: list[tuple[int, ...]] = []
-        """The lanes of each policy, in the run."""
-        self.of_lane: NDArray[np.int64] = np.zeros(0, np.int64)
-        """``[lane]``, the policy of each lane of the environment."""
-        self.rows: list[Rows | None] = []
-        """``[part]``: its rows of the TensorDicts of the environment; None: it has none there."""
-        self._idle: Mask | None = None
-        self._random = np.array([part.policy is None for part in parts])
-
-    def remade(self, parts: Sequence[Part]) -> "JointByLane":
-        """Return such a module of other ``parts``."""
-        made = type(self)(parts, self.sets)
-        made.lanes, made.of_lane, made.rows = self.lanes, self.of_lane, self.rows
-        return made
-
-    @property
-    def _more(self) -> tuple[Any, ...]:
-        return (self.sets,)
-
-    def bind(self, own: range, lanes: int) -> None:
-        """Act for the lanes ``own`` of ``lanes`` that the run has.
-
-        Raises:
-            ArgumentError: some lane has no policy, or two.
-        """
-        self.lanes = lanes_of_each(self.sets, lanes)
-        of_lane = np.zeros(lanes, np.int64)
-        for number, of_it in enumerate(self.lanes):
-            of_lane[list(of_it)] = number
-        self.of_lane = of_lane[own.start : own.stop]
-        self.rows = []
-        for number in range(len(self.parts)):
-            rows = np.flatnonzero(self.of_lane == number)
-            if not len(rows):
-                self.rows.append(None)
-            elif rows[-1] - rows[0] + 1 == len(rows):
-                self.rows.append(slice(int(rows[0]), int(rows[-1]) + 1))
-            else:
-                self.rows.append(torch.from_numpy(rows))
-
-    @property
-    def described(self) -> list[dict[str, Any]]:
-        """The policies, for a manifest."""
-        return [
-            {"id": part.id, "lanes": in_words(lanes), "policy": _named(part)}
-            | ({"init_random_frames": part.opening} if part.opening else {})
-            for part, lanes in zip(self.parts, self.lanes, strict=True)
-        ]
-
-    @property
-    def row_versions(self) -> NDArray[np.int64]:
-        """``[lane]``: the version of the policy that acts; -1 in lanes without one."""
-        versions = np.where(self._random, RANDOM_VERSION, self.versions.cpu().numpy())
-        return versions[self.of_lane]
-
-    def leave_out(self, random_lanes: Mask) -> None:
-        """Call no policy all of whose lanes act at random, in the next call."""
-        self._idle = np.array(
-            [bool(random_lanes[self.of_lane == at].all()) for at in range(len(self.parts))]
-        )
-
-    def try_parts(
-        self,
-        td: TensorDictBase,
-        env: EnvBase,
-        observations: Collection[Key],
-        *,
-        lanes: int,
-        first: int,
-        strict: bool,
-    ) -> list[str]:
-        """Try each policy out, here also one that acts in lanes of other workers alone."""
-        notes: list[str] = []
-        lead = len(env.batch_size)
-        for part, own in zip(self.parts, self.rows, strict=True):
-            part.draws_for(env, lanes, first)
-            if (policy := part.policy) is None:
-                continue
-            rows: Rows = slice(0, 1) if own is None else own
-            some, specs = td, env.full_action_spec
-            if lead:
-                some, specs = td[rows], specs[rows]
-            acted = SimpleNamespace(full_action_spec=specs, batch_size=some.batch_size)
-            with _naming(f"policy {part.id}, of the lanes {in_words(self._of(part))}"):
-                settle_inputs(policy, some, acted, observations)
-                found = try_out(policy, some, acted, strict=strict)
-            notes += [f"policy {part.id}: {note}" for note in policy.notes]
-            self._add(part, found, policy.batch_dims)
-        self._add_actions(env)
-        return notes
-
-    def _of(self, part: Part) -> tuple[int, ...]:
-        return self.lanes[self.parts.index(part)]
-
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Return what the policies write, each in its lanes, and zeros elsewhere."""
-        out, idle, self._idle = self._empty(td), self._idle, None
-        for number, (part, rows) in enumerate(zip(self.parts, self.rows, strict=True)):
-            if part.policy is None:
-                found = part.at_random(td)
-                if rows is not None and td.batch_size:
-                    found = {key: value[rows] for key, value in found.items()}
-            elif rows is None or (idle is not None and idle[number]):
-                continue
-            else:
-                found = part(td[rows] if td.batch_size else td)
-            if rows is not None:
-                _put(part, out, rows if td.batch_size else None, found)
-        return out
-
-
-class JointByGroup(Joint):
-    """Policies of which each acts for a group of agents, in all lanes.
-
-    Args:
-        parts: the policies; their ids are names of groups.
-    """
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        super().__init__(parts)
-        self.relative: list[bool] = []
-        """``[part]``: it gets the TensorDict of its group, and else all of them."""
-        self.actions: list[tuple[Key, ...]] = []
-        """``[part]``: the actions of its group."""
-
-    def remade(self, parts: Sequence[Part]) -> "JointByGroup":
-        """Return such a module of other ``parts``."""
-        made = type(self)(parts)
-        made.relative, made.actions = self.relative, self.actions
-        return made
-
-    def bind(self, own: range, lanes: int) -> None:
-        """Act in all lanes, whichever there are."""
-
-    @property
-    def described(self) -> list[dict[str, Any]]:
-        """The policies, for a manifest."""
-        return [{"id": part.id, "policy": _named(part)} for part in self.parts]
-
-    def leave_out(self, random_lanes: Mask) -> None:
-        """Call all of them: each acts in every lane."""
-
-    def try_parts(
-        self,
-        td: TensorDictBase,
-        env: EnvBase,
-        observations: Collection[Key],
-        *,
-        lanes: int,
-        first: int,
-        strict: bool,
-    ) -> list[str]:
-        """Try each policy out, on the TensorDict of its group or on all of it."""
-        notes: list[str] = []
-        lead = len(env.batch_size)
-        groups = _groups_of(env)
-        _require_groups([str(part.id) for part in self.parts], groups)
-        self.relative, self.actions = [], []
-        for part in self.parts:
-            group = str(part.id)
-            self.actions.append(groups[group])
-            part.draws_for(env, lanes, first)
-            policy = part.policy
-            if policy is None:
-                self.relative.append(False)
-                continue
-            keys = {key[1:] for key in observations if key[0] == group}
-            relative = _is_relative(policy, keys, {*observations})
-            self.relative.append(relative)
-            with _naming(_whose(group)):
-                found = self._tried(part, td, env, keys if relative else observations, strict)
-            notes += [f"{group}: {note}" for note in policy.notes]
-            if relative:
-                found = {(group, *key): column for key, column in found.items()}
-            dims = {
-                ((group, *level) if relative else level): count
-                for level, count in policy.batch_dims.items()
-            }
-            twice = [key for key in found if key in self.columns]
-            if twice:
-                raise PolicyError(
-                    f"the policy of the group {group!r} writes {spell(twice[0])}, as the policy of "
-                    f"another group does; give it a name below the group: {group}/{twice[0][-1]}"
-                )
-            self._add(part, found, dims)
-        self._add_actions(env)
-        for part in self.parts:
-            self.columns[(*POLICY_VERSIONS, str(part.id))] = SlabColumn(torch.int64, ())
-        for group in groups:
-            inner = env.full_action_spec[group].shape
-            if len(inner) > lead:
-                self.batch_dims[(group,)] = len(inner) - lead
-        return notes
-
-    def _tried(
-        self, part: Part, td: TensorDictBase, env: EnvBase, keys: Collection[Key], strict: bool
-    ) -> dict[Key, SlabColumn]:
-        policy, group = part.policy, str(part.id)
-        assert policy is not None
-        relative = self.relative[-1]
-        specs = env.full_action_spec[group]
-        some = td.get(group) if relative else td
-        if not relative:
-            specs = Composite({group: specs}, shape=env.full_action_spec.shape)
-        acted = SimpleNamespace(full_action_spec=specs, batch_size=env.batch_size)
-        data = [key for key in keys if key[-1] not in ("mask", MASK_NAME)]
-        try:
-            settle_inputs(policy, some, acted, keys)
-        except ArgumentError:
-            if len(data) == len(keys):
-                raise
-            settle_inputs(policy, some, acted, data)
-        found = try_out(policy, some, acted, strict=strict)
-        written = [key for key in policy.writes if not relative and key in action_keys(env)]
-        others = [key for key in written if key[0] != group]
-        if others:
-            raise PolicyError(f"it writes {spell(others[0])}, the action of another group")
-        return found
-
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Return what the policies write, each for its group."""
-        out, versions = self._empty(td), self.versions.tolist()
-        for number, part in enumerate(self.parts):
-            group, version = str(part.id), versions[number]
-            if part.policy is None:
-                drawn, version = part.at_random(td), RANDOM_VERSION
-                found = {key: drawn[key] for key in self.actions[number]}
-            elif self.relative[number]:
-                found = {(group, *key): value for key, value in part(td.get(group)).items()}
-            else:
-                found = part(td)
-            _put(part, out, None, found)
-            out.get((*POLICY_VERSIONS, group)).fill_(version)
-        return out
-
-
-def joint_of(policy: Any) -> Joint:
-    """Return several policies, as a caller gave them, as one.
-
-    Raises:
-        ArgumentError: they are no list of lanes and policies, and no mapping of groups.
-    """
-    if isinstance(policy, Mapping):
-        groups = group_entries(policy)
-        return JointByGroup([_part(name, one) for name, one in groups.items()])
-    entries = lane_entries(policy)
-    parts = [_part(at, one) for at, (_, one) in enumerate(entries)]
-    return JointByLane(parts, [lanes for lanes, _ in entries])
-
-
-def _part(id: PolicyId, one: OnePolicy) -> Part:
+def part_of(id: PolicyId, one: OnePolicy) -> Part:
+    """Make a part of a policy as a caller gave it."""
     policy = None
-    with _naming(_whose(id)):
+    with naming(whose(id)):
         if one.policy is not None:
             policy = Policy(one.policy, None, None)
         device_of(one)  # this machine has it
@@ -449,21 +241,28 @@ def _given(part: Part) -> tuple[PolicyId, OnePolicy]:
 def _arrived(
     kind: type[Joint], given: Sequence[tuple[PolicyId, OnePolicy]], more: Any, versions: Any
 ) -> Joint:
-    made = kind([_part(id, one) for id, one in given], *more)
+    made = kind([part_of(id, one) for id, one in given], *more)
     made.versions.copy_(versions)
     return made
 
 
-def _whose(id: PolicyId) -> str:
+def whose(id: PolicyId) -> str:
+    """Return the words for a policy in messages."""
     return f"policy {id}" if isinstance(id, int) else f"the policy of the group {id!r}"
 
 
-def _named(part: Part) -> str | None:
+def opening_of(part: Part) -> dict[str, int]:
+    """Return the opening of a policy, for a manifest; empty where it has none."""
+    return {"init_random_frames": part.opening} if part.opening else {}
+
+
+def named(part: Part) -> str | None:
+    """Return the name of a policy's class; None: it draws random actions."""
     return None if part.policy is None else type(part.policy.source).__qualname__
 
 
 @contextmanager
-def _naming(whose: str) -> Iterator[None]:
+def naming(whose: str) -> Iterator[None]:
     """A context whose errors get a note that says whose they are."""
     try:
         yield
@@ -472,7 +271,7 @@ def _naming(whose: str) -> Iterator[None]:
         raise
 
 
-def _put(
+def put(
     part: Part, out: TensorDictBase, rows: Rows | None, found: Mapping[Key, torch.Tensor]
 ) -> None:
     """Write the values of a part to its ``rows`` of ``out``; None: to all of them."""
@@ -495,45 +294,5 @@ def _put(
             full[rows] = value
 
 
-# --- groups of agents -----------------------------------------------------------------------------
-
-
-def _groups_of(env: EnvBase) -> dict[str, tuple[Key, ...]]:
-    """The actions of each group.
-
-    Raises:
-        ArgumentError: some action is of no group.
-    """
-    found: dict[str, tuple[Key, ...]] = {}
-    for key in action_keys(env):
-        if len(key) < 2:
-            raise ArgumentError(
-                "policy: {group: policy} is for groups of agents, and the environment has the "
-                f"action {spell(key)}; give one policy, or [(lanes, policy), …]"
-            )
-        found[key[0]] = (*found.get(key[0], ()), key)
-    return found
-
-
-def _require_groups(given: Sequence[str], groups: Collection[str]) -> None:
-    for name in given:
-        if name not in groups:
-            raise ArgumentError(
-                f"policy: expected the groups {sorted(groups)}, got {name!r}"
-                f"{did_you_mean(name, groups)}"
-            )
-    for name in groups:
-        if name not in given:
-            raise ArgumentError(
-                f"policy: expected a policy for each of the groups {sorted(groups)}, got none for "
-                f"{name!r}; give it one, or None for random actions"
-            )
-
-
-def _is_relative(policy: Policy, inside: Collection[Key], whole: Collection[Key]) -> bool:
-    """Return whether ``policy`` takes the TensorDict of its group, whose keys are ``inside``."""
-    reads = getattr(policy.source, "in_keys", None)
-    if reads is None:
-        return True
-    keys = [as_key(key) for key in reads]
-    return all(key in inside for key in keys) or not all(key in whole for key in keys)
+def _of_whom(part: Part) -> str:
+    return f"policy {part.id}" if isinstance(part.id, int) else part.id

@@ -1,4 +1,4 @@
-"""Random actions with which policies by lane begin: how many are left, and where. Pure."""
+"""Random actions with which policies begin: how many are left, and where. Pure."""
 
 from collections.abc import Sequence
 
@@ -6,23 +6,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.rows.keys import POLICY_VERSION, RANDOM_VERSION, Key
+
+Counts = NDArray[np.int64]
+"""``[policy]``: of transitions."""
 
 
 class Openings:
     """So many transitions of the lanes of each policy have random actions: the first ones.
 
     Args:
-        left: of each policy.
-        policy_of_lane: ``[lane]``; None: no policy has lanes of its own.
+        asked: of each policy.
+        acts_in: ``[policy, lane]``: the lanes of each; with groups all are of each.
+        versions: the column of each that has -1 where its action is random.
     """
 
-    def __init__(self, left: Sequence[int], policy_of_lane: NDArray[np.int64] | None) -> None:
-        self.left: NDArray[np.int64] = np.array(left, np.int64)
+    def __init__(self, asked: Sequence[int], acts_in: Mask, versions: Sequence[Key]) -> None:
+        self.asked: Counts = np.array(asked, np.int64)
+        """``[policy]``: transitions of a run that have random actions at its start."""
+        self.left = self.asked.copy()
         """``[policy]``: transitions that are still to have random actions."""
-        self._asked = self.left.copy()
-        of_lane = np.zeros(0, np.int64) if policy_of_lane is None else policy_of_lane
-        self._mine: Mask = np.arange(len(left))[:, None] == of_lane
-        """``[policy, lane]``: the lanes of each."""
+        self.acts_in, self.versions = acts_in, versions
+        self.whole_run = False
+        """True if all lanes of a run begin at random, and not those of some policies."""
+
+    @classmethod
+    def of_run(cls, asked: int, lanes: int) -> "Openings":
+        """Return those of a run in which all lanes begin at random, with one policy or several."""
+        made = cls([asked], np.ones((1, lanes), np.bool_), [POLICY_VERSION])
+        made.whole_run = True
+        return made
 
     @property
     def under_way(self) -> bool:
@@ -30,40 +44,29 @@ class Openings:
         return bool(self.left.any())
 
     def drawn(self, upcoming: Mask) -> Mask:
-        """Return the lanes that act at random in the next slot.
+        """Return ``[policy, lane]``, where each acts at random in the next slot.
 
-        ``upcoming`` are those whose slot will be a transition.
+        ``upcoming`` are the lanes whose slot will be a transition.
         """
-        if not self.under_way:
-            return np.zeros_like(upcoming)
-        mine = self._mine & upcoming
-        within = np.cumsum(mine, axis=1) <= self.left[:, None]
-        drawn: Mask = np.logical_or.reduce(mine & within, axis=0)
+        mine = self.acts_in & upcoming
+        drawn: Mask = mine & (np.cumsum(mine, axis=1) <= self.left[:, None])
         return drawn
 
-    def count(self, drawn: Mask, by: int = -1) -> None:
-        """Count ``drawn`` ``[time, lane]``, transitions with random actions that were made."""
-        if not self._asked.any():
-            return
-        self.left += by * self._of_policies(drawn.sum(axis=0))
+    def counted(self, slab: Slab, at: slice, marks: Mask) -> Counts:
+        """Count the transitions with which each policy begins, of ``marks`` of slots ``at``.
 
-    def _of_policies(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Add ``counts`` ``[lane]`` up for each policy that has an opening."""
-        return np.where(self._asked > 0, self._mine @ counts, 0)
-
-    def without(self, held: Mask) -> list[int]:
-        """Return how many are left if the transitions of ``held`` ``[lane]`` are made again."""
-        again = self._of_policies(held.astype(np.int64)) if self._asked.any() else 0
-        found: list[int] = (self.left + again).tolist()
+        ``marks`` are ``[time, lane]``, like the columns of ``slab``, which tell.
+        """
+        first = slab.first_lane if self.acts_in.shape[1] > slab.lanes else 0
+        found = np.zeros_like(self.asked)
+        for policy in np.flatnonzero(self.asked).tolist():
+            key = self.versions[policy]
+            own = key != POLICY_VERSION
+            version = slab.columns[key][at].cpu().numpy() if own else slab.version[at]
+            mine = self.acts_in[policy, first : first + slab.lanes]
+            found[policy] = np.count_nonzero(marks & mine & (version == RANDOM_VERSION))
         return found
 
-    def go_on_after(self, stored: NDArray[np.int64], acted: NDArray[np.bool_]) -> None:
-        """Go on after ``stored`` transitions with random actions in each lane.
-
-        ``acted``: lanes in which a policy acted since, so that its opening is over.
-        """
-        if not self._asked.any():
-            return
-        over = (self._mine & acted).any(axis=1)
-        left = np.maximum(0, self._asked - self._of_policies(stored))
-        self.left[:] = np.where(over, 0, left)
+    def go_on_after(self, stored: Counts) -> None:
+        """Go on after ``stored`` ``[policy]`` transitions with random actions."""
+        self.left[:] = np.maximum(0, self.asked - stored)

@@ -13,8 +13,14 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.policies.policy import Policy, Weights
-from tallyroll.collector.policies.several.entries import are_several
-from tallyroll.collector.policies.several.joint import Joint, JointByLane, joint_of
+from tallyroll.collector.policies.several.by_group import JointByGroup
+from tallyroll.collector.policies.several.by_lane import JointByLane
+from tallyroll.collector.policies.several.entries import (
+    are_several,
+    group_entries,
+    lane_entries,
+)
+from tallyroll.collector.policies.several.joint import Joint, Trial, part_of
 from tallyroll.collector.policies.several.openings import Openings
 from tallyroll.collector.policies.several.part import Part, PolicyId
 from tallyroll.storage.package.near_names import did_you_mean
@@ -48,7 +54,8 @@ class SeveralPolicies(Policy):
         """
         self._own, self._lanes = own, lanes
         self._joint.bind(own, lanes)
-        self.openings = Openings([part.opening for part in self.parts], self.policy_of_lane)
+        joint, asked = self._joint, [part.opening for part in self.parts]
+        self.openings = Openings(asked, joint.acts_in, joint.version_columns)
 
     @property
     def _joint(self) -> Joint:
@@ -80,8 +87,19 @@ class SeveralPolicies(Policy):
     @property
     def row_version(self) -> Any:
         """Version of the policy that acts, by lane; of groups, the number of all updates."""
-        joint = self._joint
-        return joint.row_versions if isinstance(joint, JointByLane) else self.version
+        return self._joint.row_versions(self.version)
+
+    def rows_of(self, drawn: Mask) -> tuple[Mask, Any]:
+        """Return how a slot is acted in of which ``drawn`` ``[policy, lane]`` begin at random.
+
+        Returns:
+            The lanes that act at random, by group ``[policy, lane]``, and the versions of rows.
+        """
+        return self._joint.rows_of(drawn, self.version)
+
+    def of_key(self, key: Key, random_lanes: Mask) -> Mask:
+        """Return the lanes ``[lane]`` of ``random_lanes`` in which a column is not a policy's."""
+        return self._joint.of_key(key, random_lanes)
 
     # --- acting -----------------------------------------------------------------------------------
 
@@ -89,16 +107,18 @@ class SeveralPolicies(Policy):
         self, td: TensorDictBase, env: EnvBase, observations: Collection[Key], *, strict: bool
     ) -> None:
         """Try each of them out, as `try_out` does one."""
-        self.notes += self._joint.try_parts(
-            td, env, observations, lanes=self._lanes, first=self._own.start, strict=strict
-        )
+        trial = Trial(td, env, observations, self._lanes, self._own.start, strict)
+        self.notes += self._joint.try_parts(trial)
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         """Choose actions for ``td``, of which each policy gets a copy of its rows."""
         return self.around(td)
 
     def leave_out(self, random_lanes: Mask) -> None:
-        """Call no policy all of whose lanes act at random, in the next call."""
+        """Call no policy all of whose lanes act at random, in the next call.
+
+        ``random_lanes``: as :meth:`rows_of` returns them.
+        """
         self._joint.leave_out(random_lanes)
 
     def passes(self) -> None:
@@ -208,9 +228,23 @@ class SeveralPolicies(Policy):
         self.openings.left[:] = left
 
 
+def _joint_of(policy: Any) -> Joint:
+    """Return several policies, as a caller gave them, as one.
+
+    Raises:
+        ArgumentError: they are no list of lanes and policies, and no mapping of groups.
+    """
+    if isinstance(policy, Mapping):
+        groups = group_entries(policy)
+        return JointByGroup([part_of(name, one) for name, one in groups.items()])
+    entries = lane_entries(policy)
+    parts = [part_of(at, one) for at, (_, one) in enumerate(entries)]
+    return JointByLane(parts, [lanes for lanes, _ in entries])
+
+
 def given_policy(policy: Any) -> Any:
     """Return a collector's argument ``policy``: several policies as one module."""
-    return joint_of(policy) if are_several(policy) else policy
+    return _joint_of(policy) if are_several(policy) else policy
 
 
 def policy_of(
@@ -224,6 +258,13 @@ def policy_of(
     if policy is None:
         return None
     return kinds[isinstance(policy, Joint)](policy, device, env_device)
+
+
+def openings_of(policy: Policy | None) -> Openings | None:
+    """Return the openings of several policies; None: none of them has one of its own."""
+    if isinstance(policy, SeveralPolicies) and policy.openings.asked.any():
+        return policy.openings
+    return None
 
 
 @contextmanager

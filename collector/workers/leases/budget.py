@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry
+from tallyroll.collector.policies.several.openings import Counts, Openings
 from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.leases.segment import Segment
 from tallyroll.collector.workers.member import Member
-from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
 @dataclass
@@ -45,7 +45,7 @@ class LeaseBudget:
         frames: transitions a lease.
         budget: of transitions.
         episodes: the budget of episodes, where there is one.
-        random_frames: that many transitions, those leased first, have random actions.
+        openings: that many transitions, those leased first, have random actions.
         exact: leases bring no more transitions than they are for (``surplus="never_step"``).
     """
 
@@ -58,7 +58,7 @@ class LeaseBudget:
         frames: int,
         budget: Budget,
         episodes: int | None,
-        random_frames: int,
+        openings: Openings,
         exact: bool,
     ) -> None:
         self._exact = exact
@@ -66,9 +66,7 @@ class LeaseBudget:
         """Every lane of a slot is a transition."""
         self._plan, self._workers = plan, workers
         self._frames, self._budget, self._episodes = frames, budget, episodes
-        self.random_frames = random_frames
-        """Transitions with random actions that are not leased yet."""
-        self._opens = random_frames > 0
+        self._openings = openings
         self._granted = 0
         self.begin(ledger, fresh=False)
 
@@ -92,9 +90,20 @@ class LeaseBudget:
         return any(tally.leased for tally in self._tallies)
 
     @property
-    def _drawing(self) -> bool:
-        """Some leases with random actions have not come back."""
-        return any(part.random_frames for tally in self._tallies for part in tally.leased)
+    def random_frames(self) -> int:
+        """Transitions of the run with random actions that are not leased yet."""
+        return int(self._openings.left[0]) if self._openings.whole_run else 0
+
+    @random_frames.setter
+    def random_frames(self, count: int) -> None:
+        if self._openings.whole_run:
+            self._openings.asked[:] = self._openings.left[:] = count
+
+    @property
+    def drawing(self) -> Counts:
+        """``[policy]``: transitions with random actions of leases that have not come back."""
+        leased = [part.random_frames for tally in self._tallies for part in tally.leased]
+        return np.sum(leased, axis=0) if leased else np.zeros_like(self._openings.left)
 
     # --- leases that go out -----------------------------------------------------------------------
 
@@ -122,12 +131,13 @@ class LeaseBudget:
                 return None
         # Those of its last step that are more than wanted are rows too.
         reserved = min(frames + surplus, self._unleased)
-        drawn = min(self.random_frames, reserved)
-        if drawn < reserved and self._drawing:
-            # What those leave over comes first: no lane acts at random after its policy did.
+        slots = segment.slab.slots
+        if self._whole:
+            slots = min(slots, -(-frames // len(member.lanes)))
+        if (drawn := self._at_random(member, reserved, slots)) is None:
             return None
         self._unleased -= reserved
-        self.random_frames -= drawn
+        self._openings.left -= drawn
         self._tickets -= tickets
         tally.tickets += tickets
         self._granted += 1
@@ -136,7 +146,19 @@ class LeaseBudget:
         segment.reserved, segment.random_frames = reserved, drawn
         tally.leased.append(segment)
         last = self._tickets == 0
-        return m.Lease(self._granted, segment.base, frames, drawn, tickets, last, fresh)
+        random_frames = drawn.tolist()
+        return m.Lease(self._granted, segment.base, frames, random_frames, tickets, last, fresh)
+
+    def _at_random(self, member: Member, reserved: int, slots: int) -> Counts | None:
+        """Return how many random actions of each policy a lease begins with; None: not now."""
+        openings = self._openings
+        lanes = openings.acts_in[:, member.lanes.start : member.lanes.stop].sum(axis=1)
+        most = np.minimum(reserved, slots * lanes)
+        drawn: Counts = np.minimum(openings.left, most)
+        if ((drawn < most) & (self.drawing > 0)).any():
+            # What those leave over comes first: no lane acts at random after its policy did.
+            return None
+        return drawn
 
     # --- leases that come back --------------------------------------------------------------------
 
@@ -147,7 +169,7 @@ class LeaseBudget:
         segment.used = filled.used
         have = int(segment.transitions.sum())
         self._unleased += segment.reserved - have
-        self.random_frames += filled.random_left
+        self._openings.left += np.array(filled.random_left)
         tally.tickets -= filled.completed
         self._unfinished -= filled.completed
         if self._plan.reset_slots and filled.used:
@@ -157,9 +179,11 @@ class LeaseBudget:
 
     def take_back_random(self, segment: Segment) -> None:
         """Let others have random actions in the place of those that no block took."""
-        if self._opens:
-            drawn = segment.slab.version[: segment.used] == RANDOM_VERSION
-            self.random_frames += int((segment.transitions & drawn).sum())
+        self._openings.left += self.waiting_of(segment)
+
+    def waiting_of(self, segment: Segment) -> Counts:
+        """Return how many of the transitions that no block took have random actions."""
+        return self._openings.counted(segment.slab, slice(segment.used), segment.transitions)
 
     def lose(self, member: Member) -> LedgerEntry:
         """Take the leases of a failed worker back; returns what it had executed, which is lost."""
@@ -167,7 +191,7 @@ class LeaseBudget:
         self._tickets += tally.tickets
         for segment in tally.leased:
             segment.free = True
-            self.random_frames += segment.random_frames
+            self._openings.left += segment.random_frames
             self._unleased += segment.reserved
         if tally.leased and member.board[LEASE] == tally.leased[0].lease:
             lost = self._lost(member, tally)

@@ -1,9 +1,12 @@
 """A part of a worker's slab, filled for one lease after the other."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.policies.several.openings import Counts
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab
 
@@ -21,7 +24,8 @@ class Segment:
     """The number of the last lease that it was for."""
     reserved: int = 0
     """Transitions of the budget that are kept for it, those of its last step included."""
-    random_frames: int = 0
+    random_frames: Counts = field(default_factory=lambda: np.zeros(1, np.int64))
+    """``[policy]``: transitions of its last lease that have random actions."""
     kept: bool = False
     """Its rows are needed where they are; it is free after that."""
 

@@ -13,6 +13,7 @@ from tallyroll.collector.rollout.source import Block, Discarded, Held, Sound
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.leases.at_random import LeasedAtRandom
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.segment import Segment
 from tallyroll.collector.workers.leases.segment_queue import SegmentQueue
@@ -32,7 +33,7 @@ def _wake() -> None:
     raise _Woken
 
 
-class Leases:
+class Leases(LeasedAtRandom):
     """Sends leases to workers, and gives what comes back in blocks.
 
     Args:
@@ -69,15 +70,6 @@ class Leases:
         self._stopping = False
         self._missed = False
         """True if an exception came between an answer and its count: what follows has a gap."""
-
-    @property
-    def random_frames(self) -> int:
-        """Transitions with random actions that are not leased yet."""
-        return self._budget.random_frames
-
-    @random_frames.setter
-    def random_frames(self, count: int) -> None:
-        self._budget.random_frames = count
 
     # --- leases -----------------------------------------------------------------------------------
 

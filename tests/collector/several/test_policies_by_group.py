@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from tallyroll.collector import OnePolicy, SyncCollector
+from tallyroll.collector import SyncCollector
 from tallyroll.collector.errors import ArgumentError, PolicyError
 from tallyroll.storage import open_storage, verify
 
@@ -184,7 +184,6 @@ def test_workers_give_the_rows_of_each_lane(mode: Any) -> None:
             "expected one policy for the group 'blue', got several",
         ),
         ({"red": RED, "blue": 4}, "got int"),
-        ({"red": OnePolicy(RED, init_random_frames=3), "blue": BLUE}, "no lanes of its own"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(policy: Any, words: str) -> None:

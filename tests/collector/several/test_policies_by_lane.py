@@ -282,10 +282,6 @@ def test_what_cannot_be_is_refused_before_a_file_is_made(
             lambda: sync_collector(DISABLED, MIXED, init_random_frames=5, **BUDGET),
             "expected 0 where one of several policies has its own",
         ),
-        (
-            lambda: worker_collector(DISABLED, 2, MIXED, mode="async", **BUDGET),
-            'pass mode="sync"',
-        ),
     ],
 )
 def test_options_that_cannot_be_are_refused(make: Callable[[], Any], words: str) -> None:

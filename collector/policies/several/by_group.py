@@ -1,0 +1,217 @@
+"""Policies by group of agents, as one: each sees the TensorDict of its group, or all of it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import Composite
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.errors import ArgumentError, PolicyError
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.random_actions import MASK_NAME, action_keys
+from tallyroll.collector.policies.several.joint import (
+    Joint,
+    Trial,
+    named,
+    naming,
+    opening_of,
+    put,
+    whose,
+)
+from tallyroll.collector.policies.several.part import Part
+from tallyroll.collector.policies.trial import settle_inputs, try_out
+from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
+from tallyroll.storage.package.near_names import did_you_mean
+from tallyroll.storage.rows.keys import POLICY_VERSIONS, RANDOM_VERSION, Key, as_key, spell
+
+
+class JointByGroup(Joint):
+    """Policies of which each acts for a group of agents, in all lanes.
+
+    Args:
+        parts: the policies; their ids are names of groups.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__(parts)
+        self.relative: list[bool] = []
+        """``[part]``: it gets the TensorDict of its group, and else all of them."""
+        self.actions: list[tuple[Key, ...]] = []
+        """``[part]``: the actions of its group."""
+        self.owner: dict[Key, int] = {}
+        """The part whose column a key is."""
+        self.lanes = 0
+
+    def remade(self, parts: Sequence[Part]) -> "JointByGroup":
+        """Return such a module of other ``parts``."""
+        made = type(self)(parts)
+        made.relative, made.actions, made.owner = self.relative, self.actions, self.owner
+        made.lanes = self.lanes
+        return made
+
+    def bind(self, own: range, lanes: int) -> None:
+        """Act in all lanes, whichever there are."""
+        self.lanes = len(own)
+
+    @property
+    def described(self) -> list[dict[str, Any]]:
+        """The policies, for a manifest."""
+        return [{"id": part.id, "policy": named(part)} | opening_of(part) for part in self.parts]
+
+    @property
+    def acts_in(self) -> Mask:
+        """``[part, lane]``: each acts in all lanes."""
+        return np.ones((len(self.parts), self.lanes), np.bool_)
+
+    @property
+    def version_columns(self) -> list[Key]:
+        """The column of each group."""
+        return [(*POLICY_VERSIONS, str(part.id)) for part in self.parts]
+
+    def row_versions(self, version: int) -> int:
+        """Return the number of updates of any; -1 where no group has a policy."""
+        return RANDOM_VERSION if self._draws.all() else version
+
+    def rows_of(self, drawn: Mask, version: int) -> tuple[Mask, Any]:
+        """Return ``drawn`` ``[part, lane]``, and -1 as the version where all groups draw."""
+        wholly = (drawn | self._draws[:, None]).all(axis=0)
+        return drawn, np.where(wholly, RANDOM_VERSION, self.row_versions(version))
+
+    def of_key(self, key: Key, random_lanes: Mask) -> Mask:
+        """Return the lanes in which the group whose column ``key`` is acts at random."""
+        if random_lanes.ndim == 1:  # all groups do there
+            return random_lanes
+        lanes: Mask = random_lanes[self.owner[key]]
+        return lanes
+
+    def try_parts(self, trial: Trial) -> list[str]:
+        """Try each policy out, and add the versions of each group to what they write."""
+        notes = super().try_parts(trial)
+        for number, key in enumerate(self.version_columns):
+            self.columns[key], self.owner[key] = SlabColumn(torch.int64, ()), number
+        return notes
+
+    def _prepare(self, trial: Trial) -> None:
+        """Find the groups, each of which has a policy."""
+        groups = _groups_of(trial.env)
+        _require_groups([str(part.id) for part in self.parts], groups)
+        self.relative = [False] * len(self.parts)
+        self.actions = [groups[str(part.id)] for part in self.parts]
+        self.owner = {key: at for at, keys in enumerate(self.actions) for key in keys}
+        for group in groups:
+            inner = trial.env.full_action_spec[group].shape
+            if len(inner) > trial.lead:
+                self.batch_dims[(group,)] = len(inner) - trial.lead
+
+    def _tried(
+        self, number: int, part: Part, policy: Policy, trial: Trial
+    ) -> tuple[SlabColumns, Mapping[Key, int]]:
+        """Try a policy out on the TensorDict of its group, or on all of it."""
+        group = str(part.id)
+        keys = {key[1:] for key in trial.observations if key[0] == group}
+        relative = _is_relative(policy, keys, {*trial.observations})
+        self.relative[number] = relative
+        with naming(whose(part.id)):
+            found = _called(policy, group, trial, keys if relative else None)
+        prefix = (group,) if relative else ()
+        columns = {(*prefix, *key): column for key, column in found.items()}
+        dims = {(*prefix, *level): count for level, count in policy.batch_dims.items()}
+        twice = [key for key in columns if key in self.columns]
+        if twice:
+            raise PolicyError(
+                f"the policy of the group {group!r} writes {spell(twice[0])}, as the policy of "
+                f"another group does; give it a name below the group: {group}/{twice[0][-1]}"
+            )
+        self.owner |= {(*prefix, *key): number for key in policy.writes}
+        return columns, dims
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Return what the policies write, each for its group."""
+        out, versions = self._empty(td), self.versions.tolist()
+        idle, self._idle = self._idle, None
+        for number, part in enumerate(self.parts):
+            group, version = str(part.id), versions[number]
+            if part.policy is None:
+                drawn, version = part.at_random(td), RANDOM_VERSION
+                found = {key: drawn[key] for key in self.actions[number]}
+            elif idle is not None and idle[number]:
+                continue
+            elif self.relative[number]:
+                found = {(group, *key): value for key, value in part(td.get(group)).items()}
+            else:
+                found = part(td)
+            put(part, out, None, found)
+            out.get(self.version_columns[number]).fill_(version)
+        return out
+
+
+def _groups_of(env: EnvBase) -> dict[str, tuple[Key, ...]]:
+    """The actions of each group.
+
+    Raises:
+        ArgumentError: some action is of no group.
+    """
+    found: dict[str, tuple[Key, ...]] = {}
+    for key in action_keys(env):
+        if len(key) < 2:
+            raise ArgumentError(
+                "policy: {group: policy} is for groups of agents, and the environment has the "
+                f"action {spell(key)}; give one policy, or [(lanes, policy), …]"
+            )
+        found[key[0]] = (*found.get(key[0], ()), key)
+    return found
+
+
+def _require_groups(given: Sequence[str], groups: Collection[str]) -> None:
+    for name in given:
+        if name not in groups:
+            raise ArgumentError(
+                f"policy: expected the groups {sorted(groups)}, got {name!r}"
+                f"{did_you_mean(name, groups)}"
+            )
+    for name in groups:
+        if name not in given:
+            raise ArgumentError(
+                f"policy: expected a policy for each of the groups {sorted(groups)}, got none for "
+                f"{name!r}; give it one, or None for random actions"
+            )
+
+
+def _called(
+    policy: Policy, group: str, trial: Trial, inside: Collection[Key] | None
+) -> dict[Key, SlabColumn]:
+    """Try ``policy`` out on the keys ``inside`` the TensorDict of ``group``; None: on all of it."""
+    env = trial.env
+    keys = trial.observations if inside is None else inside
+    some, specs = trial.td.get(group), env.full_action_spec[group]
+    if inside is None:
+        some = trial.td
+        specs = Composite({group: specs}, shape=env.full_action_spec.shape)
+    acted = SimpleNamespace(full_action_spec=specs, batch_size=env.batch_size)
+    data = [key for key in keys if key[-1] not in ("mask", MASK_NAME)]
+    try:
+        settle_inputs(policy, some, acted, keys)
+    except ArgumentError:
+        if len(data) == len(keys):
+            raise
+        settle_inputs(policy, some, acted, data)
+    found = try_out(policy, some, acted, strict=trial.strict)
+    written = [key for key in policy.writes if inside is None and key in action_keys(env)]
+    others = [key for key in written if key[0] != group]
+    if others:
+        raise PolicyError(f"it writes {spell(others[0])}, the action of another group")
+    return found
+
+
+def _is_relative(policy: Policy, inside: Collection[Key], whole: Collection[Key]) -> bool:
+    """Return whether ``policy`` takes the TensorDict of its group, whose keys are ``inside``."""
+    reads = getattr(policy.source, "in_keys", None)
+    if reads is None:
+        return True
+    keys = [as_key(key) for key in reads]
+    return all(key in inside for key in keys) or not all(key in whole for key in keys)

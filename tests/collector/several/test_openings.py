@@ -1,0 +1,283 @@
+"""Openings of one of several policies: exactly so many transitions at random, the first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from groups_kit import GroupsEnv
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from tallyroll.collector import OnePolicy, SyncCollector, load_checkpoint, save_checkpoint
+from tallyroll.collector.errors import StateError
+from tallyroll.storage import MemmapStorage, open_storage, verify
+
+from collect_kit import joined
+from oracles import check_rows
+from worker_kit import (
+    DISABLED,
+    NEXT,
+    Versioned,
+    in_threads,
+    lanes_of_workers,
+    start,
+    worker_collector,
+)
+from worker_kit import LENGTHS as LENGTHS_BY_LANE
+
+LENGTHS = [[3, 1, 4], [2, 5], [6]]
+SEED = 3
+
+
+class Told(nn.Module):
+    """An action that tells a step of its observation, so that rows need no sums to be checked."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.group, self.weight = group, nn.Parameter(torch.zeros(()))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an action of each agent, and a column beside it."""
+        step = observation[..., 2]
+        action = (
+            (step % 3).long() if self.group == "red" else (step[..., None] / 9).expand(-1, 1, 2)
+        )
+        return action, observation.sum(-1) + 1
+
+
+def told(group: str) -> TensorDictModule:
+    return TensorDictModule(Told(group), in_keys=["observation"], out_keys=["action", "told"])
+
+
+def policies(red: int = 7, blue: int = 0) -> dict[str, Any]:
+    """Policies of both groups, each with an opening."""
+    return {
+        "red": OnePolicy(told("red"), init_random_frames=red),
+        "blue": OnePolicy(told("blue"), init_random_frames=blue),
+    }
+
+
+def by_group(workers: int, given: Any, mode: Any = "sync", **more: Any) -> Any:
+    kwargs = {"frames_per_batch": 8, "total_frames": 48, "seed": SEED, **more}
+    if not workers:
+        return SyncCollector(GroupsEnv(3, LENGTHS), given, **kwargs)
+    creates = [
+        partial(GroupsEnv, lanes, LENGTHS, first_lane=first)
+        for first, lanes in lanes_of_workers(3, workers)
+    ]
+    return start(creates, given, mode=mode, **kwargs)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    with in_threads():
+        yield
+
+
+def version(rows: TensorDictBase, group: str) -> torch.Tensor:
+    return rows["collector", "policy_versions", group]
+
+
+def drawn_of(rows: TensorDictBase) -> dict[str, int]:
+    return {group: int((version(rows, group) == -1).sum()) for group in ("red", "blue")}
+
+
+def check_groups(rows: TensorDictBase) -> None:
+    """Each action, and what is beside it, is that of its policy where no action was random."""
+    for group in ("red", "blue"):
+        acted, agents = version(rows, group) >= 0, rows[group]
+        action, beside = Told(group)(agents["observation"])
+        assert torch.equal(agents["action"][acted], action[acted]), group
+        assert torch.equal(agents["told"], torch.where(acted[:, None], beside, 0)), group
+        for lane in range(3):
+            own = acted[rows["collector", "lane"] == lane].int()
+            assert not (own.diff() < 0).any(), f"lane {lane}: at random after its policy acted"
+    wholly = (version(rows, "red") == -1) & (version(rows, "blue") == -1)
+    assert torch.equal(rows["collector", "policy_version"] == -1, wholly)
+
+
+def in_slot_order(rows: TensorDictBase) -> list[int]:
+    """Rows of lanes that advance together, in the order of slots and lanes."""
+    lane = rows["collector", "lane"].numpy()
+    slot = np.zeros(len(lane), np.int64)
+    for each in range(3):
+        slot[lane == each] = np.arange(int((lane == each).sum()))
+    return np.lexsort((lane, slot)).tolist()
+
+
+@pytest.mark.parametrize(("red", "blue"), [(7, 0), (4, 11), (6, 6), (60, 1)])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_group_begins_at_random_alone(workers: int, red: int, blue: int, threads: None) -> None:
+    with by_group(workers, policies(red, blue)) as collector:
+        rows = joined([batch.clone() for batch in collector])
+        ledger = collector.ledger
+    check_groups(rows)
+    order = in_slot_order(rows)
+    for group, count in (("red", red), ("blue", blue)):
+        drawn = (version(rows, group)[order] == -1).tolist()
+        assert drawn == [True] * min(count, 48) + [False] * (48 - min(count, 48)), group
+    assert ledger.random == min(red, blue)
+    assert len(set(rows["red", "action"][version(rows, "red") == -1].flatten().tolist())) == 3
+
+
+def test_draws_of_a_group_are_the_same_for_any_workers_and_other_policies(threads: None) -> None:
+    def drawn(workers: int, given: Any, **more: Any) -> torch.Tensor:
+        with by_group(workers, given, **more) as collector:
+            rows = joined([batch.clone() for batch in collector])
+        return rows["red", "action"][in_slot_order(rows)][:14]
+
+    alone = drawn(0, policies(14))
+    assert torch.equal(alone, drawn(3, policies(14)))
+    assert torch.equal(alone, drawn(0, policies(14, 22)))
+    assert torch.equal(alone, drawn(0, {**policies(14), "blue": None}))
+    assert torch.equal(alone, drawn(0, policies(14), surplus="discard", frames_per_batch=6))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_openings_of_groups_are_exact_where_no_worker_waits(workers: int, threads: None) -> None:
+    with by_group(workers, policies(20, 33), "async", total_frames=90) as collector:
+        rows = joined([batch.clone() for batch in collector])
+    check_groups(rows)
+    assert drawn_of(rows) == {"red": 20, "blue": 33}
+
+
+def by_lane(workers: int, source: str, mode: Any, given: Any = None, **more: Any) -> Any:
+    opened = given or [
+        ([1, 4], OnePolicy(Versioned(), init_random_frames=17)),
+        ([0], Versioned()),
+        ([2, 3], OnePolicy(Versioned(), init_random_frames=31)),
+    ]
+    kwargs = {"frames_per_batch": 7, "total_frames": 140, "seed": SEED, **more}
+    return worker_collector(source, workers, opened, mode=mode, **kwargs)
+
+
+def drawn_by_lane(rows: TensorDictBase) -> list[int]:
+    at_random = rows["collector", "policy_version"] == -1
+    for lane in range(5):
+        own = at_random[rows["collector", "lane"] == lane].int()
+        assert not (own.diff() > 0).any(), f"lane {lane}: at random after its policy acted"
+    return [int(at_random[rows["collector", "policy_id"] == at].sum()) for at in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "source", "surplus"),
+    [(1, DISABLED, "carry"), (3, DISABLED, "never_step"), (3, NEXT, "carry")],
+)
+def test_openings_of_lanes_are_exact_where_no_worker_waits(
+    workers: int, source: str, surplus: Any, threads: None
+) -> None:
+    with by_lane(workers, source, "async", surplus=surplus) as collector:
+        rows = joined([batch.clone() for batch in collector])
+        assert collector.ledger.random == 48
+    assert len(rows) == 140
+    check_rows(rows, LENGTHS_BY_LANE, ends="mixed")
+    assert drawn_by_lane(rows) == [17, 0, 31]
+
+
+@pytest.mark.parametrize("kind", ["lanes", "groups"])
+@pytest.mark.parametrize("batches", [1, 3, 8])
+def test_what_came_and_was_in_no_batch_is_drawn_again(
+    kind: str, batches: int, threads: None
+) -> None:
+    """Of workers that run ahead, when a state is saved."""
+
+    def make() -> Any:
+        if kind == "lanes":
+            return by_lane(3, NEXT, "async")
+        return by_group(3, policies(20, 33), "async", total_frames=140, frames_per_batch=7)
+
+    with make() as collector:
+        before = [each.clone() for each in islice(collector, batches)]
+        state = collector.state_dict()
+    with make() as collector:
+        collector.load_state_dict(state)
+        rows = joined(before + [each.clone() for each in collector])
+    assert len(rows) == 140
+    if kind == "lanes":
+        assert drawn_by_lane(rows) == [17, 0, 31]
+    else:
+        assert drawn_of(rows) == {"red": 20, "blue": 33}
+
+
+@pytest.mark.parametrize(("workers", "mode"), [(0, "sync"), (2, "sync"), (2, "async")])
+def test_a_new_seed_begins_no_opening_again(workers: int, mode: Any, threads: None) -> None:
+    with by_group(workers, policies(20, 33), mode, total_frames=90) as collector:
+        rows = []
+        for number, batch in enumerate(collector):
+            rows.append(batch.clone())
+            if number in (0, 2):
+                collector.set_seed(number)
+    assert drawn_of(joined(rows)) == {"red": 20, "blue": 33}
+
+
+@pytest.mark.parametrize(
+    ("workers", "mode", "rows"),
+    [
+        (0, "sync", "rewind"),
+        (0, "sync", "resume"),
+        (3, "sync", "keep"),
+        (3, "async", "rewind"),
+        (3, "async", "keep"),
+        (3, "async", "resume"),
+    ],
+)
+def test_storages_and_checkpoints_go_on_within_an_opening(
+    workers: int, mode: Any, rows: Any, tmp_path: Path, threads: None
+) -> None:
+    path, saved = tmp_path / "rows", tmp_path / "saved"
+
+    def make(**more: Any) -> Any:
+        return by_group(workers, policies(20, 33), mode, total_frames=90, storage=path, **more)
+
+    with make() as collector:
+        assert len(list(islice(collector, 1))) == 1
+        save_checkpoint(saved, collector=collector)
+        assert len(list(islice(collector, 1))) == 1
+    with make(resume=True) as collector:
+        if rows != "resume":
+            load_checkpoint(saved, collector=collector, rows=rows)
+        assert sum(map(len, collector)) == (82 if rows == "rewind" else 74)
+    with open_storage(path) as storage:
+        found = storage[:]
+        told = storage.runs[0]["call"]["policies"]
+    assert drawn_of(found) == {"red": 20, "blue": 33}
+    assert told[0] == {"id": "red", "policy": "TensorDictModule", "init_random_frames": 20}
+    assert not verify(path).findings
+
+
+def test_a_ring_that_lost_rows_of_an_opening(tmp_path: Path) -> None:
+    """What was drawn is known by group, and of a single policy by lane; or it is refused."""
+
+    def run(name: str, make: Any, total: int) -> Any:
+        mode: Any = "append" if (tmp_path / name).exists() else "create"
+        with (
+            MemmapStorage(tmp_path / name, max_size=20, mode=mode) as ring,
+            make(storage=ring, resume=mode == "append", total_frames=total) as collector,
+        ):
+            rows = [batch.clone() for batch in collector]
+        return joined(rows)
+
+    red = partial(by_group, 0, policies(40, 52))
+    first, second = run("groups", red, 32), run("groups", red, 80)
+    assert drawn_of(first) == {"red": 32, "blue": 32}
+    assert drawn_of(second) == {"red": 8, "blue": 20}
+    both: Any = [
+        ([0, 1], OnePolicy(Versioned(), init_random_frames=30)),
+        ("rest", OnePolicy(Versioned(), init_random_frames=60)),
+    ]
+    two = partial(by_lane, 1, DISABLED, "sync", both)
+    with in_threads():
+        run("known", two, 84)
+        rest = run("known", two, 140)
+        assert int((rest["collector", "policy_version"] == -1).sum()) == 60 - 50
+        run("unknown", two, 35)
+        with pytest.raises(StateError, match=r"of the policies \[0, 1\], so that nothing says"):
+            run("unknown", two, 140)
