@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tallyroll.storage.files.run_events import without_events
+from tallyroll.storage.files.run_events import inline, without_events
 
 Entry = dict[str, Any]
 
@@ -128,6 +128,8 @@ def _that_fit(runs: Sequence[Any], room: int) -> list[Any]:
     kept: list[Any] = []
     left: float = room
     for run in reversed(runs):
+        if isinstance(run, dict):
+            run = inline(run, left)
         least = run if not isinstance(run, dict) or _nbytes_of(run) <= left else without_events(run)
         left -= _nbytes_of(least)
         if left < 0:

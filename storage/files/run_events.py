@@ -1,29 +1,31 @@
-"""Calls of a run that changed its environments, as its entry in the manifest keeps them. Pure.
+"""Calls of a run that changed its environments, as a storage keeps them. Pure.
 
-In the manifest an event lacks what follows: ``row``, where it is ``at`` transitions after the run's
-first row, ``kwargs`` that are empty, and ``lanes`` where they are all. What else an event has stays
-as it is.
+As kept an event lacks what follows: ``row``, where it is ``at`` transitions after the run's first
+row, ``kwargs`` that are empty, and ``lanes`` where they are all. What else an event has stays as
+it is. `tallyroll.storage.readers.event_file` has the file that they lie in.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 Event = dict[str, Any]
 
 EVENTS: Final = "events"
+IN_FILE: Final = "events_in_file"
+"""The name of a run's events in the file, in its entry in the manifest."""
 LEFT_OUT: Final = "events_left_out"
-"""True if a run has more events than the manifest."""
-EVENTS_NBYTES: Final = 2**18
-"""Bytes of all events in a manifest: it is written as a whole with each of them."""
+"""True if a run has more events than are kept."""
+EVENTS_NBYTES: Final = 2**26
+"""Bytes of all events of a storage; in memory they take up to ten times as many."""
 _FIRST_ROW_OF_RUN: Final = "first_row_of_run"
 _MOST: Final = 2**62
+_LEAST_NBYTES: Final = len('{"at":0,"call":"env_set","name":"","args":[]}')
 
 
 def kept(event: Mapping[str, Any], run: Mapping[str, Any]) -> Event:
-    """Return an event as the manifest keeps it, in the entry ``run``."""
+    """Return an event as it is kept, of the entry ``run``."""
     usual = {"kwargs": {}, "lanes": None, "row": _first_row(run) + event["at"]}
     return {name: each for name, each in event.items() if usual.get(name, event) != each}
 
@@ -31,7 +33,7 @@ def kept(event: Mapping[str, Any], run: Mapping[str, Any]) -> Event:
 def events_of(run: Mapping[str, Any], stop: int = _MOST) -> list[Event]:
     """Return the events of an entry that were made before row ``stop``, or when it was the next.
 
-    What is no event, in a manifest that was damaged or crafted, is left out.
+    What is no event, in files that were damaged or crafted, is left out.
     """
     found = run.get(EVENTS)
     if not isinstance(found, list):
@@ -39,7 +41,7 @@ def events_of(run: Mapping[str, Any], stop: int = _MOST) -> list[Event]:
     first = _first_row(run)
     events = []
     for each in found:
-        if not _is_event(each):
+        if not is_event(each):
             continue
         event = {"at": each["at"], "row": first + each["at"], "kwargs": {}, "lanes": None, **each}
         if event["row"] <= stop:
@@ -47,7 +49,8 @@ def events_of(run: Mapping[str, Any], stop: int = _MOST) -> list[Event]:
     return events
 
 
-def _is_event(event: Any) -> bool:
+def is_event(event: Any) -> bool:
+    """Return whether a JSON value is an event."""
     if not isinstance(event, dict) or not _is_count(event.get("at")):
         return False
     return (
@@ -76,7 +79,7 @@ def shown(runs: Sequence[Mapping[str, Any]], head: int) -> list[dict[str, Any]]:
 
 
 def _shown(run: Mapping[str, Any], stop: int = _MOST) -> dict[str, Any]:
-    entry = dict(run)
+    entry = without_name(run)
     if EVENTS in entry:
         entry[EVENTS] = events_of(run, stop)
     if isinstance(copied := entry.get("runs"), list):
@@ -90,28 +93,28 @@ def before_row(run: Mapping[str, Any], row: int) -> dict[str, Any]:
     if not isinstance(found, list):
         return dict(run)
     first = _first_row(run)
-    left = [each for each in found if _is_event(each) and each.get("row", first + each["at"]) < row]
+    left = [each for each in found if is_event(each) and each.get("row", first + each["at"]) < row]
     return {**run, EVENTS: left}
+
+
+def without_name(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry that has its events, wherever they were kept."""
+    return {name: each for name, each in run.items() if name != IN_FILE}
+
+
+def inline(run: Mapping[str, Any], room: float) -> dict[str, Any]:
+    """Return an entry with events of its own, without them where they have more bytes than room."""
+    events = run.get(EVENTS)
+    if not isinstance(events, list):
+        return without_name(run)
+    if len(events) * _LEAST_NBYTES > room:
+        return without_events(run)
+    return {**without_name(run), EVENTS: list(events)}
 
 
 def without_events(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry that says of its events only that it has some, where it has."""
-    if not run.get(EVENTS):
+    if not run.get(EVENTS) and IN_FILE not in run:
         return dict(run)
-    return {**{name: each for name, each in run.items() if name != EVENTS}, LEFT_OUT: True}
-
-
-def with_event(
-    runs: Sequence[Mapping[str, Any]], at: int, event: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Return the entry ``runs[at]`` with one more event; None if it left one out already.
-
-    Where there is no room for it, the entry says that events are left out.
-    """
-    run = runs[at]
-    if run.get(LEFT_OUT):
-        return None
-    events, new = run.get(EVENTS, []), kept(event, run)
-    if sum(len(json.dumps(each.get(EVENTS, []))) for each in runs) > EVENTS_NBYTES:
-        return {**run, LEFT_OUT: True}
-    return {**run, EVENTS: [*events, new]}
+    rest = {name: each for name, each in run.items() if name not in (EVENTS, IN_FILE)}
+    return {**rest, LEFT_OUT: True}

@@ -29,6 +29,9 @@ BESIDE: Final = ("episodes.npy", "content.leaves")
 """Files that are kept beside the rows, each of which says how far it goes, and can be lost without
 losing rows: the table of episodes, and hashes of the content."""
 
+EVENTS_FILE: Final = "run.events"
+"""The file of calls of environments, see `tallyroll.storage.readers.event_file`."""
+
 
 class Format(ABC):
     """The places of a storage's rows, and the metadata around them.
@@ -67,6 +70,9 @@ class Format(ABC):
 
     beside: tuple[Path, ...]
     """The paths of `BESIDE`, in its order."""
+
+    events_path: Path
+    """The path of `EVENTS_FILE`."""
 
     schema: Schema
     """The columns, once the storage was created or opened."""

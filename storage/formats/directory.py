@@ -153,7 +153,7 @@ class DirectoryFormat(Format):
 
     def written_aside(self) -> set[Path]:
         """Return the manifest, what is kept beside the rows, and the files for other libraries."""
-        return {self.manifest_path, *self.beside, *self._documents(0)}
+        return {self.manifest_path, *self.beside, self.events_path, *self._documents(0)}
 
     def shown_wrongly(self, head: Callable[[], int]) -> Iterator[str]:
         """Compare the metadata of other libraries with what it should be."""

@@ -28,7 +28,7 @@ from tallyroll.storage.errors import CorruptStorage, InvalidSchema
 from tallyroll.storage.files.mapping import Access, Area, Region, map_file, pages
 from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import close_all, write_all
-from tallyroll.storage.formats.base import BESIDE
+from tallyroll.storage.formats.base import BESIDE, EVENTS_FILE
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
@@ -36,7 +36,7 @@ from tallyroll.storage.rows.schema import Column, Schema
 _HEADER, _LOCK = "tallyroll.header", "tallyroll.lock"
 _MANIFEST, _META = "manifest.json", "meta.json"
 _ASIDE = ".tmp"
-_WHOLE = {_MANIFEST, _META, *BESIDE}
+_WHOLE = {_MANIFEST, _META, *BESIDE, EVENTS_FILE}
 _OURS = {_HEADER, _LOCK, *_WHOLE, *(name + _ASIDE for name in _WHOLE)}
 _LONGEST_NAME = 255
 _LOOKS = 100
@@ -64,6 +64,7 @@ class MemmapFormat(DirectoryFormat):
         self.lock_path, self.header_path = path / _LOCK, path / _HEADER
         self.manifest_path = path / _MANIFEST
         self.beside = tuple(path / name for name in BESIDE)
+        self.events_path = path / EVENTS_FILE
 
     def _owns(self, name: Path) -> bool:
         return name.name in _OURS or name.suffix == ".memmap"

@@ -18,7 +18,9 @@ from tallyroll.storage.errors import IndexOutOfRange, NotInitialised
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, Event
 from tallyroll.storage.formats.base import Format
+from tallyroll.storage.readers.event_file import EventFile, on_disk
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, spell
@@ -77,6 +79,7 @@ class FileReader(RowReader):
         self.format, self.path, self.mode = format, path, mode
         self.copied_as = type(format)
         self._manifest: Manifest | None = None
+        self._events = EventFile(format, writable=mode != "read")
         self._origin = Origin(self)
         self._last_head = 0
         self.trajectory_index = TrajectoryIndex()  # made now, since threads of a writer share it
@@ -86,7 +89,8 @@ class FileReader(RowReader):
     @told
     def open(self, /, *, writable: bool = False, **options: Any) -> FileReader:
         """Open the files; ``options`` are those of `open_existing`."""
-        self.engine, self._manifest = open_existing(self.format, writable=writable, **options)
+        self.engine, manifest = open_existing(self.format, writable=writable, **options)
+        self._manifest = self._events.merged(manifest)
         self.ring = self.engine.ring
         return self
 
@@ -191,14 +195,30 @@ class FileReader(RowReader):
     def manifest(self) -> Manifest:
         self.running()
         if self._manifest is None or self.mode == "read":
-            self._manifest = manifest_of(self.format)
+            self._manifest = self._events.merged(manifest_of(self.format))
         return self._manifest
 
     @told
     def write_manifest(self, manifest: Manifest) -> None:
-        """Replace the manifest."""
-        self.format.write_manifest(manifest)
+        """Replace the manifest, and the events of its runs where they are others."""
+        manifest, after = self._events.keep(manifest)
+        self.format.write_manifest(on_disk(manifest))
         self._manifest = manifest
+        after()
+
+    @told
+    def add_event(self, at: int, event: Event) -> None:
+        """Add an event to the run with the index ``at``, or `LEFT_OUT` where there is no room."""
+        manifest = self.manifest
+        runs: list[dict[str, Any]] = manifest["runs"]
+        run = runs[at]
+        if self._events.full:
+            self.write_manifest(_with_run(manifest, at, {**run, LEFT_OUT: True}))
+        elif self._events.add(manifest["id"], run, event):
+            self._manifest = _with_run(manifest, at, dict(run))
+        else:
+            events = [*run.get(EVENTS, ()), event]
+            self.write_manifest(_with_run(manifest, at, {**run, EVENTS: events}))
 
     @property
     def id(self) -> str | None:
@@ -234,6 +254,14 @@ class FileReader(RowReader):
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         files = self.format
         return read_table(files.inside, files.episodes_path, dtype, self.running().counts.head)
+
+    def event_faults(self) -> Iterator[str]:
+        _ = self.manifest
+        return self._events.faults()
+
+    @property
+    def events_torn(self) -> bool:
+        return self._events.torn
 
     def shown_wrongly(self) -> Iterator[str]:
         return self.format.shown_wrongly(lambda: self.head)
@@ -319,3 +347,8 @@ class FileReader(RowReader):
         if isinstance(where, int):
             return nest(engine.copies.take(np.array([where]), only), (1,))[0]
         return nest(engine.copies.take(where, only), where.shape)
+
+
+def _with_run(manifest: Manifest, at: int, run: dict[str, Any]) -> Manifest:
+    runs = manifest["runs"]
+    return {**manifest, "runs": [*runs[:at], run, *runs[at + 1 :]]}

@@ -174,6 +174,15 @@ class RowReader(ABC):
         """
         return None
 
+    def event_faults(self) -> Iterator[str]:
+        """Return faults in the file of the calls of environments."""
+        return iter(())
+
+    @property
+    def events_torn(self) -> bool:
+        """True if the last line of that file was cut short."""
+        return False
+
     def shown_wrongly(self) -> Iterator[str]:
         """Return faults in the metadata for other libraries, which a closing writer repairs."""
         return iter(())

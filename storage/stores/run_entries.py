@@ -8,7 +8,7 @@ from typing import Any
 
 from tallyroll.storage.files.manifest import run_of
 from tallyroll.storage.files.paths import told
-from tallyroll.storage.files.run_events import with_event
+from tallyroll.storage.files.run_events import EVENTS, IN_FILE, LEFT_OUT, kept
 from tallyroll.storage.rows.origin import Told
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.copied_rows import CopiedRows
@@ -48,20 +48,22 @@ class RunEntries:
     def add_event(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> dict[str, Any]:
         """Add an event to the entry ``run``, and return the entry as it is then.
 
-        It is left out, and the entry says so, once the manifest has as many as there is room for.
+        It is left out, and the entry says so, once as many are kept as there is room for.
         """
         with self._opened.turn:
             runs = self.reader.runs
             at = max(at for at, each in enumerate(runs) if each is run or each == run)
-            entry = with_event(runs, at, event)
-            if entry is None:
-                return runs[at]
-            self.write([*runs[:at], entry, *runs[at + 1 :]])
-            return entry
+            if not runs[at].get(LEFT_OUT):
+                self.reader.add_event(at, kept(event, runs[at]))
+                self.copied.forget()
+            return self.reader.runs[at]
 
     def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
         """Make the files of a storage with these entries, as `OpenedFiles.create` does."""
-        self._opened.create(schema, runs, id)
+        bare = [{k: v for k, v in run.items() if k not in (EVENTS, IN_FILE)} for run in runs]
+        self._opened.create(schema, bare, id)
+        if bare != runs:
+            self.write(runs)
         self.copied.forget()
 
     def write(self, runs: list[Any]) -> None:

@@ -13,6 +13,7 @@ from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.rewind_history import without_runs_from
+from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import REWARD, Key, spell
@@ -24,6 +25,7 @@ from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.trajectories.kept_leaves import KeptLeaves, UnusableLeaves
 from tallyroll.storage.trajectories.leaves import kept_of
 from tallyroll.storage.verification.content_checks import check_content
+from tallyroll.storage.verification.event_checks import check_events
 from tallyroll.storage.verification.findings import Finding, Findings, Place, Report
 from tallyroll.storage.verification.record_checks import check_ledger, check_record, check_runs
 from tallyroll.storage.verification.row_checks import RowChecks
@@ -32,6 +34,7 @@ CHECKS: Mapping[str, str] = {
     "files": "header, manifest and files can be opened and are long enough",
     "metadata": "what other libraries read is what was written for them",
     "runs": "the manifest's runs follow one another within the rows",
+    "events": "calls of environments are whole, and lie within the rows of their run",
     "record": "the last commit's record balances, and counts the rows that are there",
     "lanes": "every row is of a lane that its run has",
     "ids": "every trajectory id is one lane's, and used once",
@@ -119,6 +122,8 @@ class _Verification:
         if "metadata" not in self._skip:
             self._check_metadata()
         runs = check_runs(manifest["runs"], at, findings)
+        if "events" not in self._skip:
+            self._check_events(manifest["runs"], at)
         table = None if "episodes" in self._skip else self._table()
         rows = RowChecks(reader, runs, nan="nan" not in self._skip, table=table)
         # A writer that is just writing one looks like that, once.
@@ -183,6 +188,17 @@ class _Verification:
                     self._findings.add("metadata", wrong)
         except MissingLibrary as error:
             self._skipped.setdefault("metadata", str(error))
+
+    def _check_events(self, entries: list[Mapping[str, Any]], head: int) -> None:
+        reader = self._reader
+        if not any(EVENTS in entry or LEFT_OUT in entry for entry in entries):
+            self._skipped.setdefault("events", "no environment was called")
+            return
+        for fault in reader.event_faults():
+            self._findings.add("events", fault)
+        if reader.events_torn:
+            self._cut_short.add("events", "the last line of the file of events was cut short")
+        check_events(entries, head, self._findings)
 
     def _table(self) -> np.ndarray | None:
         """Return the table of episodes, where there is one that can be read."""

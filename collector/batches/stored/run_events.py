@@ -37,7 +37,7 @@ class RunEvents:
         self.entry = storage.writer.runs.add_event(self.entry, event)
         if self.entry.get(LEFT_OUT) and not before:
             warnings.warn(
-                f"{storage.path} has as many events of its runs as a manifest keeps: this one and "
+                f"{storage.path} has as many events of its runs as a storage keeps: this one and "
                 "later ones are made and not recorded, so that the rows after it cannot be "
                 "replayed. Call environments less often",
                 stacklevel=5,

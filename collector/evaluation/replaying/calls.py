@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 Table = np.ndarray[Any, Any]
 
 _UNKNOWN = "its environment was called before its end, {}, which cannot be done again: {}"
-_ALL_LEFT_OUT = "the manifest leaves out calls of its environment that the run made"
+_ALL_LEFT_OUT = "the storage lacks calls of its environment that the run made"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _call(event: Mapping[str, Any], place: int) -> Call:
     found: tuple[int, int] | None = None
     if isinstance(first, list):
         if place >= len(first) or not _is_pair(first[place]):
-            return _unknown(event, "the manifest is damaged")
+            return _unknown(event, "its event is damaged")
         found = (first[place][0], first[place][1])
     return Call(event["call"], name, tuple(args), event["kwargs"], event["row"], found)
 

@@ -45,7 +45,7 @@ from tallyroll.storage.files.paths import (
 )
 from tallyroll.storage.files.safe_files import closing, open_file, write_all
 from tallyroll.storage.files.versions import refuse_newer_provenance
-from tallyroll.storage.formats.base import BESIDE, Format
+from tallyroll.storage.formats.base import BESIDE, EVENTS_FILE, Format
 from tallyroll.storage.formats.hdf5.datasets import (
     DatasetOffsets,
     FilePlaces,
@@ -91,6 +91,7 @@ class H5Format(Format):
         self.header_path = self.manifest_path = path
         self.lock_path = path.with_name(path.name + ".lock")
         self.beside = tuple(path.with_name(f"{path.name}.{name}") for name in BESIDE)
+        self.events_path = path.with_name(f"{path.name}.{EVENTS_FILE}")
         self._file = -1
         self._arrays: dict[Access, list[np.ndarray]] = {}
 
@@ -147,7 +148,7 @@ class H5Format(Format):
 
     def written_aside(self) -> set[Path]:
         """Return what is kept beside the file."""
-        return {*self.beside}
+        return {*self.beside, self.events_path}
 
     @property
     def _layout(self) -> DatasetOffsets:

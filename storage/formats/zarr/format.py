@@ -45,7 +45,7 @@ from tallyroll.storage.files.mapping import PAGE_NBYTES, Access, Area, Region, m
 from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside, closing
 from tallyroll.storage.files.versions import refuse_newer_provenance
-from tallyroll.storage.formats.base import BESIDE
+from tallyroll.storage.formats.base import BESIDE, EVENTS_FILE
 from tallyroll.storage.formats.directory import DirectoryFormat
 from tallyroll.storage.formats.metadata_checks import wrong_documents
 from tallyroll.storage.formats.space import Footprint
@@ -65,7 +65,7 @@ _Attributes: TypeAlias = dict[PurePosixPath, Mapping[str, Any]]
 
 _OURS, _META = "tallyroll", "zarr.json"
 _ROOT = PurePosixPath()
-_WHOLE = "|".join(map(re.escape, ("manifest.json", *BESIDE)))
+_WHOLE = "|".join(map(re.escape, ("manifest.json", *BESIDE, EVENTS_FILE)))
 _FILES = re.compile(
     rf"(?:.*/)?zarr\.json(?:\.tmp)?|.+/{CHUNK_NAME}"
     rf"|{_OURS}/(?:lock|(?:{_WHOLE})(?:\.tmp)?)"
@@ -94,6 +94,7 @@ class ZarrFormat(DirectoryFormat):
         self.lock_path, self.header_path = ours / "lock", ours / "c.0"
         self.manifest_path = ours / "manifest.json"
         self.beside = tuple(ours / name for name in BESIDE)
+        self.events_path = ours / EVENTS_FILE
         self._header_meta = ours / _META
         self._manifest: Manifest | None = None
         self._chunk_rows: tuple[int, ...] = ()

@@ -1,0 +1,295 @@
+"""Calls of environments in a file beside the rows, to which each call adds a line.
+
+The first line names the file and the storage. Each of the others is the CRC-32 of that id and of
+the rest of the line, and JSON: the name that the run's entry in the manifest gives its events
+(`IN_FILE`), the number of the event in it, and the event as `run_events` keeps it. A line is
+written before the first row that comes after the call, so that a kill cuts off the last line at
+most, and with it a call without rows; the next writer goes on from there.
+
+In memory an entry has its events, wherever they are kept. On the disk it has their name alone, or
+the events themselves in what an earlier version wrote, and in entries of copied rows.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.files.paths import translated
+from tallyroll.storage.files.run_events import (
+    EVENTS,
+    EVENTS_NBYTES,
+    IN_FILE,
+    LEFT_OUT,
+    Event,
+    is_event,
+    without_events,
+)
+from tallyroll.storage.files.safe_files import closing, write_all
+from tallyroll.storage.formats.base import Format
+
+_MAGIC: Final = "tallyroll events 1"
+_LONGEST: Final = 2**22
+"""Bytes of a line: an event names one trajectory a lane."""
+_NOTHING: Final = -1
+_NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
+"""Errors of what is no file of ours: a link, a pipe."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """The whole lines of the file, as they were read or written last."""
+
+    inode: int = _NOTHING
+    nbytes: int = 0
+    """Bytes of these lines."""
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    """By their name."""
+    left_out: frozenset[str] = frozenset()
+    """Names of which a line is damaged, or missing, or may be."""
+    faults: tuple[str, ...] = ()
+    last: str = ""
+    """The name in the last line that is not damaged."""
+
+
+class EventFile:
+    """The events of a storage's runs, in its file of them.
+
+    Args:
+        files: the files of the storage.
+        writable: raise where the file is there and cannot be read, rather than go on without it.
+    """
+
+    def __init__(self, files: Format, *, writable: bool) -> None:
+        self._files, self._path, self._writable = files, files.events_path, writable
+        self._state = _State()
+        self._lost = 0
+        """Runs of which the file has no event, and should."""
+
+    # --- read -------------------------------------------------------------------------------------
+
+    def merged(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with the events of its runs.
+
+        An entry of which events cannot be read has those before, and `LEFT_OUT`.
+        """
+        names = [run[IN_FILE] for run in manifest["runs"] if IN_FILE in run]
+        if not names:
+            self._state, self._lost = _State(), 0
+            return manifest
+        state = self._state = self._look(str(manifest["id"]))
+        self._lost = sum(type(name) is not str or name not in state.events for name in names)
+        return {**manifest, "runs": [_with_events(run, state) for run in manifest["runs"]]}
+
+    def faults(self) -> Iterator[str]:
+        """Yield what was wrong with the file at the last look, one sentence each."""
+        yield from self._state.faults
+        if self._lost and not self._state.faults:
+            yield f"{self._path} has no events of {self._lost} runs, which have some"
+
+    @property
+    def torn(self) -> bool:
+        """True if the last line was cut short."""
+        with suppress(OSError), closing(self._files.inside.open(self._path, os.O_RDONLY)) as file:
+            found = os.fstat(file)
+            return found.st_ino == self._state.inode and found.st_size > self._state.nbytes
+        return False
+
+    def _look(self, id: str) -> _State:
+        """Return the lines of the file, of which those that came since the last look are read."""
+        try:
+            with open(self._files.inside.open(self._path, os.O_RDONLY), "rb") as file:
+                found, known = os.fstat(file.fileno()), self._state
+                if found.st_ino != known.inode or found.st_size < known.nbytes or known.faults:
+                    known = _State()
+                if found.st_size > EVENTS_NBYTES + _LONGEST:
+                    return _State(faults=(f"{self._path} is larger than any file of events",))
+                file.seek(known.nbytes)
+                content = file.read(found.st_size - known.nbytes)
+        except FileNotFoundError:
+            return _State(faults=(f"{self._path} is missing, which has events of runs",))
+        except OSError as error:
+            if self._writable and error.errno not in _NO_FILE:
+                raise
+            return _State(faults=(f"{self._path} cannot be read: {error.strerror}",))
+        return self._with_lines(known, id, content, found.st_ino)
+
+    def _with_lines(self, known: _State, id: str, content: bytes, inode: int) -> _State:
+        *lines, torn = content.split(b"\n")
+        if not known.nbytes and (not lines or lines.pop(0) != _first(id)[:-1]):
+            return _State(faults=(f"{self._path} is damaged, or of another storage",))
+        events = dict(known.events)
+        grown: set[str] = set()
+        left_out, last, damaged = {*known.left_out}, known.last, 0
+        for line in lines:
+            found = _parsed(line, id)
+            if found is None:
+                damaged += 1
+                left_out.add(last)
+                continue
+            last, number, event = found
+            if last not in grown:  # others have the list that was there
+                grown.add(last)
+                events[last] = [*events.get(last, ())]
+            if number == len(events[last]):
+                events[last].append(event)
+            else:
+                left_out.add(last)
+        faults = (f"{damaged} lines of {self._path} are damaged",) if damaged else ()
+        if gaps := sorted(left_out - known.left_out) if not damaged else ():
+            faults = (f"{self._path} lacks events of {len(gaps)} runs",)
+        nbytes = known.nbytes + len(content) - len(torn)
+        return _State(inode, nbytes, events, frozenset(left_out), known.faults + faults, last)
+
+    # --- written ----------------------------------------------------------------------------------
+
+    def add(self, id: str, run: Mapping[str, Any], event: Event) -> bool:
+        """Add an event to an entry that has some in the file; return whether it does.
+
+        The list of the entry grows.
+        """
+        state, name = self._state, run.get(IN_FILE)
+        if name not in state.events or run.get(EVENTS) is not state.events[name]:
+            return False
+        self._append(id, [(name, len(run[EVENTS]), event)])
+        run[EVENTS].append(event)
+        return True
+
+    @property
+    def full(self) -> bool:
+        """True if there is no room for more."""
+        return self._state.nbytes > EVENTS_NBYTES
+
+    def keep(self, manifest: Manifest) -> tuple[Manifest, Callable[[], None]]:
+        """Write the events that the file lacks, before the manifest is written.
+
+        Return the manifest with a name for the events of each run, and what is to be called when
+        it was written: that removes events which no run has any more.
+        """
+        runs = [_named(run) for run in manifest["runs"]]
+        wanted: dict[str, list[Event]] = {
+            run[IN_FILE]: run[EVENTS] for run in runs if IN_FILE in run
+        }
+        manifest, id = {**manifest, "runs": runs}, str(manifest["id"])
+        have = self._state.events
+        others = {name: each for name, each in wanted.items() if have.get(name) is not each}
+        known = {name: have.get(name, []) for name in others}
+        if any(known[name] != each[: len(known[name])] for name, each in others.items()):
+            return manifest, lambda: self._rewrite(id, wanted)
+        new = [
+            (name, number, each[number])
+            for name, each in others.items()
+            for number in range(len(known[name]), len(each))
+        ]
+        if new and self._state.inode == _NOTHING:
+            self._rewrite(id, wanted)
+        elif new:
+            self._append(id, new)
+            have.update(wanted)
+        return manifest, lambda: None
+
+    def _append(self, id: str, events: list[tuple[str, int, Event]]) -> None:
+        state, lines = self._state, b"".join(_line(id, *each) for each in events)
+        with (
+            translated(self._path, len(lines)),
+            closing(self._files.inside.open(self._path, os.O_RDWR)) as file,
+        ):
+            if os.fstat(file).st_size != state.nbytes:  # a writer was killed within a line
+                os.ftruncate(file, state.nbytes)
+            try:
+                write_all(file, lines, state.nbytes)
+                if self._files.durable:
+                    os.fdatasync(file)
+            except BaseException:
+                with suppress(OSError):
+                    os.ftruncate(file, state.nbytes)
+                raise
+        self._state = _State(
+            state.inode,
+            state.nbytes + len(lines),
+            state.events,
+            state.left_out,
+            state.faults,
+            events[-1][0],
+        )
+
+    def _rewrite(self, id: str, wanted: dict[str, list[Event]]) -> None:
+        lines = [
+            _line(id, name, number, event)
+            for name, events in wanted.items()
+            for number, event in enumerate(events)
+        ]
+        content = b"".join([_first(id), *lines])
+        with translated(self._path, len(content)):
+            self._files.inside.write_aside(self._path, content, durable=self._files.durable)
+            with closing(self._files.inside.open(self._path, os.O_RDONLY)) as file:
+                inode = os.fstat(file).st_ino
+        self._state = _State(inode, len(content), dict(wanted))
+
+
+def on_disk(manifest: Manifest) -> Manifest:
+    """Return the manifest without the events that are in the file."""
+    return {
+        **manifest,
+        "runs": [
+            {name: each for name, each in run.items() if name != EVENTS} if IN_FILE in run else run
+            for run in manifest["runs"]
+        ],
+    }
+
+
+def _with_events(run: dict[str, Any], state: _State) -> dict[str, Any]:
+    if IN_FILE not in run:
+        return run
+    name = run[IN_FILE]
+    if not isinstance(name, str) or name not in state.events:
+        rest = {name: each for name, each in run.items() if name != IN_FILE}
+        return {**rest, LEFT_OUT: True}
+    more = {LEFT_OUT: True} if name in state.left_out else {}
+    return {**run, EVENTS: state.events[name], **more}
+
+
+def _named(run: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with a name for its events, if it has some."""
+    events = run.get(EVENTS)
+    if not isinstance(events, list):
+        return without_events(run) if IN_FILE in run else run  # of a reader without the file
+    if not events:
+        return {name: each for name, each in run.items() if name not in (EVENTS, IN_FILE)}
+    if IN_FILE in run or not all(map(is_event, events)):
+        return run
+    return {**run, IN_FILE: secrets.token_hex(6)}
+
+
+def _first(id: str) -> bytes:
+    return f"{_MAGIC} {id}\n".encode()
+
+
+def _line(id: str, name: str, number: int, event: Event) -> bytes:
+    content = json.dumps([name, number, event]).encode()
+    return b"%08x %b\n" % (_crc(id, content), content)
+
+
+def _crc(id: str, content: bytes) -> int:
+    return zlib.crc32(content, zlib.crc32(id.encode()))
+
+
+def _parsed(line: bytes, id: str) -> tuple[str, int, Event] | None:
+    """Return the name, the number and the event in a line; None where it is damaged."""
+    try:
+        if int(line[:8], 16) != _crc(id, line[9:]):
+            return None
+        match json.loads(line[9:]):
+            case [str(name), int(number), event] if is_event(event):
+                return name, number, event
+    except (ValueError, RecursionError):
+        pass
+    return None
