@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache, wraps
 from multiprocessing import process
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import pytest
 import torch
 from hypothesis import settings
 from torchrl.envs.utils import set_exploration_type
+
+from tallyroll.collector.batches.state import made_by
 
 from warm_cli import WarmServer
 
@@ -42,6 +45,23 @@ _, _hard = resource.getrlimit(resource.RLIMIT_DATA)
 _most = MOST_BYTES if _hard == resource.RLIM_INFINITY else min(MOST_BYTES, _hard)
 if not torch.cuda.is_available():  # whose driver maps more than that
     resource.setrlimit(resource.RLIMIT_DATA, (_most, _hard))
+
+GIT_OF_FOLDER = made_by.git_of_folder
+
+
+@cache
+def _git_of(_: str) -> Any:
+    return GIT_OF_FOLDER()
+
+
+@wraps(GIT_OF_FOLDER)
+def _git_once() -> Any:
+    return _git_of(os.getcwd())
+
+
+# Each stored run asks git, in a process of its own: some minute of all tests. What they ask once
+# for each folder are commands and workers, in other processes, and the tests of provenance.
+made_by.git_of_folder = _git_once
 
 SHM = Path("/dev/shm")
 # Semaphores of ours, and of processes that we spawn, say so: others come and go beside them.
