@@ -15,14 +15,15 @@
 #                             constraints, in .venv-newest
 #   ./check.sh --browser      look at the pages of the site, and at a report's, with Debian's chromium
 #                             (CHROMIUM names another); with --shots FOLDER pictures of them are left there
-#   ./check.sh -k ring        any of them, and pytest gets the arguments that are left
+#   ./check.sh -k ring        any of them, and pytest gets the arguments that are left;
+#                             --seconds-of-files 20 tells which test files took longest
 #
 # PYTHON names the interpreter to build environments with (default: python3, at least 3.11).
 set -Eeuo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
 environment=core others=() failed=() chosen=(-m "not slow") quick=() seconds=
-browser=
+browser= beside= group= log=
 tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # of every environment
 
 step() { # step NAME COMMAND...: run it, remember whether it failed, and how long it took
@@ -30,6 +31,28 @@ step() { # step NAME COMMAND...: run it, remember whether it failed, and how lon
     printf '\n== %s\n' "$1"
     "${@:2}" || failed+=("$1")
     took "$1" "$began"
+}
+
+beside() { # beside NAME COMMAND...: a step while others go on; what it says comes with `join`
+    beside=$1 log=$venv/beside.log
+    set -m  # a group of its own, which ends with us
+    (
+        began=$SECONDS code=0
+        "${@:2}" || code=$?
+        echo $((SECONDS - began)) >"$log.seconds"
+        exit "$code"
+    ) >"$log" 2>&1 &
+    group=$!
+    set +m
+    trap 'kill -- -"$group" 2>/dev/null' EXIT
+}
+
+join() { # wait for what runs beside, say what it said, and remember whether it failed
+    printf '\n== %s\n' "$beside"
+    wait "$group" || failed+=("$beside")
+    trap - EXIT
+    cat "$log"
+    took "$beside" $((SECONDS - $(<"$log.seconds")))
 }
 
 took() { # took NAME BEGAN: say how many seconds ago a step began, here and at the end
@@ -46,6 +69,10 @@ this = every.get('$environment') or sys.exit('environments are: ' + ', '.join(ev
 sys.stdout.writelines(f'{each}\n' for each in $1)"
 }
 
+pip_install() { # compiling all takes half of the time: what is imported is compiled then
+    $bin/python -m pip install -qq --no-compile "$@"
+}
+
 set_up() { # the environment, made anew when what it is made from has changed
     local stamp=$venv/made-from wanted extras pins=(-c constraints.txt)
     wanted=$(cat pyproject.toml constraints.txt tests/systems/environments.toml | sha256sum)
@@ -56,22 +83,21 @@ set_up() { # the environment, made anew when what it is made from has changed
     fi
     if [[ ! -x $bin/python ]]; then "$python" -m venv "$venv"; fi
     if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
-        $bin/python -m pip install -qq "${pins[@]}" "${tools[@]}"
+        pip_install "${pins[@]}" "${tools[@]}"
         build_wheel
         listed "this.get('packages', ())" >"$venv/packages"
         listed "this.get('without-dependencies', ())" >"$venv/without-dependencies"
-        $bin/python -m pip install -qq "${pins[@]}" "$(echo "$venv"/dist/*.whl)[$extras]" \
-            -r "$venv/packages"
+        pip_install "${pins[@]}" "$(echo "$venv"/dist/*.whl)[$extras]" -r "$venv/packages"
         listed "this.get('instead-of', ())" >"$venv/instead-of"
         if [[ -s $venv/instead-of ]]; then
             $bin/python -m pip uninstall -qq --yes -r "$venv/instead-of"
         fi
-        $bin/python -m pip install -qq "${pins[@]}" --no-deps -r "$venv/without-dependencies"
+        pip_install "${pins[@]}" --no-deps -r "$venv/without-dependencies"
         echo "$wanted" >"$stamp"
     else
         build_wheel
     fi
-    $bin/python -m pip install -qq --no-deps --force-reinstall "$venv"/dist/*.whl
+    pip_install --no-deps --force-reinstall "$venv"/dist/*.whl
 }
 
 build_wheel() { # by way of the sdist, so that what the sdist lacks is missed here
@@ -132,6 +158,9 @@ pages() {
     $bin/python -m sphinx -n -W -q -E --keep-going -b html docs "$venv/pages" &&
         $bin/python docs/site_check.py "$venv/pages"
 }
+compile_tests() { # or each process of the tests does, for half a minute; what is wrong they say
+    $bin/pytest --collect-only -qq -m "not slow" "${tests[@]}" >/dev/null 2>&1 || true
+}
 look_at_pages() { # in an environment of its own: playwright alone, which drives the browser
     if [[ ! -x .venv-browser/bin/python ]]; then "$python" -m venv .venv-browser; fi
     .venv-browser/bin/python -m pip install -qq -c constraints.txt playwright || return
@@ -142,11 +171,13 @@ if [[ $browser ]]; then
     step "pages" pages
     step "browser" look_at_pages "$@"
 elif [[ $environment == core ]]; then
+    beside "mypy" $bin/mypy
     step "ruff format" $bin/ruff format --check .
     step "ruff check" $bin/ruff check .
-    step "mypy" $bin/mypy
     step "imports" $bin/lint-imports --no-cache
     step "pages" pages
+    compile_tests
+    join
 fi
 # Many tests wait for other processes: three at a time, on two processors. More would only take each
 # other's time.
@@ -187,7 +218,7 @@ for other in "${others[@]}"; do
     step "environment $other" ./check.sh --apart "$other" "$@"
 done
 
-printf '\n== seconds\n%s' "$seconds"
+printf '\n== seconds\n%s%6d s  in all\n' "$seconds" "$SECONDS"
 if ((${#failed[@]})); then
     printf '\nFAILED: %s\n%s' "$(IFS=,; echo "${failed[*]}")" "$reasons"
     printf '%s processors, %s open files each\n' "$(nproc)" "$(ulimit -n)"

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache, wraps
+from multiprocessing import process
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from hypothesis import settings
 from torchrl.envs.utils import set_exploration_type
+
+from tallyroll.collector.batches.state import made_by
 
 from warm_cli import WarmServer
 
@@ -39,11 +46,48 @@ _most = MOST_BYTES if _hard == resource.RLIM_INFINITY else min(MOST_BYTES, _hard
 if not torch.cuda.is_available():  # whose driver maps more than that
     resource.setrlimit(resource.RLIMIT_DATA, (_most, _hard))
 
+GIT_OF_FOLDER = made_by.git_of_folder
+
+
+@cache
+def _git_of(_: str) -> Any:
+    return GIT_OF_FOLDER()
+
+
+@wraps(GIT_OF_FOLDER)
+def _git_once() -> Any:
+    return _git_of(os.getcwd())
+
+
+# Each stored run asks git, in a process of its own: some minute of all tests. What they ask once
+# for each folder are commands and workers, in other processes, and the tests of provenance.
+made_by.git_of_folder = _git_once
+
 SHM = Path("/dev/shm")
+# Semaphores of ours, and of processes that we spawn, say so: others come and go beside them.
+process.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
+SEMAPHORE = re.compile(r"sem\.mp-(\d+)-\w+")
 KERNEL_LISTS = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 GRACE_SECONDS = 5.0
 # Helpers of Python and torch: started on first use, they live as long as the interpreter.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds-of-files", type=int, default=0, metavar="N", help="N slowest files")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """With that option, the seconds of each file: of all its tests, set-up and all."""
+    seconds: Counter[str] = Counter()
+    if most := config.getoption("seconds_of_files"):
+        for reports in terminalreporter.stats.values():
+            for report in reports:
+                if isinstance(report, pytest.TestReport):
+                    seconds[report.nodeid.partition("::")[0]] += report.duration
+        terminalreporter.section(f"slowest {most} files")
+    for file, duration in seconds.most_common(most):
+        terminalreporter.write_line(f"{duration:7.1f} s  {file}")
 
 
 def pytest_collection_finish() -> None:
@@ -100,23 +144,31 @@ def _shared_files() -> set[str]:
     return {path.name for path in SHM.iterdir() if not path.is_dir()} if SHM.is_dir() else set()
 
 
-def _used_elsewhere(name: str) -> bool:
-    """Whether another program maps the file (our own has no children left).
+def _of_another_session(name: str) -> bool:
+    """Whether the name of a semaphore has the id of another process of pytest, and not ours."""
+    made_in = SEMAPHORE.fullmatch(name)
+    return made_in is not None and int(made_in[1]) != os.getpid()
 
-    Told by inode: a semaphore is mapped under another name than the one it has in the end.
+
+def _inode(name: str) -> str | None:
+    with suppress(FileNotFoundError):
+        return str((SHM / name).stat().st_ino)
+    return None
+
+
+def _mapped_elsewhere() -> set[str]:
+    """Inodes of files there that other programs map (our own has no children left).
+
+    By inode: a semaphore is mapped under another name than the one it has in the end.
     """
-    try:
-        inode = (SHM / name).stat().st_ino
-    except FileNotFoundError:
-        return True
+    found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text().splitlines() if maps.parent.name != str(os.getpid()) else []
         except OSError:
             continue
-        if any(f" {SHM}/" in line and line.split()[4] == str(inode) for line in lines):
-            return True
-    return False
+        found |= {line.split()[4] for line in lines if f" {SHM}/" in line}
+    return found
 
 
 def _leftover_files(before: set[str]) -> list[str]:
@@ -125,7 +177,15 @@ def _leftover_files(before: set[str]) -> list[str]:
         if new:
             gc.collect(generation)
             new = _shared_files() - before
-    return sorted(name for name in new if not _used_elsewhere(name))
+    inodes = {name: _inode(name) for name in new if not _of_another_session(name)}
+    if not any(inodes.values()):
+        return []
+    mapped = _mapped_elsewhere()  # seconds, on a busy machine: what went meanwhile is not left
+    return sorted(
+        name
+        for name, inode in inodes.items()
+        if inode and inode not in mapped and inode == _inode(name)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +202,7 @@ def nothing_left_behind() -> Iterator[None]:
             lines.append(f"{pid}: {' '.join(child.cmdline())}")
             child.kill()
     assert not lines, "child processes are left:\n" + "\n".join(lines)
-    # Semaphores of other programs come and go there too: what is left stays.
+    # Those of other programs come and go there too: what is left stays.
     deadline = time.monotonic() + GRACE_SECONDS
     while (left_files := _leftover_files(files)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -65,12 +69,14 @@ def gate(tmp_path: Path) -> Gate:
     return Gate(tmp_path)
 
 
-STEPS = ["set-up", "ruff format", "ruff check", "mypy", "imports", "pages", "pytest"]
+STEPS = ["set-up", "ruff format", "ruff check", "imports", "pages", "mypy", "pytest"]
+"""As they end: mypy goes on beside those before it."""
 
 
 def listed(said: str) -> dict[str, int]:
     """The seconds of each step, by the list at the end."""
     found = re.findall(r"^ *(\d+) s  (.+)$", said.partition("== seconds\n")[2], re.MULTILINE)
+    assert found.pop()[1] == "in all"
     return {name: int(count) for count, name in found}
 
 
@@ -85,11 +91,13 @@ def test_it_ends_with_the_seconds_of_each_step(gate: Gate) -> None:
     before = said.partition("== seconds\n")[0]
     for name in STEPS:
         assert re.search(rf"== {name}\n(?:.*\n)*? +\d+ s  {name}\n", before), name
-    assert [each for each in ran if not each.startswith("python")] == [
+    tools = [each for each in ran if not each.startswith("python")]
+    tools.remove("mypy ")  # it begins with the first of them
+    assert tools == [
         "ruff format --check .",
         "ruff check .",
-        "mypy ",
         "lint-imports --no-cache",
+        "pytest --collect-only -qq -m not slow",
         "pytest --numprocesses 3 --dist worksteal --maxfail 50 -m not slow -k ring",
     ]
 
@@ -198,3 +206,69 @@ def test_what_a_look_at_the_pages_lacks_is_one_line(
     assert done.returncode == 1
     assert done.stderr.startswith(error)
     assert done.stderr.count("\n") == 1
+
+
+# --- what tests leave behind ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_all_tests(pytestconfig: pytest.Config) -> Any:
+    """The conftest.py of all tests."""
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    return next(each for each in plugins if hasattr(each, "_leftover_files"))
+
+
+@pytest.fixture
+def semaphore() -> Iterator[Callable[[str], str]]:
+    """Makes files that look like semaphores that nobody maps; they go with the test."""
+    made = []
+
+    def make(name: str) -> str:
+        made.append(Path("/dev/shm", name))
+        made[-1].touch()
+        return name
+
+    yield make
+    for each in made:
+        each.unlink(missing_ok=True)
+
+
+def test_a_semaphore_says_which_session_left_it(
+    of_all_tests: Any, semaphore: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of xdist leave theirs there for as long as they like: that is told in their tests."""
+    before = of_all_tests._shared_files()
+    semaphore(f"sem.mp-{os.getppid()}-of_other")
+    assert of_all_tests._leftover_files(before) == []
+    left = [semaphore(f"sem.mp-{os.getpid()}-ours_now"), semaphore("sem.mp-ofascript")]
+    assert of_all_tests._leftover_files(before) == left
+    # On a busy machine all maps take seconds to read.
+    gone = Path("/dev/shm", left[1])
+    monkeypatch.setattr(of_all_tests, "_mapped_elsewhere", lambda: {gone.unlink()})
+    assert of_all_tests._leftover_files(before) == left[:1]
+
+
+def test_what_we_spawn_has_our_semaphores() -> None:
+    context = multiprocessing.get_context("spawn")
+    made = "__import__('multiprocessing').get_context('spawn').Lock()._semlock.name"
+    with context.Pool(1) as pool:
+        names = pool.apply(eval, [made]), eval(made)
+    assert [each.rpartition("-")[0] for each in names] == [f"/mp-{os.getpid()}"] * 2
+
+
+def test_the_seconds_of_the_slowest_files_are_told_where_that_is_asked_for(
+    of_all_tests: Any,
+) -> None:
+    def report(test: str, seconds: float) -> pytest.TestReport:
+        return pytest.TestReport(
+            test, (test, 1, test), {}, "passed", None, "call", duration=seconds
+        )
+
+    said: list[str] = []
+    passed = [report("a.py::x[1]", 1.25), report("b.py::x", 4), report("a.py::x[2]", 5)]
+    stats = {"passed": passed, "": [report("c.py::y", 0.5)], "warnings": [object()]}
+    reporter = SimpleNamespace(stats=stats, section=said.append, write_line=said.append)
+    for most in (0, 2):
+        config = SimpleNamespace(getoption={"seconds_of_files": most}.__getitem__)
+        of_all_tests.pytest_terminal_summary(reporter, config)
+    assert said == ["slowest 2 files", "    6.2 s  a.py", "    4.0 s  b.py"]

@@ -26,6 +26,12 @@ from collect_kit import ByObservation
 from worker_kit import DISABLED, LANES, factory
 
 
+@pytest.fixture(autouse=True)
+def git_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of what conftest.py puts there for all tests."""
+    monkeypatch.setattr(made_by, "git_of_folder", made_by.git_of_folder.__wrapped__)
+
+
 def git(folder: Path, *words: str) -> str:
     words = ("-c", "user.name=x", "-c", "user.email=x@example.org", *words)
     return subprocess.run(

@@ -62,18 +62,20 @@ def test_every_row_has_the_version_that_chose_it(buffer: str, workers: int) -> N
         make: Any = MultiSyncCollector if workers else Collector
         collector = make([make_env] * workers if workers else make_env(), policy(), **options)
         collector.start()
-        until, given = time.monotonic() + 0.4, 0
-        while time.monotonic() < until:
-            given += 1
+        for given in range(1, 41):
             collector.update_policy_weights_(weights(given))
             assert collector.policy_version == given
+            # Most come while a batch is under way; some are the weights of all of a batch.
+            enough = collector.ledger.stored + 24 * (given % 5 == 0)
             time.sleep(0.002)
+            while collector.ledger.stored < enough:
+                time.sleep(0.002)
         collector.async_shutdown()
     told = (rows[:]["action"] / SCALE).round().reshape(-1, 2)
     version = rows[:]["collector", "policy_version"].reshape(-1)
     assert torch.equal(told[:, 0], told[:, 1])
     assert torch.equal(told[:, 0].long(), version)
-    assert len(version.unique()) > 5
+    assert len(version.unique()) >= 8
 
 
 def test_weights_that_do_not_fit_are_refused_where_they_are_given() -> None:
@@ -95,18 +97,15 @@ def test_whoever_waits_has_the_turn_after_the_batch_under_way(frames: int) -> No
     collector = Collector(make_env(), policy(), **options)
     collector.start()
     for _ in range(20):
-        began, before = time.monotonic(), collector.ledger.stored
+        before = collector.ledger.stored
         with collector.pause():
-            assert time.monotonic() - began < 1
             assert collector.ledger.stored - before <= 2 * frames
             held = collector.ledger.stored
             collector.update_policy_weights_()
             time.sleep(0.005)
             assert collector.ledger.stored == held
-    began = time.monotonic()
     with collector.pause():
-        collector.async_shutdown()
-    assert time.monotonic() - began < 2
+        collector.async_shutdown()  # does not wait for itself: the watchdog would say so
     assert collector.policy_version == 20
 
 
@@ -116,8 +115,7 @@ def test_a_hook_of_the_thread_may_give_weights() -> None:
         make_env(), policy(), **options, pre_collect_hook=lambda: collector.update_policy_weights_()
     )
     collector.start()
-    until = time.monotonic() + 5
-    while collector.is_running() and time.monotonic() < until:
+    while collector.is_running():
         time.sleep(0.01)
     collector.async_shutdown()
     assert (collector.policy_version, collector.ledger.stored) == (5, 60)
