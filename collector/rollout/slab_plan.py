@@ -164,6 +164,8 @@ def plan_slab(
             "policy: several policies act in lanes that step together, and lanes of this "
             "environment come back in any order; give one policy"
         )
+    if policy is None or options.init_random_frames or policy.draws:
+        require_masks(env)  # of several policies one may draw in the trial
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type), streams_kept(several):
             if several is None:
@@ -181,8 +183,6 @@ def plan_slab(
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type), streams_kept(several):
             refuse_states(policy, first, env, in_place)
-    if policy is None or options.init_random_frames or policy.draws:
-        require_masks(env)
     require_names_of(env, written=[key for key in extra if key[:2] != POLICY_VERSIONS])
     layout = in_place_layout(env) if in_place else copied_layout(env)
     layout |= reset_layout(env)

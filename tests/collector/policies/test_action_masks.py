@@ -339,6 +339,8 @@ def test_masks_that_fit_no_action(space: Any, shape: tuple[int, ...], wanted: st
     env = partial(Masked, space, shape, raises=False)
     with pytest.raises(SpaceError, match=f"^action_mask: .*{wanted}.*rename"):
         collect(SyncVectorEnv([env]), **BUDGET)
+    with pytest.raises(SpaceError, match=f"^action_mask: .*{wanted}.*rename"):  # of several, too
+        collect(SyncVectorEnv([env]), [("rest", None)], **BUDGET)
     if not isinstance(space, spaces.Discrete):
         return
     chosen = torch.full((1,), int(space.start))

@@ -8,13 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from groups_kit import GroupsEnv
+from groups_kit import GroupsEnv, check_groups, drawn_of, in_slot_order, told, version
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
-from torch import nn
 
 from tallyroll.collector import OnePolicy, SyncCollector, load_checkpoint, save_checkpoint
 from tallyroll.collector.errors import StateError
@@ -35,26 +32,6 @@ from worker_kit import LENGTHS as LENGTHS_BY_LANE
 
 LENGTHS = [[3, 1, 4], [2, 5], [6]]
 SEED = 3
-
-
-class Told(nn.Module):
-    """An action that tells a step of its observation, so that rows need no sums to be checked."""
-
-    def __init__(self, group: str) -> None:
-        super().__init__()
-        self.group, self.weight = group, nn.Parameter(torch.zeros(()))
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an action of each agent, and a column beside it."""
-        step = observation[..., 2]
-        action = (
-            (step % 3).long() if self.group == "red" else (step[..., None] / 9).expand(-1, 1, 2)
-        )
-        return action, observation.sum(-1) + 1
-
-
-def told(group: str) -> TensorDictModule:
-    return TensorDictModule(Told(group), in_keys=["observation"], out_keys=["action", "told"])
 
 
 def policies(red: int = 7, blue: int = 0) -> dict[str, Any]:
@@ -80,37 +57,6 @@ def by_group(workers: int, given: Any, mode: Any = "sync", **more: Any) -> Any:
 def threads() -> Iterator[None]:
     with in_threads():
         yield
-
-
-def version(rows: TensorDictBase, group: str) -> torch.Tensor:
-    return rows["collector", "policy_versions", group]
-
-
-def drawn_of(rows: TensorDictBase) -> dict[str, int]:
-    return {group: int((version(rows, group) == -1).sum()) for group in ("red", "blue")}
-
-
-def check_groups(rows: TensorDictBase) -> None:
-    """Each action, and what is beside it, is that of its policy where no action was random."""
-    for group in ("red", "blue"):
-        acted, agents = version(rows, group) >= 0, rows[group]
-        action, beside = Told(group)(agents["observation"])
-        assert torch.equal(agents["action"][acted], action[acted]), group
-        assert torch.equal(agents["told"], torch.where(acted[:, None], beside, 0)), group
-        for lane in range(3):
-            own = acted[rows["collector", "lane"] == lane].int()
-            assert not (own.diff() < 0).any(), f"lane {lane}: at random after its policy acted"
-    wholly = (version(rows, "red") == -1) & (version(rows, "blue") == -1)
-    assert torch.equal(rows["collector", "policy_version"] == -1, wholly)
-
-
-def in_slot_order(rows: TensorDictBase) -> list[int]:
-    """Rows of lanes that advance together, in the order of slots and lanes."""
-    lane = rows["collector", "lane"].numpy()
-    slot = np.zeros(len(lane), np.int64)
-    for each in range(3):
-        slot[lane == each] = np.arange(int((lane == each).sum()))
-    return np.lexsort((lane, slot)).tolist()
 
 
 @pytest.mark.parametrize(("red", "blue"), [(7, 0), (4, 11), (6, 6), (60, 1)])

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
@@ -103,3 +105,56 @@ class GroupsEnv(EnvBase):
                 group["mask"] = torch.tensor(living)
             out[name] = group
         return out
+
+
+class Told(nn.Module):
+    """An action that tells a step of its observation, so that rows need no sums to be checked."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.group, self.weight = group, nn.Parameter(torch.zeros(()))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an action of each agent, and a column beside it."""
+        step = observation[..., 2]
+        action = (
+            (step % 3).long() if self.group == "red" else (step[..., None] / 9).expand(-1, 1, 2)
+        )
+        return action, observation.sum(-1) + 1
+
+
+def told(group: str) -> TensorDictModule:
+    return TensorDictModule(Told(group), in_keys=["observation"], out_keys=["action", "told"])
+
+
+def version(rows: TensorDictBase, group: str) -> torch.Tensor:
+    return rows["collector", "policy_versions", group]
+
+
+def drawn_of(rows: TensorDictBase) -> dict[str, int]:
+    return {group: int((version(rows, group) == -1).sum()) for group in GROUPS}
+
+
+def check_groups(rows: TensorDictBase) -> None:
+    """Each action, and what is beside it, is that of its policy where no action was random."""
+    lanes = rows["collector", "lane"]
+    for group in GROUPS:
+        acted, agents = version(rows, group) >= 0, rows[group]
+        action, beside = Told(group)(agents["observation"])
+        assert torch.equal(agents["action"][acted], action[acted]), group
+        if "told" in agents.keys():  # else all actions are random
+            assert torch.equal(agents["told"], torch.where(acted[:, None], beside, 0)), group
+        for lane in lanes.unique().tolist():
+            own = acted[lanes == lane].int()
+            assert not (own.diff() < 0).any(), f"lane {lane}: at random after its policy acted"
+    wholly = (version(rows, "red") == -1) & (version(rows, "blue") == -1)
+    assert torch.equal(rows["collector", "policy_version"] == -1, wholly)
+
+
+def in_slot_order(rows: TensorDictBase) -> list[int]:
+    """Rows of lanes that advance together, in the order of slots and lanes."""
+    lane = rows["collector", "lane"].numpy()
+    slot = np.zeros(len(lane), np.int64)
+    for each in np.unique(lane):
+        slot[lane == each] = np.arange(int((lane == each).sum()))
+    return np.lexsort((lane, slot)).tolist()

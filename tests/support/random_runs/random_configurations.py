@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from random_several import SeveralKind
 
 from tallyroll.collector import Info
 
@@ -74,6 +75,8 @@ class Configuration:
     """A user writes attributes beside ours."""
     resets: Given = ""
     """Resets are given seeds, options, or both."""
+    several: SeveralKind | None = None
+    """Several policies act, each as :attr:`policy` does."""
     reads: bool = False
     """Slices, trajectories and n-step returns are compared with a model."""
 

@@ -79,6 +79,7 @@ def twin(config: Configuration) -> Configuration | None:
         info_keys=config.info_keys and not steady,
     )
     chosen = config.policy is not None and not config.init_random_frames
+    chosen = chosen and (config.several is None or not config.several.draws)
     if env.system == "sync" and (chosen or not stands_outside(config)):
         clean = replace(clean, workers=0)
     if clean.info_keys != config.info_keys:

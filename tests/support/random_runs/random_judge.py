@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from random_several import check_several
 from tensordict import TensorDictBase
 
 from tallyroll.collector import CollectorError, split_trajectories
@@ -374,7 +375,7 @@ def _policy(config: Configuration, run: Run, rows: Rows, verdict: Verdict) -> No
     """Actions and columns are those that the policy makes of the row's own observation."""
     policy = config.policy
     version = rows["collector", "policy_version"]
-    if policy is None:
+    if policy is None or (config.several is not None and all(config.several.random)):
         verdict.rows(version == -1, rows, "random actions of another version than -1")
         return
     _versions(config, run, rows, verdict)
@@ -445,6 +446,9 @@ def _random_frames(
     alone = config.phase in ("append", "in turn")
     groups = [[each] for each in whole] if alone else [whole]
     for group in groups:
+        if config.several is not None and config.several.draws:
+            check_several(config.several, group, verdict)
+            continue
         count = sum(map(len, group))
         random = sum(
             int((each["collector", "policy_version"] == -1).sum()) for each in group if len(each)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from random_several import SeveralKind
+
 import random_spaces as sp
 from random_configurations import Configuration
 from random_drawing import Draw, configuration
@@ -23,7 +25,8 @@ def extended(number: int) -> Configuration:
     config = configuration(number)
     for axis in draw.some(AXES, 3):
         config = axis(draw, config)
-    return _resets(Draw(number, 17), _consistent(config))
+    config = _resets(Draw(number, 17), _consistent(config))
+    return _several(Draw(number, 19), config)
 
 
 def _consistent(config: Configuration) -> Configuration:
@@ -279,6 +282,36 @@ def _resets(draw: Draw, config: Configuration) -> Configuration:
     if config.env.system != "sync" or lane.self_reset or lane.spoil or not draw.chance(60):
         return config
     return replace(config, resets=draw.one("seeds", "options", "both"))
+
+
+def _several(draw: Draw, config: Configuration) -> Configuration:
+    """Several policies, in some of the runs that have one."""
+    policy, lanes = config.policy, config.env.lanes
+    if policy is None or policy.network or not draw.chance(35):
+        return config
+    if config.updates or config.phase in ("weights", "change"):
+        return config
+    group = "agents" if config.env.lane.agents and draw.chance(60) else ""
+    count = 1 if group else draw.number(1, min(3, lanes))
+    of_lane = [*range(count), *(draw.number(0, count - 1) for _ in range(lanes - count))]
+    if group:
+        of_lane = [0] * lanes
+    draw.rng.shuffle(of_lane)
+    random = tuple(draw.chance(15) for _ in range(count))
+    kind = SeveralKind(
+        tuple(of_lane),
+        random,
+        tuple(
+            0 if always or draw.chance(35) else draw.number(1, draw.one(6, 40)) for always in random
+        ),
+        draw.number(0, 3),
+        group,
+    )
+    return replace(
+        config,
+        several=kind,
+        init_random_frames=0 if kind.draws else config.init_random_frames,
+    )
 
 
 def _on_disk(draw: Draw, config: Configuration) -> Configuration:

@@ -367,7 +367,10 @@ class _Runner:
 
     def _collector(self, number: int, **given: Any) -> Collector:
         config = self.config
-        self.policy = policy = make_policy(config.policy, config.env.lane, config.policy_keys)
+        make_one = partial(make_policy, config.policy, config.env.lane, config.policy_keys)
+        self.policy = policy = (
+            make_one() if config.several is None else config.several.policies(make_one)
+        )
         options: dict[str, Any] = {
             name: getattr(config, name)
             for name in (
