@@ -174,6 +174,7 @@ class Leaves:
         sizes = np.add.reduceat(counts, starts)
         ends = [0, *np.cumsum(sizes).tolist()]
         cached, most = (max(1, n // self._row_nbytes) for n in (_CACHED_NBYTES, _MOST_NBYTES))
+        read_nbytes, sha256 = self.reader.schema.row_nbytes, hashlib.sha256
         room = min(most, max(cached, int(sizes.max())), ends[-1])
         packing, at = Packing(self.reader, self._columns, rows, counts, room), 0
         while at < len(starts):
@@ -183,10 +184,10 @@ class Leaves:
                 yield self._of_large(expanded(rows[these], counts[these]))
             else:
                 for part in packing.parts(these, runs[at:stop], ends[at : stop + 1]):
-                    yield hashlib.sha256(part).digest()
+                    yield sha256(part).digest()
             self.content.check()
             if progress is not None:
-                progress((ends[stop] - ends[at]) * self.reader.schema.row_nbytes)
+                progress((ends[stop] - ends[at]) * read_nbytes)
             at = stop
 
     def _of_large(self, rows: np.ndarray) -> bytes:

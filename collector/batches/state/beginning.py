@@ -12,6 +12,7 @@ from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.envs.driven.packages import VERSIONS
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.policy import Policy
@@ -96,7 +97,9 @@ class Beginning:
 
     def state(self, environment: Mapping[str, Any], more: Mapping[str, Any]) -> RunState:
         """Return the state that the run begins in. ``more`` of its call is kept as provenance."""
-        self._environment, self._call = environment, call_of(self._options, self.policy, more)
+        self.ledger.versions = {**self.ledger.versions, **environment.get(VERSIONS, {})}
+        self._environment = {name: v for name, v in environment.items() if name != VERSIONS}
+        self._call = call_of(self._options, self.policy, more)
         lanes = LaneState.fresh(self._lanes, self._writer.stored_run.next_id())
         return RunState(self._options, self._writer, self.ledger, lanes, self.provenance())
 

@@ -16,6 +16,7 @@ from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
 from tallyroll.collector.compat import is_starting
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.driven.packages import VERSIONS, packages_of
 from tallyroll.collector.envs.driven.traits import chain, system_of
 from tallyroll.collector.envs.gymnasium import make as of_gymnasium
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
@@ -39,7 +40,8 @@ class Made:
     owned: bool
     """True if the collector made it, and so closes it."""
     description: dict[str, Any]
-    """The description of the environment for provenance: JSON values."""
+    """The description of the environment for provenance: JSON values; and under `VERSIONS`, those
+    of packages that it computes with."""
     instance: object = None
     """The object that was given, or that a factory made."""
 
@@ -80,7 +82,8 @@ def make_env(create: CreateEnv, options: Options) -> Made:
         if factory is None and base is not None and not isinstance(made, EnvBase):
             base.owns_system = False
         refuse(env)
-    return Made(env, factory is not None, _describe(env), made)
+    described = _describe(env) | {VERSIONS: packages_of(env)}
+    return Made(env, factory is not None, described, made)
 
 
 @contextmanager
@@ -212,7 +215,8 @@ def _by_name(name: str, options: Options) -> Made:
                 env = of_gymnasium.over(system.env, lambda: make(None).env, options)
             else:
                 env = _over(system, options, make)
-    return Made(env, True, {"id": name, "kwargs": _json(kwargs), "type": env.kind})
+    described = {"id": name, "kwargs": _json(kwargs), "type": env.kind}
+    return Made(env, True, described | {VERSIONS: packages_of(env)})
 
 
 def _over(system: System, options: Options, make: Make | None) -> SystemEnv:

@@ -43,7 +43,7 @@ from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.storage.errors import ColumnsMissing, UnknownTrajectory
 from tallyroll.storage.files.run_record import RunRecord
-from tallyroll.storage.package.versions import versions
+from tallyroll.storage.package.versions import installed, versions
 from tallyroll.storage.rows.keys import COLLECTOR, CONTEXT, RESET_SEED, Key, spell
 from tallyroll.storage.storages import DiskStorage, open_storage
 
@@ -239,8 +239,9 @@ class _Replay:
     def _note_versions(self, entry: Mapping[str, Any]) -> None:
         said, here = entry.get("versions"), versions()
         for name, version in (said if isinstance(said, dict) else {}).items():
-            if here.get(name, "not installed") != version:
-                self._versions[name] = (str(version), here.get(name, "not installed"))
+            found = here.get(name) or installed(name) or "not installed"
+            if found != version:
+                self._versions[name] = (str(version), found)
 
     def _from_own_seeds(self, group: Group, found: Recovered, tell: Callable[[], None]) -> None:
         firsts = np.array([self._rows.of(line.trajectories[0])[0] for line in group.lines])
