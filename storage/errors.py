@@ -46,6 +46,7 @@
     ├── UnknownTrajectory             (a KeyError) no row of that trajectory
     ├── NoSlices                      no trajectory is as long as the slices asked for
     ├── ShortTrajectory               a trajectory shorter than the slices, and short="error"
+    ├── LoaderForked                  a forked child takes batches of its parent's loader
     ├── SumTooLarge                   n-step returns that their dtype cannot hold
     ├── SlotsMayChange                an index into a ring that another process writes
     ├── DamagedTable                  the table of episodes cannot be used
@@ -73,6 +74,7 @@ __all__ = [
     "IndexOutOfRange",
     "InvalidProvenance",
     "InvalidSchema",
+    "LoaderForked",
     "MissingLibrary",
     "NoSlices",
     "NotAStorage",
@@ -285,6 +287,10 @@ class NoSlices(StorageError):
 
 class ShortTrajectory(StorageError):
     """A trajectory that was drawn is shorter than the slices, and ``short`` is ``"error"``."""
+
+
+class LoaderForked(StorageError):
+    """A forked child takes batches of its parent's loader, whose threads it does not have."""
 
 
 class SlotsMayChange(StorageError):

@@ -15,13 +15,20 @@ from tensordict import TensorDictBase
 
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
-from tallyroll.storage.errors import NotAnAppend, NotAStorage, NotPicklable, StateMismatch
+from tallyroll.storage.errors import (
+    IndexOutOfRange,
+    NotAnAppend,
+    NotAStorage,
+    NotPicklable,
+    StateMismatch,
+)
 from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.files.run_events import shown
 from tallyroll.storage.package.moved_attributes import Moved
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
+from tallyroll.storage.replay.loader import Loader, Make
 from tallyroll.storage.replay.tensor_storage import IN_PLACE, AsTensorStorage
 from tallyroll.storage.rows.indexing import consecutive
 from tallyroll.storage.rows.keys import Key, Keys, as_key
@@ -218,6 +225,58 @@ class DiskStorage(RowStore, AsTensorStorage):
             return self.reader.get(slice(None), only)[index]
         return self.reader.get(index, keys)
 
+    def loader(
+        self,
+        batch: int | Make,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        workers: int = 2,
+        ahead: int | None = None,
+        device: torch.device | str | int | None = None,
+        seed: int | None = None,
+        batches: int | None = None,
+    ) -> Loader:
+        """Return batches to iterate over, the next of which are made by threads meanwhile.
+
+        The threads run beside the learner where it, or what makes a batch, lets others run:
+        torch does in its operations, and the copies of columns of more than 64 KiB a batch.
+
+        Args:
+            batch: a number of rows, drawn with replacement; or a function of a
+                `torch.Generator`, which threads call, and which returns a batch that it draws
+                with it, as ``lambda random: storage.trajectories.sample_slices(8, 16, random)``.
+            transform: a function of a batch, called in the thread, without gradients.
+            workers: threads. Without any, batches are made when they are taken.
+            ahead: the most batches that are made, or are under way, before they are taken; None
+                is two a thread. They are of the rows that were there then.
+            device: where batches go: a TensorDict or a tensor is pinned by the thread if that is
+                CUDA, and copied when it is taken, in the stream of the caller.
+            seed: of the batches: batch ``i`` is the same for any number of threads, if the rows
+                are. None takes one of torch's numbers.
+            batches: how many there are; None: without an end.
+
+        Raises:
+            ValueError: one of these is none of its values.
+            IndexOutOfRange: a batch is drawn, and there are no rows.
+            LoaderForked: a forked child takes a batch.
+        """
+        self.reader.require_open()
+        make = batch if callable(batch) else partial(self._random_rows, _row_count(batch))
+        return Loader(
+            make,
+            transform=transform,
+            workers=workers,
+            ahead=ahead,
+            device=device,
+            seed=seed,
+            batches=batches,
+        )
+
+    def _random_rows(self, count: int, random: torch.Generator) -> Any:
+        if not (rows := len(self)):
+            raise IndexOutOfRange(f"{self.path} has no rows yet to draw from. Collect some first.")
+        return self.reader.get(torch.randint(rows, (count,), generator=random).numpy())
+
     def contains(self, item: Any) -> Any:
         """Return whether a row of that number exists; for a tensor, one bool a number."""
         if isinstance(item, torch.Tensor):
@@ -376,6 +435,14 @@ def _reopened(make: Callable[[], DiskStorage], state: dict[str, Any]) -> DiskSto
 def _tell_buffers(storage: weakref.ref[DiskStorage], rows: range) -> None:
     if (found := storage()) is not None:
         buffers.tell_buffers(found, rows)
+
+
+def _row_count(batch: object) -> int:
+    if type(batch) is not int or batch < 1:
+        raise ValueError(
+            f"batch is a number of rows above 0, or a function of a torch.Generator, got {batch!r}."
+        )
+    return batch
 
 
 def _path_of(path: Any) -> Any:

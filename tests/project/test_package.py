@@ -60,6 +60,7 @@ PUBLIC: dict[str, set[str]] = {
         "DiskStorage",
         "Finding",
         "H5Storage",
+        "Loader",
         "MemmapStorage",
         "Report",
         "RowReader",

@@ -1,0 +1,153 @@
+"""Batches that threads gather while the learner computes."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+
+from tallyroll.storage.errors import LoaderForked
+
+Make = Callable[[torch.Generator], Any]
+"""Makes a batch, with random numbers of the generator."""
+
+_AHEAD_PER_WORKER: Final = 2
+_BITS: Final = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The work of a thread: to make one batch, by its number."""
+
+    make: Make
+    transform: Callable[[Any], Any] | None
+    seed: int
+    pins: bool
+
+    def __call__(self, number: int) -> Any:
+        with torch.no_grad():
+            batch = self.make(torch.Generator().manual_seed(_mixed(self.seed, number)))
+            if self.transform is not None:
+                batch = self.transform(batch)
+            return batch.pin_memory() if self.pins else batch
+
+
+class _Here(Executor):
+    """Makes batches in the thread that asks for them."""
+
+    def submit(self, job: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        made: Future[Any] = Future()
+        try:
+            made.set_result(job(*args, **named))
+        except Exception as error:  # noqa: BLE001 - raised where the batch is taken
+            made.set_exception(error)
+        return made
+
+
+class Loader(Iterator[Any]):
+    """Batches of a storage, one after the other; see `DiskStorage.loader`.
+
+    Threads make the next ones meanwhile. They end when the loader is closed (`close`, or the end
+    of a ``with``), has no batch left, raised an error of a batch, or is dropped. One thread at a
+    time may take batches.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        workers: int = 2,
+        ahead: int | None = None,
+        device: torch.device | str | int | None = None,
+        seed: int | None = None,
+        batches: int | None = None,
+    ) -> None:
+        _check("workers", workers, 0)
+        for name, value, least in (("ahead", ahead, 1), ("seed", seed, 0), ("batches", batches, 1)):
+            if value is not None:
+                _check(name, value, least)
+        if transform is not None and not callable(transform):
+            raise ValueError(f"transform is a function of a batch, or None, got {transform!r}.")
+        # A device that is not there raises here, and not in a thread.
+        self._device = None if device is None else torch.empty(0, device=device).device
+        if seed is None:  # from torch's own numbers, as a DataLoader
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        pins = self._device is not None and self._device.type == "cuda"
+        self._job, self._pid = _Job(make, transform, seed, pins), os.getpid()
+        self._batches, self._begun = batches, 0
+        self._ahead = ahead or max(1, _AHEAD_PER_WORKER * workers)
+        self._made: deque[Future[Any]] = deque()
+        self._pool = ThreadPoolExecutor(workers, "tallyroll-loader") if workers else _Here()
+        self._closed = False
+
+    def __next__(self) -> Any:
+        """Return the next batch, and wait for it if it is not made yet."""
+        if self._pid != os.getpid():
+            raise LoaderForked(
+                f"this loader's threads are in process {self._pid}, and its fork {os.getpid()} has "
+                "none of them. Make a loader in each process."
+            )
+        made = self._made
+        while not self._closed and self._begun != self._batches and len(made) < self._ahead:
+            made.append(self._pool.submit(self._job, self._begun))
+            self._begun += 1
+        if not made:
+            self._stop(wait=False)
+            raise StopIteration
+        try:
+            batch = made[0].result()
+        except BaseException as error:
+            # An interrupt of the wait is no error of the batch, which the next call returns.
+            if made[0].done() and made[0].exception() is error:
+                self._stop(wait=False)  # another batch may take long
+            raise
+        if self._device is not None:
+            batch = batch.to(self._device, non_blocking=True)
+        made.popleft()
+        return batch
+
+    def close(self) -> None:
+        """End the threads, after the batches that they are making. Twice is harmless."""
+        self._stop(wait=self._pid == os.getpid())
+
+    def _stop(self, *, wait: bool) -> None:
+        self._closed = True
+        self._made.clear()
+        self._pool.shutdown(wait=wait, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        """End the threads of a loader that is dropped, without waiting: one may be dropping it."""
+        pool = getattr(self, "_pool", None)
+        if pool is not None and self._pid == os.getpid():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _mixed(seed: int, number: int) -> int:
+    """Return the ``number``-th state of SplitMix64: other seeds or numbers give unlike ones."""
+    state = seed + (number + 1) * 0x9E3779B97F4A7C15 & _BITS
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _BITS
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & _BITS
+    return state ^ state >> 31
+
+
+def _check(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is a whole number from {least} on, got {value!r}.")
