@@ -61,6 +61,7 @@ PUBLIC: dict[str, set[str]] = {
         "Finding",
         "H5Storage",
         "MemmapStorage",
+        "PrioritizedSampler",
         "Report",
         "RowReader",
         "Schema",
