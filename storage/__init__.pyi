@@ -5,6 +5,7 @@ from tallyroll.storage.readers.row_reader import RowReader as RowReader
 from tallyroll.storage.replay.loader import Loader as Loader
 from tallyroll.storage.rows.schema import Schema as Schema
 from tallyroll.storage.sampling.n_steps import n_step as n_step
+from tallyroll.storage.sampling.prioritized import PrioritizedSampler as PrioritizedSampler
 from tallyroll.storage.sampling.trajectory_slices import (
     TrajectorySliceSampler as TrajectorySliceSampler,
 )

@@ -40,6 +40,7 @@
     ├── NotInitialised                no schema yet
     ├── StorageClosed                 used after close()
     ├── StateMismatch                 a state or checkpoint of other rows
+    ├── NotEnoughMemory               (a MemoryError) less memory is left than is needed
     ├── NotPicklable                  a storage was sent to another process
     ├── Overrun                       a ring's writer is faster than this reader
     ├── ColumnsMissing                rows that do not say which trajectory they belong to
@@ -79,6 +80,7 @@ __all__ = [
     "NoSlices",
     "NotAStorage",
     "NotAnAppend",
+    "NotEnoughMemory",
     "NotInitialised",
     "NotPicklable",
     "NotWritable",
@@ -261,6 +263,10 @@ class StorageClosed(StorageError):
 
 class StateMismatch(StorageError):
     """A state dict or checkpoint of rows that are not these."""
+
+
+class NotEnoughMemory(StorageError, MemoryError):
+    """Less memory is left than is needed."""
 
 
 class NotPicklable(StorageError):

@@ -29,7 +29,9 @@
                                                       refers to all five
      put_step                a step of a Stepper      the slab, whose slot the step writes
      step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane)
-                                                      LaneResults (finals, entries of infos) */
+                                                      LaneResults (finals, entries of infos)
+     set_leaves, renew_sums  SumTree._table           SumTree: its leaves, and the levels above them
+     put_leaves, draw_rows   the same                 the same */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -1790,6 +1792,8 @@ done:
     return result;
 }
 
+#include "_sum_tree.c"
+
 static PyMethodDef functions[] = {
     {"copy_rows", (PyCFunction)(void (*)(void))copy_rows, METH_FASTCALL, NULL},
     {"commit_rows", (PyCFunction)(void (*)(void))commit_rows, METH_FASTCALL, NULL},
@@ -1802,6 +1806,10 @@ static PyMethodDef functions[] = {
     {"put_entry", (PyCFunction)(void (*)(void))put_entry, METH_FASTCALL, NULL},
     {"step_lanes", (PyCFunction)(void (*)(void))step_lanes, METH_FASTCALL, NULL},
     {"nth_marked", (PyCFunction)(void (*)(void))nth_marked, METH_FASTCALL, NULL},
+    {"put_leaves", (PyCFunction)(void (*)(void))put_leaves, METH_FASTCALL, NULL},
+    {"renew_sums", (PyCFunction)(void (*)(void))renew_sums, METH_FASTCALL, NULL},
+    {"draw_rows", (PyCFunction)(void (*)(void))draw_rows, METH_FASTCALL, NULL},
+    {"set_leaves", (PyCFunction)(void (*)(void))set_leaves, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1814,7 +1822,8 @@ static int name_words(PyObject *module)
         PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "HELD", HELD(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "LOG", LOG(NAME)) < 0 ||
-        PyModule_AddStringConstant(module, "SLAB", SLAB(NAME)) < 0)
+        PyModule_AddStringConstant(module, "SLAB", SLAB(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "TREE", TREE(NAME)) < 0)
         return -1;
     return PyModule_AddStringConstant(module, "LEDGER", LEDGER(NAME));
 }

@@ -25,9 +25,9 @@ from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
-BESIDE: Final = ("episodes.npy", "content.leaves")
+BESIDE: Final = ("episodes.npy", "content.leaves", "priorities")
 """Files that are kept beside the rows, each of which says how far it goes, and can be lost without
-losing rows: the table of episodes, and hashes of the content."""
+losing rows: the table of episodes, hashes of the content, and priorities of a sampler."""
 
 EVENTS_FILE: Final = "run.events"
 """The file of calls of environments, see `tallyroll.storage.readers.event_file`."""
@@ -91,6 +91,11 @@ class Format(ABC):
     def leaves_path(self) -> Path:
         """The file for hashes of the content."""
         return self.beside[1]
+
+    @property
+    def priorities_path(self) -> Path:
+        """The file for the priorities of a sampler."""
+        return self.beside[2]
 
     def open_header(self, flags: int) -> int:
         """Open the file that begins with the header; return a descriptor."""

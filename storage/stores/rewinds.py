@@ -65,18 +65,22 @@ def take_back(
         at, payload = (-1, b"") if record is None else record
         rewind = Rewind(reader.rewinds + 1, rows, at, payload)
         writer.runs.settle()
-        forget_beside(writer)  # before: they would tell of rows that are not there
+        forget_beside(writer, priorities=False)  # before: they would tell of rows that are gone
         engine.rewind(rewind, lambda: reader.write_manifest(settled(reader.manifest, rewind)))
         writer.rows_changed()
         return head - rows
 
 
 @told
-def forget_beside(writer: RowWriter) -> None:
-    """Remove the files beside the rows, which are others from here on."""
+def forget_beside(writer: RowWriter, *, priorities: bool = True) -> None:
+    """Remove the files beside the rows, which are others from here on.
+
+    The file of ``priorities`` may stay where the rewinds say which rows it is of.
+    """
     writer.reader.running().right.require()
     for path in writer.files.beside:
-        writer.files.inside.remove(path)
+        if priorities or path != writer.files.priorities_path:
+            writer.files.inside.remove(path)
 
 
 def require_rewindable(writer: RowWriter | NoWriter, rows: int, run: object = None) -> None:

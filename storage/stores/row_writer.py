@@ -54,6 +54,8 @@ class RowWriter:
         """True for a storage that ends with its process, and that users need not close."""
         self.tell: Callable[[range], None] | None = None
         """Called with the rows of each :meth:`append`, for replay buffers over the storage."""
+        self.closing: list[Callable[[], None]] = []
+        """Called before the files are closed, by :meth:`close`, to write what is kept beside."""
         self._staged: bytes | None = None
         self._fresh_in: int | None = None
         """The thread within :meth:`fresh_ids`, whose ids are not looked at."""
@@ -290,6 +292,8 @@ class RowWriter:
                 if reader.engine is not None and reader.engine.right.held:
                     reader.trajectory_index.save(reader, synced=self.durability == "power")
                     self.runs.settle()
+                    for each in self.closing:
+                        each()
             finally:
                 self.opened.leave(finish)
 

@@ -62,6 +62,7 @@ PUBLIC: dict[str, set[str]] = {
         "H5Storage",
         "Loader",
         "MemmapStorage",
+        "PrioritizedSampler",
         "Report",
         "RowReader",
         "Schema",

@@ -9,13 +9,9 @@ import fcntl
 import math
 import mmap
 import os
-import re
-import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from multiprocessing.reduction import DupFd
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -23,6 +19,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.storage.engine.memory_left import available_bytes
 
 ALIGNMENT = 64
 """Bytes, a cache line: two processes that write neighbours do not slow each other down."""
@@ -148,32 +145,6 @@ Area = Measure | Arena
 # How much there is
 
 
-@dataclass(frozen=True)
-class _CgroupFiles:
-    """A version of cgroups: where its memory controller is, and what its files are called."""
-
-    controller: str
-    """In ``/proc/self/cgroup``."""
-    mounted: str
-    """A pattern for the end of a line of ``/proc/self/mountinfo``."""
-    limit: str
-    used: str
-    reclaimable: str
-    """The entry of ``memory.stat`` that says what the kernel would give back."""
-
-
-_VERSIONS = (
-    _CgroupFiles("", r"cgroup2 ", "memory.max", "memory.current", "inactive_file"),
-    _CgroupFiles(
-        "memory",
-        r"cgroup \S+ (?:\S+,)?memory\b",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-)
-
-
 def require(nbytes: int, what: str) -> None:
     """Raise unless ``nbytes`` of memory are to be had for ``what``.
 
@@ -190,68 +161,3 @@ def require(nbytes: int, what: str) -> None:
             f"{available // 2**20} MiB available; make frames_per_batch smaller, or use fewer "
             "lanes or workers"
         )
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that can still be taken: the least of what the machine and the cgroups leave.
-
-    File cache that the kernel would give back counts as free, swap does not count. Where the
-    system does not say, there is no limit. ``root`` is where ``proc`` and ``sys`` are.
-    """
-    left = [mem_available(_read(root / "proc/meminfo"))]
-    mounts, paths = _read(root / "proc/self/mountinfo"), _read(root / "proc/self/cgroup")
-    for folder, files in cgroup_folders(mounts, paths):
-        place = root / folder.relative_to("/")
-        limit, used = _read(place / files.limit), _read(place / files.used)
-        left.append(left_in_cgroup(limit, used, _read(place / "memory.stat"), files.reclaimable))
-    return min((number for number in left if number is not None), default=sys.maxsize)
-
-
-def _read(path: Path) -> str:
-    """The text, empty where there is none to be read."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def mem_available(meminfo: str) -> int | None:
-    """Bytes, from the text of ``/proc/meminfo``; None where it does not say."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
-def left_in_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None:
-    """Bytes that a cgroup leaves, from the texts of its files; None without a limit.
-
-    Args:
-        limit: a number of bytes, or ``max``.
-        used: a number of bytes.
-        stat: lines of a name and a number, of which ``reclaimable`` can be had back.
-        reclaimable: that name.
-    """
-    if not limit.strip().isdecimal() or not used.strip().isdecimal():
-        return None
-    found = re.search(rf"^{reclaimable} (\d+)$", stat, re.MULTILINE)
-    cache = int(found[1]) if found else 0
-    return max(0, int(limit) - max(0, int(used) - cache))
-
-
-def cgroup_folders(mountinfo: str, cgroup: str) -> Iterator[tuple[PurePosixPath, _CgroupFiles]]:
-    """Folders of the process's memory cgroup and of its parents, innermost first.
-
-    Args:
-        mountinfo: the text of ``/proc/self/mountinfo``.
-        cgroup: the text of ``/proc/self/cgroup``.
-    """
-    groups = re.findall(r"^\d+:(.*?):(/.*)$", cgroup, re.MULTILINE)
-    paths = {name: path for names, path in groups for name in names.split(",")}
-    for files in _VERSIONS:
-        line = rf"^\S+ \S+ \S+ (/\S*) (/\S*) .* - {files.mounted}"
-        mounts = re.findall(line, mountinfo, re.MULTILINE) if files.controller in paths else []
-        for root, top in mounts:
-            path = PurePosixPath(paths[files.controller])
-            # Else a container, or a part of the hierarchy, whose own cgroup is what it sees.
-            visible = path.is_relative_to(root) and ".." not in path.parts
-            inside = path.relative_to(root) if visible else PurePosixPath()
-            yield from ((top / folder, files) for folder in (inside, *inside.parents))

@@ -30,11 +30,13 @@ from tallyroll.collector.workers.local.memory import (
     Area,
     Arena,
     Measure,
+    require,
+)
+from tallyroll.storage.engine.memory_left import (
     available_bytes,
     cgroup_folders,
     left_in_cgroup,
     mem_available,
-    require,
 )
 
 WAIT_SECONDS = 60.0

@@ -1,0 +1,156 @@
+"""Priorities in a file beside the rows, so that a restart goes on with them.
+
+The file can be lost without losing rows. It begins with a line that names it and its version, and
+one of JSON: the ``id`` of the storage, the rows ``first`` to ``stop`` that it knows, how often rows
+had been taken back by then (``rewinds``), ``slice_len``, ``alpha``, ``beta`` and ``eps``, and the
+leaf of new rows (``entering``). A float32 for each row follows, then a CRC-32 of all that.
+
+Rows never change, and keep their numbers, while a storage lives, but for rewinds, which are
+counted. So priorities of rows that are still there are theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.errors import StateMismatch
+from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.rewind_history import least_kept
+from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.readers.row_reader import RowReader
+
+_NAME: Final = b"tallyroll priorities "
+_VERSION: Final = 1
+_MAGIC: Final = _NAME + b"%d\n" % _VERSION
+_HEAD_NBYTES: Final = 2**12
+_SUM_NBYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Priorities as they are kept, without the leaves."""
+
+    id: str | None
+    first: int
+    stop: int
+    rewinds: int
+    slice_len: int | None
+    alpha: float
+    beta: float
+    eps: float
+    entering: float
+
+    def require_of(self, reader: RowReader, slice_len: int | None, what: str) -> int:
+        """Return the number of rows that these may know: below it, numbers mean the same rows.
+
+        Args:
+            reader: of the rows that are there.
+            slice_len: that of the sampler.
+            what: they are, for messages.
+
+        Raises:
+            StateMismatch: they are of another storage, of later rows, or of another ``slice_len``.
+        """
+        if self.id != reader.id:
+            raise StateMismatch(f"{what} is of another storage than {reader.path}.")
+        if self.slice_len != slice_len:
+            raise StateMismatch(
+                f"{what} is of slice_len={self.slice_len}, and this sampler has {slice_len}."
+            )
+        rewinds, head = reader.rewinds, reader.head
+        left = least_kept(reader.manifest, self.rewinds, rewinds)
+        if self.rewinds > rewinds or (left is None and self.stop > head):
+            raise StateMismatch(
+                f"{what} is of {self.stop} rows, and {reader.path} has {head}: it is older."
+            )
+        return min(self.stop, head if left is None else left)
+
+    @classmethod
+    def of(cls, says: Any) -> Kept:
+        """Return what a mapping says; raise ValueError if it says no such thing."""
+        try:
+            kept = cls(**{name: says[name] for name in cls.__slots__})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"it does not say whose priorities it has ({error})") from error
+        counts = (kept.first, kept.stop, kept.rewinds)
+        numbers = (kept.alpha, kept.beta, kept.eps, kept.entering)
+        wrong = (
+            any(type(each) is not int or not 0 <= each < 2**62 for each in counts)
+            or any(type(each) is not float or not 0 <= each < np.inf for each in numbers)
+            or kept.first > kept.stop
+            or not (kept.slice_len is None or type(kept.slice_len) is int)
+            or not 0 < np.float32(kept.entering) < np.inf
+        )
+        if wrong:
+            raise ValueError("what it says of its rows cannot be")
+        return kept
+
+
+def check_leaves(leaves: np.ndarray, kept: Kept) -> None:
+    """Raise ValueError unless leaves, float32, are those of so many rows."""
+    if leaves.shape != (kept.stop - kept.first,):
+        raise ValueError("it does not have the priorities that it says")
+    if len(leaves) and not (leaves.min() >= 0 and leaves.max() < np.inf):
+        raise ValueError("it has priorities that are none")
+
+
+def write_priorities(inside: Inside, path: Path, kept: Kept, leaves: np.ndarray) -> None:
+    """Write the file aside, sync it and rename it, so that ``path`` is always whole.
+
+    Raises:
+        StorageFull: no space; an older file stays.
+        NotWritable: the file system does not let us write there.
+    """
+    head = _MAGIC + json.dumps(asdict(kept)).encode() + b"\n"
+    rows = leaves.astype("<f4", copy=False).data.cast("B")
+    told = zlib.crc32(rows, zlib.crc32(head)).to_bytes(_SUM_NBYTES, "little")
+    content = b"".join((head, rows, told))
+    try:
+        inside.write_aside(path, content, synced=True)
+    except OSError as error:
+        raise failed(path, error, len(content)) from error
+
+
+def read_priorities(inside: Inside, path: Path, most: int) -> tuple[Kept, np.ndarray] | None:
+    """Return what is in a file, and the leaves, float32 [rows]; None without one.
+
+    Args:
+        inside: the directory of the file.
+        path: the file.
+        most: the most rows that it may have.
+
+    Raises:
+        ValueError: it cannot be used; the message says why, for the middle of a sentence.
+    """
+    try:
+        content = inside.read(path, most * 4 + _HEAD_NBYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from error
+    if not content.startswith(_MAGIC):
+        if content.startswith(_NAME):
+            version = content[len(_NAME) :].partition(b"\n")[0][:20].decode("latin1")
+            raise ValueError(f"it is of version {version}, and this Tallyroll reads {_VERSION}")
+        raise ValueError("it is no file of priorities")
+    body, told = memoryview(content)[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
+    if zlib.crc32(body).to_bytes(_SUM_NBYTES, "little") != told:
+        raise ValueError("its checksum does not fit")
+    end = content.find(b"\n", len(_MAGIC))
+    try:
+        says = json.loads(content[len(_MAGIC) : end])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it does not say whose priorities it has ({error})") from error
+    kept = Kept.of(says)
+    rows = body[end + 1 :]
+    if len(rows) % 4:
+        raise ValueError("it does not have the priorities that it says")
+    leaves = np.frombuffer(rows, "<f4").astype(np.float32, copy=False)
+    check_leaves(leaves, kept)
+    return kept, leaves

@@ -1,0 +1,244 @@
+"""A tree of sums, from which one draws in proportion to numbers, with the extension or NumPy.
+
+A leaf is a float32, 0 or above, of a slot. Above 16 leaves, which are one cache line, is a node
+with their sum, and with the least one above 0 and the largest; above 16 nodes is another, up to a
+single one. A change of a leaf sums up its nodes again from their children, and adds no differences,
+so that nothing drifts.
+
+The children 0, 4, 8 and 12 of a node are a group, so 1, 5, 9 and 13, and so on: a sum is that of
+the groups, one after the other, in float64, and the sum of a group that of its children. A draw
+goes down from the top node by these sums: `engine/_sum_tree.c` does that, and NumPy here, bit for
+bit alike. A leaf of 0 is never drawn, whatever is rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from tallyroll.storage.engine import kernel
+from tallyroll.storage.engine.kernel import table_of
+from tallyroll.storage.engine.ring import rows_in
+
+FAN_OUT: Final = 16
+_GROUPS: Final = 4
+
+_LINE_NBYTES: Final = 64
+_BLOCK: Final = np.dtype(
+    [("sum", "f8", (FAN_OUT,)), ("least", "f4", (FAN_OUT,)), ("most", "f4", (FAN_OUT,))]
+)
+"""Nodes with one node above them."""
+
+kernel.require_names("TREE", ("leaves", "slots", "levels"))
+
+
+class Numbering(NamedTuple):
+    """The rows that have leaves, and their slots."""
+
+    ring: int
+    """Slots of a ring, in which row r is in slot r % ring; 0 without one."""
+    base: int
+    """The row in slot 0 without a ring."""
+    first: int
+    """The oldest row that is there."""
+    stop: int
+    """One more than the newest row."""
+
+
+def _padded(count: int) -> int:
+    return max(1, -(-count // FAN_OUT)) * FAN_OUT
+
+
+def _levels(slots: int) -> list[int]:
+    """Return the numbers of nodes above so many slots, level by level."""
+    nodes = [-(-_padded(slots) // FAN_OUT)]
+    while nodes[-1] > 1:
+        nodes.append(-(-nodes[-1] // FAN_OUT))
+    return nodes
+
+
+def tree_nbytes(slots: int) -> int:
+    """Return the bytes of memory of a tree."""
+    blocks = sum(_padded(nodes) // FAN_OUT for nodes in _levels(slots))
+    return 4 * _padded(slots) + _BLOCK.itemsize * blocks
+
+
+def _aligned(count: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return zeros that begin with a cache line."""
+    memory = np.zeros(count * dtype.itemsize + _LINE_NBYTES, np.uint8)
+    begin = -memory.ctypes.data % _LINE_NBYTES
+    return memory[begin : begin + count * dtype.itemsize].view(dtype)
+
+
+class SumTree:
+    """Leaves of slots, and the sums above them. Callers take turns.
+
+    Args:
+        slots: how many leaves there is room for, all 0 at first.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._kernel = kernel.compiled()
+        self._make(slots)
+
+    def _make(self, slots: int) -> None:
+        self.leaves = _aligned(_padded(slots), np.dtype(np.float32))
+        """float32 [slots], slots being a multiple of 16. Only methods write to it."""
+        self._blocks: list[np.ndarray] = []
+        nodes = _levels(slots)
+        words = [self.leaves.ctypes.data, len(self.leaves), len(nodes)]
+        for count in nodes:
+            blocks = _aligned(_padded(count) // FAN_OUT, _BLOCK)
+            blocks["least"] = np.inf
+            self._blocks.append(blocks)
+            words += [blocks.ctypes.data, count]
+        self._table = table_of(words)
+
+    def grow(self, slots: int) -> None:
+        """Make room for ``slots`` leaves; those that are there stay."""
+        if slots <= len(self.leaves):
+            return
+        leaves, levels = self.leaves, self._blocks
+        self._make(slots)
+        self.leaves[: len(leaves)] = leaves
+        for blocks, old in zip(self._blocks, levels, strict=False):
+            blocks[: len(old)] = old
+        self.renew(0, 1)  # levels that were added
+
+    @property
+    def total(self) -> float:
+        """The sum of all leaves."""
+        return float(self._blocks[-1]["sum"][0, 0])
+
+    @property
+    def least(self) -> np.float32:
+        """The least leaf above 0; infinite without one."""
+        found: np.float32 = self._blocks[-1]["least"][0, 0]
+        return found
+
+    @property
+    def largest(self) -> np.float32:
+        """The largest leaf."""
+        found: np.float32 = self._blocks[-1]["most"][0, 0]
+        return found
+
+    def set(self, slots: np.ndarray, leaves: np.ndarray) -> None:
+        """Set leaves, float32 [n], at ``slots``, int64 [n]; at one that is repeated the last.
+
+        Raises:
+            IndexError: a slot is not in the tree; nothing was changed.
+        """
+        if self._kernel is not None:
+            self._kernel.set_leaves(self._table, slots.copy(), leaves)
+            return
+        if len(slots) and not 0 <= slots.min() <= slots.max() < len(self.leaves):
+            raise IndexError("a slot is not in the tree")
+        self._set(slots, leaves)
+
+    def _set(self, slots: np.ndarray, leaves: np.ndarray) -> None:
+        self.leaves[slots] = leaves
+        for level in range(len(self._blocks)):
+            slots = np.unique(slots // FAN_OUT)
+            self._renew(level, slots)
+
+    def put(self, rows: np.ndarray, leaves: np.ndarray, there: Numbering, most: int) -> int:
+        """Set leaves, float32 [n], of ``rows``, int64 [n], which have leaves above 0.
+
+        Both are used up.
+
+        Args:
+            rows: numbers of rows.
+            leaves: their leaves.
+            there: which rows have leaves, and where.
+            most: one more than the largest row that there ever was.
+
+        Returns:
+            How many rows have no leaf above 0.
+
+        Raises:
+            IndexError: a row that never was; nothing was changed.
+        """
+        ring, base, first, stop = there
+        if self._kernel is not None:
+            return self._kernel.put_leaves(self._table, rows, leaves, ring, base, first, stop, most)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < most:
+            raise IndexError("a row is not in the tree")
+        known = np.flatnonzero((rows >= first) & (rows < stop))
+        slots = rows[known] % ring if ring else rows[known] - base
+        alive = self.leaves[slots] > 0
+        self._set(slots[alive], leaves[known[alive]])
+        return len(rows) - int(alive.sum())
+
+    def fill(self, first: int, stop: int, leaf: float | np.ndarray) -> None:
+        """Set the leaves of the slots ``[first, stop)``."""
+        self.leaves[first:stop] = leaf
+        self.renew(first, stop)
+
+    def renew(self, first: int, stop: int) -> None:
+        """Sum up the leaves of the slots ``[first, stop)`` again."""
+        if self._kernel is not None:
+            self._kernel.renew_sums(self._table, first, stop)
+            return
+        for level in range(len(self._blocks) if first < stop else 0):
+            first, stop = first // FAN_OUT, (stop - 1) // FAN_OUT + 1
+            self._renew(level, np.arange(first, stop))
+
+    def _renew(self, level: int, nodes: np.ndarray) -> None:
+        if level:
+            below = self._blocks[level - 1][nodes]
+            sums, least, most = below["sum"], below["least"], below["most"]
+        else:
+            sums = most = self.leaves.reshape(-1, FAN_OUT)[nodes]
+            least = np.where(sums > 0, sums, np.float32(np.inf))
+        at = nodes // FAN_OUT, nodes % FAN_OUT
+        blocks = self._blocks[level]
+        blocks["sum"][at] = _running(_running(_by_group(sums))[:, -1])[:, -1]
+        blocks["least"][at] = least.min(axis=1)
+        blocks["most"][at] = most.max(axis=1)
+
+    def draw(self, uniform: np.ndarray, there: Numbering) -> tuple[np.ndarray, np.ndarray]:
+        """Draw rows in proportion to their leaves: int64 [n], and their leaves, float32 [n].
+
+        Args:
+            uniform: numbers from 0 to below 1, float64 [n], which are used up.
+            there: which rows have leaves, and where.
+
+        Raises:
+            ValueError: all leaves are 0.
+        """
+        ring, base, _, stop = there
+        if self._kernel is not None:
+            rows, leaves = np.empty(len(uniform), np.int64), np.empty(len(uniform), np.float32)
+            self._kernel.draw_rows(self._table, uniform, rows, leaves, ring, base, stop)
+            return rows, leaves
+        if not self.total > 0:
+            raise ValueError("a tree without leaves above 0")
+        mass = np.minimum(uniform * self.total, np.nextafter(self.total, 0))
+        slots = np.zeros(len(uniform), np.int64)
+        levels = [blocks["sum"] for blocks in self._blocks[-2::-1]]
+        for children in (*levels, self.leaves.reshape(-1, FAN_OUT)):
+            found = _by_group(children[slots])
+            group, mass = _part_of(_running(found)[:, -1], mass)
+            child, mass = _part_of(found[np.arange(len(slots)), :, group], mass)
+            slots = slots * FAN_OUT + _GROUPS * child + group
+        return rows_in(slots, stop, ring) if ring else slots + base, self.leaves[slots]
+
+
+def _by_group(children: np.ndarray) -> np.ndarray:
+    """Return children [n, 16] as [n, child, group]."""
+    return children.reshape(-1, FAN_OUT // _GROUPS, _GROUPS)
+
+
+def _running(numbers: np.ndarray) -> np.ndarray:
+    """Return running sums of numbers [n, 4, ...], made from the first to the last."""
+    return numbers.cumsum(axis=1, dtype=np.float64)
+
+
+def _part_of(parts: np.ndarray, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return in which of its parts, [n, 4], each ``mass`` [n] lies, and where in that part."""
+    until, each = _running(parts), np.arange(len(parts))
+    number = (until <= mass[:, None]).sum(axis=1)
+    before = np.where(number > 0, until[each, number - 1], 0)
+    end = parts[each, number].astype(np.float64)
+    return number, np.minimum(mass - before, np.nextafter(end, 0))
