@@ -17,6 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from queue import Empty
 from threading import RLock
+from time import perf_counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -77,6 +78,20 @@ def states_of_lanes(wrapper: VectorWrapper) -> tuple[str, ...]:
     elif isinstance(wrapper, NormalizeReward):
         names = ("accumulated_reward", "_prev_dones")
     return tuple(name for name in names if hasattr(wrapper, name))
+
+
+def begin_lanes(wrapper: VectorWrapper, name: str, lanes: NDArray[np.bool_]) -> None:
+    """Let ``lanes`` of one of these states be as after a reset, and no others."""
+    state = getattr(wrapper, name)
+    if state.dtype == np.bool_:
+        state = state.copy()  # the infos of the last step have it
+        setattr(wrapper, name, state)
+    state[lanes] = perf_counter() if name == "episode_start_times" else 0
+
+
+def statistics_key(wrapper: VectorWrapper) -> str:
+    """The name of the entry that `RecordEpisodeStatistics` adds to infos; empty for others."""
+    return str(getattr(wrapper, "_stats_key", ""))
 
 
 def mend_joint_types() -> None:

@@ -135,14 +135,25 @@ def stepping_vector(vector: VectorTraits) -> Decision:
     )
 
 
-def stepping_wrapped(wrapped: Decision, inner: Decision) -> Decision:
-    """Choose how wrappers are stepped: lanes in turn ``within`` them, or all by the ``vector``.
+def stepping_wrapped(wrapped: Decision, inner: Decision, others: Sequence[str]) -> Decision:
+    """Choose how wrappers are stepped: lanes in turn within them, or all by the ``vector``.
+
+    That is ``through`` wrappers that look at rewards and ends alone, or ``within`` any.
 
     Args:
         wrapped: the decision for the wrappers, which are no bare vector.
         inner: the decision for the vector in them.
+        others: wrappers that may look at more.
     """
-    return Decision("within", wrapped.because) if inner.way == "in turn" else wrapped
+    if inner.way != "in turn":
+        return wrapped
+    found = choose(
+        "through",
+        "within",
+        (bool(others), f"a wrapper may look at more than rewards: {', '.join(others)}"),
+        way="through",
+    )
+    return Decision(found.way, found.because or wrapped.because)
 
 
 def stepping_compiled(*, apart: bool, small: bool) -> Decision:
@@ -398,8 +409,8 @@ class RunPlan:
     acts: Decision
     """The chooser of actions: ``network``, ``module``, ``drawn``."""
     steps: Decision
-    """Stepping of lanes: ``in turn``, ``within`` wrappers, by the ``vector`` or ``system``,
-    ``arriving``, by the ``environment``."""
+    """Stepping of lanes: ``in turn``, ``through`` or ``within`` wrappers, by the ``vector`` or
+    ``system``, ``arriving``, by the ``environment``."""
     observations: Decision
     """Observations: the system writes them to the ``slab``, or they are ``copied``."""
     writes: Decision

@@ -22,6 +22,7 @@ WAYS: Final = {
     "kernel": "the extension in C does what Python and NumPy do otherwise",
     "network": "a policy's network is called without the TensorDicts around it",
     "in-turn": "the lanes of a bare SyncVectorEnv are stepped one after the other",
+    "through": "wrappers that look at rewards and ends alone are handed nothing else",
     "packed": "small arrays that a compiled step of JAX returns come in one",
     "lend": "a system writes its observations into the slab itself",
     "views": "a step of one small column of each kind is copied to views of its slot",

@@ -145,7 +145,8 @@ class InfoColumns:
         if lacking and self._lacking is rows:
             return
         self._put(rows, partial(lookup, info), lanes, False)
-        self._lacking = rows if lacking else None
+        if lacking:
+            self._lacking = rows
 
     def write_reset(
         self, rows: Sequence[Array], info: Mapping[str, Any], lanes: Mask | None = None

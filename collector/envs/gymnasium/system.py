@@ -26,7 +26,11 @@ from tallyroll.collector.envs.gymnasium.vector_rules import (
     refuse_texts,
     rewards_of,
 )
-from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers, stepping_of
+from tallyroll.collector.envs.gymnasium.within_wrappers import (
+    ThroughWrappers,
+    WithinWrappers,
+    stepping_of,
+)
 from tallyroll.collector.envs.reaching.vectors import reached_vector
 from tallyroll.collector.envs.system import Declares, Into, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
@@ -194,15 +198,13 @@ class GymnasiumSystem(System):
             self.infos.declare(info)
             self.declares = self._declared()
         self._in_turn = self._into = self._within = None
+        how: Any = {"reset_slots": self._after_end == RESET_SLOT, "given": given}
         if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
-            self._in_turn = LanesInTurn(
-                self.env,
-                self.infos or None,
-                reset_slots=self._after_end == RESET_SLOT,
-                given=given,
-            )
+            self._in_turn = LanesInTurn(self.env, self.infos or None, **how)
             if self._in_turn.fills_slots and type(self).step is GymnasiumSystem.step:
                 self._into = self._step_into
+        elif self.stepped_by.way == "through":
+            self._in_turn = ThroughWrappers(self.env, self.infos, **how)
         elif self.stepped_by.way == "within":
             self._within = WithinWrappers(self.env)
         self._infos_of_step = self.infos.new_rows()

@@ -72,7 +72,7 @@ class VectorRules:
         """
         _require_vector(env)
         one_of("reset_slots", reset_slots, ResetSlots)
-        mode, wrappers = autoreset_mode(env), list(_wrappers(env))
+        mode, wrappers = autoreset_mode(env), list(wrappers_of(env))
         if any(isinstance(each, DictInfoToList) for each in wrappers) and (
             infos or mode is AutoresetMode.SAME_STEP
         ):
@@ -142,8 +142,8 @@ def _forgets_resets(env: VectorEnv, mode: AutoresetMode, reset_masks: bool | Non
     return not reset_masks if base.worker is not None else not base.shared_memory
 
 
-def _wrappers(env: VectorEnv) -> Iterator[VectorWrapper]:
-    """The vector wrappers of ``env``, outermost first."""
+def wrappers_of(env: VectorEnv) -> Iterator[VectorWrapper]:
+    """Yield the vector wrappers of ``env``, outermost first."""
     while isinstance(env, VectorWrapper):
         yield env
         env = env.env

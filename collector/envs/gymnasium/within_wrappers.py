@@ -1,41 +1,93 @@
 """Steps and resets by mask of a `SyncVectorEnv` within wrappers: lanes in turn, the rest as ever.
 
-Most infos of lanes are empty, and are not merged; flags and rewards are read as they come.
+Most infos of lanes are empty, and are not merged; flags and rewards are read as they come. Wrappers
+of Gymnasium that look at rewards and ends alone are not handed observations either.
 """
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import concatenate
+from gymnasium.wrappers import vector
 from numpy.typing import NDArray
 
 from tallyroll.collector.compat import (
     ENDED,
     OBSERVATIONS,
     OWN_OBSERVATIONS,
+    begin_lanes,
+    count_true,
     info_merge,
     own_observations,
+    states_of_lanes,
+    statistics_key,
 )
+from tallyroll.collector.envs.gymnasium.infos import InfoColumns
 from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
 from tallyroll.collector.envs.gymnasium.lane_rows import Rows
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
-from tallyroll.collector.envs.system import Mask
+from tallyroll.collector.envs.gymnasium.vector_rules import wrappers_of
+from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.run_plan import Decision, stepping_vector, stepping_wrapped
 from tallyroll.storage.engine.kernel import table_of
 
 _EMPTY = 3
 """The kind of an entry that is an empty dictionary; see `Kernel.step_lanes`."""
+_LOOK_AT_REWARDS = {
+    kind: (kind.step, kind.reset)
+    for kind in (
+        vector.RecordEpisodeStatistics,
+        vector.NormalizeReward,
+        vector.TransformReward,
+        vector.VectorizeTransformReward,
+        vector.ClipReward,
+    )
+}
+"""Wrappers that hand on observations, flags and infos as they come, and their methods."""
+_OF_ENDS = ("final_obs", "final_info", "_final_obs", "_final_info")
 
 
-class _AsTheVector(LaneResults):
-    """Observations and infos of a step, put together as ``env`` itself does."""
+class _Merging(LaneResults):
+    """Columns of observations, and infos put together as ``env`` itself does.
+
+    Final observations are not among them.
+    """
 
     def __init__(self, env: SyncVectorEnv) -> None:
         super().__init__(env, None)
-        self._env, self.tells, self.address = env, True, 0
+        self._env, self.tells = env, True
         self.infos: dict[str, Any] = {}
+
+    def begin(self, lent: Any) -> Rows:
+        """Begin a step without an info."""
+        self.infos = {}
+        return super().begin(lent)
+
+    def begin_reset(self, lent: Any) -> Rows:
+        """Begin a reset of some lanes without an info."""
+        self.infos = {}
+        return super().begin_reset(lent)
+
+    def tell(self, lane: int, info: Any, of: int) -> None:
+        """Merge the info of a lane, if there is anything in it."""
+        if info:
+            info = {"final_info": info} if of == Of.LAST else info
+            self.infos = info_merge(self._env)(self.infos, info, lane)
+
+    def entries(self) -> tuple[Any, ...]:
+        """Return one that only an empty info is, so that others are handed to :meth:`tell`."""
+        return (((), None, table_of([0, 0, _EMPTY, 0])),)
+
+
+class _AsTheVector(_Merging):
+    """Observations and infos of a step, put together as ``env`` itself does."""
+
+    def __init__(self, env: SyncVectorEnv) -> None:
+        super().__init__(env)
+        self.address = 0
 
     def begin(self, lent: Any) -> Rows:
         """Begin a step whose observations are put into ``lent``, the vector's own."""
@@ -63,10 +115,6 @@ class _AsTheVector(LaneResults):
             info = {"final_obs": seen, "final_info": info}
         if info:
             self.infos = info_merge(self._env)(self.infos, info, lane)
-
-    def entries(self) -> tuple[Any, ...]:
-        """Return one that only an empty info is, so that others are handed to :meth:`tell`."""
-        return (((), None, table_of([0, 0, _EMPTY, 0])),)
 
 
 class WithinWrappers(LanesInTurn):
@@ -142,10 +190,144 @@ class WithinWrappers(LanesInTurn):
         return obs.copy() if type(obs) is np.ndarray else deepcopy(obs)
 
 
+class ThroughWrappers(LanesInTurn):
+    """Lanes in turn inside of wrappers that look at rewards and ends alone.
+
+    Steps between ends are added to their statistics here. The others are handed to the wrappers'
+    own ``step``, without observations; final ones stay out of the infos. A reset by mask begins the
+    lanes that it asks for, and their part of the statistics.
+
+    Args:
+        env: the wrappers around a vector.
+        infos: entries of the wrappers' infos that are columns.
+        reset_slots: nothing has to be done at an end, for the next slot is a reset.
+        given: the lanes, whose resets are given what was drawn; None: nothing was.
+    """
+
+    fills_slots = False
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        infos: InfoColumns,
+        *,
+        reset_slots: bool = False,
+        given: list[Any] | None = None,
+    ) -> None:
+        base: Any = env.unwrapped
+        self._wrapped, self._columns, self._merged = env, infos, _Merging(base)
+        wrappers: list[Any] = [*wrappers_of(env)]
+        self._own_names = [vars(each) for each in wrappers]
+        self._states = [(each, name) for each in wrappers for name in states_of_lanes(each)]
+        kinds = vector.RecordEpisodeStatistics, vector.NormalizeReward
+        self._inner_first = wrappers[::-1]
+        self._counting = [each for each in wrappers if type(each) is kinds[0]]
+        # Steps between ends add to returns and lengths; of other statistics more changes.
+        self._adds = not any(type(each) is kinds[1] for each in wrappers)
+        self._told, self._told_last, self._untold = (infos.new_rows() for _ in range(3))
+        self._of_ends = all(each.fill is not None and len(each.key) > 1 for each in infos.infos)
+        # Entries that a wrapper adds at an end, and that the infos of other steps lack.
+        super().__init__(base, reset_slots=reset_slots, results=self._merged, given=given)
+        self._as_returned = self._what_was_returned  # one object
+        self._asked: Any = None
+        self._returned: Any = None
+
+    def __reduce__(self) -> Any:
+        made = partial(type(self), reset_slots=self._reset_slots)
+        return made, (self._wrapped, self._columns)
+
+    @property
+    def are_alone(self) -> bool:
+        """True if each ``step`` and ``reset``, of vector and wrappers, is that of its class."""
+        own, ours = self._own, self._as_returned
+        if "reset" in own or own.get("step", ours) is not ours:
+            return False
+        for own in self._own_names:  # noqa: SIM110  `all` takes three times as long
+            if "step" in own or "reset" in own:
+                return False
+        return True
+
+    def step(self, action: NDArray[Any], lent: NDArray[Any] | None) -> Step:
+        """Step every lane, and return the wrappers' rewards, and columns of infos."""
+        out, infos, info = self.step_into(action, None, None), self._columns, self._merged.infos
+        assert out is not None, "there is no slot"
+        obs, (reward,), terminated, truncated, final = out[:5]
+        ended, reward, are_told = self._own[ENDED], reward.copy(), bool(info)
+        if self._adds and self._are_between(ended):
+            for each in self._inner_first:
+                if type(each) is vector.RecordEpisodeStatistics:
+                    each.episode_returns += reward
+                    each.episode_lengths += 1
+                else:
+                    reward = each.rewards(reward)
+        else:
+            reward = self._by_wrappers(action, (None, reward, terminated, truncated, info))
+        if not infos:
+            return Step(obs, (reward,), terminated, truncated, final)
+        told = self._told if info else self._untold
+        if final is None:
+            infos.write(told, info)
+        else:
+            infos.write_final(self._told_last, info, ended)
+            final = [*final, *self._told_last]
+            # Lanes that ended show the infos of their reset here.
+            if are_told or not self._of_ends:
+                infos.write_shown(told, info, ended)
+            else:
+                infos.write(told := self._untold, {})
+        return Step([*obs, *told], (reward,), terminated, truncated, final)
+
+    def _are_between(self, ended: Mask) -> bool:
+        """Return whether no episode begins or ends in this step, as statistics see it."""
+        for each in self._counting:
+            if count_true(ended) or count_true(each.prev_dones):
+                return False
+        return True
+
+    def _by_wrappers(self, action: Any, returned: tuple[Any, ...]) -> Any:
+        """Return the rewards of the wrappers' own steps, if the vector ``returned`` this."""
+        own = self._own
+        try:
+            own["step"], self._asked, self._returned = self._as_returned, action, returned
+            return self._wrapped.step(action)[1]
+        finally:
+            own.pop("step", None)
+
+    def _what_was_returned(self, actions: Any) -> Any:
+        """Return what wrappers look at."""
+        if actions is not self._asked:  # an interrupt left this in the vector's place
+            self._own.pop("step", None)
+            return self._env.step(actions)
+        return self._returned
+
+    def reset(self, lanes: Mask, lent: NDArray[Any] | None) -> Rows:
+        """Reset ``lanes``, of the statistics too, and return columns with their rows."""
+        rows, infos = super().reset(lanes, lent), self._columns
+        for each, name in self._states:
+            begin_lanes(each, name, lanes)
+        if not infos:
+            return rows
+        info = self._merged.infos
+        if info or not self._of_ends:
+            told = infos.new_rows()
+            infos.write_reset(told, info, lanes)
+        else:
+            infos.write(told := self._untold, {})
+        return [*rows, *told]
+
+
 def stepping_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> Decision:
     """Choose how the lanes of ``env`` are stepped; see `run_plan.stepping_vector`."""
     found = stepping_vector(traits_of(env, infos=infos, many_rewards=many_rewards))
     if not isinstance(env, VectorWrapper):
         return found
     inner = stepping_vector(traits_of(env.unwrapped, infos=True, many_rewards=many_rewards))
-    return stepping_wrapped(found, inner)
+    others = [type(each).__name__ for each in wrappers_of(env) if not _looks_at_rewards(each)]
+    return stepping_wrapped(found, inner, others)
+
+
+def _looks_at_rewards(wrapper: VectorWrapper) -> bool:
+    """Return whether ``wrapper`` is one of Gymnasium's that look at rewards and ends alone."""
+    kind: Any = type(wrapper)
+    known = _LOOK_AT_REWARDS.get(kind) == (kind.step, kind.reset)
+    return known and statistics_key(wrapper) not in _OF_ENDS

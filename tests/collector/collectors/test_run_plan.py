@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -179,6 +179,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "random": ({"policy": None}, {"acts": "drawn"}),
     "a wrapper": (
         {"env": lambda: RecordEpisodeStatistics(vector())},
+        {"steps": "through", "observations": "copied", "writes": "views"},
+    ),
+    "a wrapper that may look at more": (
+        {"env": lambda: VectorWrapper(vector())},
         {"steps": "within", "observations": "copied", "writes": "views"},
     ),
     "a wrapper of another vector": (
@@ -324,6 +328,7 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "kernel": {"writes", "batches", "commits", "extension"} if KERNEL else set(),
         "network": {"acts"},
         "in-turn": {"steps", "writes"} if KERNEL else {"steps"},
+        "through": set(),
         "packed": set(),
         "lend": {"observations"},
         "views": {"writes"},

@@ -4,6 +4,7 @@ import copy
 import gc
 import re
 import weakref
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -11,14 +12,21 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from hypothesis import given
+from gymnasium.wrappers.vector import (
+    ClipReward,
+    NormalizeReward,
+    RecordEpisodeStatistics,
+    TransformReward,
+    VectorizeTransformReward,
+)
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tallyroll.collector.compat import ENDED, own_observations
+from tallyroll.collector.compat import ENDED, own_observations, states_of_lanes
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
+from tallyroll.collector.envs.gymnasium.vector_rules import wrappers_of
 from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers
 from tallyroll.collector.envs.stepping.writing import putting
 from tallyroll.collector.errors import EnvironmentRefused, TransitionError, ValueRefused
@@ -827,9 +835,11 @@ def test_within_wrappers_the_vector_returns_what_its_own_step_does(
     steps=st.integers(1, 9),
     mode=st.sampled_from(AutoresetMode),
     infos=st.lists(st.sampled_from(["float", "sometimes", "at ends", "array"]), max_size=1),
+    way=st.sampled_from(["through", "within"]),
 )
+@settings(max_examples=50)
 def test_statistics_are_the_same_whichever_way_lanes_are_stepped(
-    lengths: Any, steps: Any, mode: Any, infos: Any
+    lengths: Any, steps: Any, mode: Any, infos: Any, way: str
 ) -> None:
     wanted = [Info("episode/r", dtype="float64", fill=-1), Info("episode/l", dtype=int, fill=0)]
     wanted += [INFOS[name][0] for name in infos]
@@ -840,8 +850,10 @@ def test_statistics_are_the_same_whichever_way_lanes_are_stepped(
 
     ours, theirs = system(), system()
     seeds = [*range(len(lengths))]
-    same_rows(without("in-turn", lambda: theirs.reset(None, seeds)), ours.reset(None, seeds))
-    assert (ours.stepped_by.way, theirs.stepped_by.way) == ("within", "vector")
+    first = without("in-turn", lambda: theirs.reset(None, seeds))
+    slower = "through" if way == "within" else "packed"
+    same_rows(first, without(slower, lambda: ours.reset(None, seeds)))
+    assert (ours.stepped_by.way, theirs.stepped_by.way) == (way, "vector")
     told = 0
     for _ in range(steps):
         action = ours.env.action_space.sample()
@@ -867,7 +879,196 @@ def test_statistics_are_the_same_whichever_way_lanes_are_stepped(
     assert told == ours.env.episode_count
 
 
-def test_a_lane_that_fails_within_wrappers_is_named_and_the_vector_left_as_it_was() -> None:
+WRAPPERS = {
+    "statistics": RecordEpisodeStatistics,
+    "normal": NormalizeReward,
+    "clip": partial(ClipReward, min_reward=0.5, max_reward=2.2),
+    "half": partial(TransformReward, func=lambda reward: np.divide(reward, 2, out=reward)),
+    "each": partial(
+        VectorizeTransformReward,
+        wrapper=gymnasium.wrappers.TransformReward,
+        func=lambda reward: reward * 3,
+    ),
+}
+"""Those that look at rewards and ends alone; "half" writes to the rewards that it gets."""
+
+
+def remembered(env: Any) -> list[Any]:
+    """What the wrappers around a vector remember of episodes, but for times."""
+    found = []
+    for each in wrappers_of(env):
+        names = [name for name in states_of_lanes(each) if name != "episode_start_times"]
+        found += [getattr(each, name) for name in names]
+        if isinstance(each, RecordEpisodeStatistics):
+            queues = each.return_queue, each.length_queue
+            found += [each.episode_count, [*map(list, queues)], len(each.time_queue)]
+        if isinstance(each, NormalizeReward):
+            found += [each.return_rms.mean, each.return_rms.var, each.return_rms.count]
+    return found
+
+
+def began(env: Any) -> Any:
+    """The times at which the statistics of lanes began."""
+    found = [each for each in wrappers_of(env) if isinstance(each, RecordEpisodeStatistics)]
+    return found[0].episode_start_times.copy() if found else np.zeros(env.num_envs)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    steps=st.integers(1, 12),
+    mode=st.sampled_from(AutoresetMode),
+    form=st.sampled_from([*FORMS]),
+    infos=SOME_INFOS,
+    chain=st.lists(st.sampled_from([*WRAPPERS]), min_size=1, max_size=3, unique=True),
+    by_itself=st.sets(st.integers(0, 11)),
+    by_mask=st.sets(st.integers(0, 11)),
+)
+@example([4, 3], 6, AutoresetMode.DISABLED, "array", [], ["half", "statistics"], {2}, set())
+@settings(max_examples=50)
+def test_through_wrappers_all_is_as_by_their_own_steps(
+    lengths: Any,
+    steps: Any,
+    mode: Any,
+    form: Any,
+    infos: Any,
+    chain: Any,
+    by_itself: Any,
+    by_mask: Any,
+) -> None:
+    """Also where the wrappers are stepped by hand in between, and what they remember."""
+    columns = [Info("episode/r", dtype="float64", fill=-1), Info("episode/l", dtype=int, fill=0)]
+    columns = [*(columns if "statistics" in chain else ()), *(INFOS[each][0] for each in infos)]
+
+    def system() -> Any:
+        env = vector(lengths, mode, made=Telling, form=form, infos=infos)
+        for name in chain:
+            env = WRAPPERS[name](env)
+        return GymnasiumSystem(env, infos=columns)
+
+    ours, theirs = system(), system()
+    seeds = [*range(len(lengths))]
+    same_rows(without("in-turn", lambda: theirs.reset(None, seeds)), ours.reset(None, seeds))
+    assert (ours.stepped_by.way, theirs.stepped_by.way) == ("through", "vector")
+    for at in range(steps):
+        action = ours.env.action_space.sample()
+        since = began(ours.env), began(theirs.env)
+        if at in by_itself:
+            wanted, found = theirs.env.step(action), ours.env.step(action)
+            for index in (1, 2, 3):
+                same(wanted[index], found[index])
+            ended = wanted[2] | wanted[3]
+        else:
+            one, other = theirs.step([action]), ours.step([action])
+            ended = one.terminated | one.truncated
+            same_rows((*one.obs, *one.reward, *one[2:4]), (*other.obs, *other.reward, *other[2:4]))
+            assert (one.final is None) == (other.final is None)
+            if one.final is not None:
+                same_rows(one.final, other.final, ended)
+        if at in by_mask and mode is not AutoresetMode.DISABLED:
+            ended = np.arange(len(lengths)) % 2 == 0
+        if ended.any() and (at in by_mask or mode is AutoresetMode.DISABLED):
+            same_rows(theirs.reset(ended, None), ours.reset(ended, None), ended)
+        for want, got in zip(remembered(theirs.env), remembered(ours.env), strict=True):
+            same(want, got)
+        later = [began(each.env) > then for each, then in zip((ours, theirs), since, strict=True)]
+        same(*later)
+        for get in (own_observations, lambda env: np.asarray(getattr(env.unwrapped, ENDED))):
+            same(get(theirs.env), get(ours.env))
+        np.testing.assert_array_equal(ours.infos.steps, theirs.infos.steps)
+    for a, b in zip(ours.env.unwrapped.envs, theirs.env.unwrapped.envs, strict=True):
+        assert repr(a.calls) == repr(b.calls)
+
+
+def test_infos_of_a_step_are_not_changed_by_a_reset_through_wrappers() -> None:
+    system = GymnasiumSystem(RecordEpisodeStatistics(vector((1, 3))))
+    system.reset(None, [1, 2])
+    info = system.env.step(np.array([0, 0]))[-1]
+    system.reset(np.array([True, False]), None)
+    assert info["_episode"].tolist() == [True, False]
+    assert system.env.prev_dones.tolist() == [False, False]
+
+
+def test_an_info_of_a_lane_that_is_named_as_the_statistics_is_refused_by_their_wrapper() -> None:
+    class Named(Scripted):
+        def step(self, action: Any) -> Any:
+            return *super().step(action)[:4], {"episode": 1} if self.length == 3 else {}
+
+    system = GymnasiumSystem(RecordEpisodeStatistics(vector((1, 3), made=Named)))
+    system.reset(None, [1, 2])
+    assert system.stepped_by.way == "through"
+    with pytest.raises(ValueError, match=r"this key already exists in info: .*'episode'"):
+        system.step([np.array([0, 0])])
+
+
+def test_an_interrupt_between_two_lines_leaves_a_vector_that_steps_itself() -> None:
+    """Of the step through wrappers, whose last line takes back what its first one put there."""
+    system = GymnasiumSystem(RecordEpisodeStatistics(vector((9, 9))))
+    system.reset(None, [1, 2])
+    system.step([np.array([1, 2])])
+    vars(system.env.unwrapped)["step"] = system._in_turn._as_returned
+    assert system._in_turn.are_alone
+    assert system.env.step(np.array([3, 4]))[0].tolist() == [[0, 2, 3], [0, 2, 4]]
+    assert "step" not in vars(system.env.unwrapped)
+
+
+def subclassed(env: Any) -> Any:
+    class Own(ClipReward):
+        pass
+
+    return Own(env, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "others"),
+    [
+        (subclassed, "Own"),
+        (lambda env: ClipReward(Keeping(RecordEpisodeStatistics(env)), 0, 1), "Keeping"),
+        (lambda env: RecordEpisodeStatistics(env, stats_key="final_info"), "RecordEpisodeStati"),
+    ],
+)
+def test_wrappers_that_may_look_at_more_are_handed_all(wrap: Any, others: str) -> None:
+    system = GymnasiumSystem(wrap(vector((9, 9))))
+    system.reset(None, [1, 2])
+    assert system.stepped_by.way == "within"
+    assert f"a wrapper may look at more than rewards: {others}" in system.stepped_by.because
+
+
+def test_a_patched_class_of_wrappers_is_handed_all(monkeypatch: Any) -> None:
+    real = RecordEpisodeStatistics.step
+    monkeypatch.setattr(RecordEpisodeStatistics, "step", lambda self, action: real(self, action))
+    system = GymnasiumSystem(RecordEpisodeStatistics(vector((9, 9))))
+    system.reset(None, [1, 2])
+    assert system.stepped_by.way == "within"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_through_wrappers_a_step_that_somebody_put_in_is_called(depth: int) -> None:
+    env = vector((9, 9))
+    chain = [env, RecordEpisodeStatistics(env), ClipReward(RecordEpisodeStatistics(env), 0, 1)]
+    chain[2].env = chain[1]
+    system = GymnasiumSystem(chain[2])
+    system.reset(None, [1, 2])
+    assert system.stepped_by.way == "through"
+    at, seen = chain[depth], []
+    real = at.step
+
+    def looking(action: Any) -> Any:
+        out = real(action)
+        seen.append(out[0].tolist())
+        return out
+
+    at.step = looking
+    out = system.step([np.array([1, 2])])
+    assert seen == [out.obs[0].tolist()] == [[[0, 1, 1], [0, 1, 2]]]
+    assert out.reward[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "way"), [(Keeping, "within"), (RecordEpisodeStatistics, "through")]
+)
+def test_a_lane_that_fails_within_wrappers_is_named_and_the_vector_left_as_it_was(
+    wrap: Any, way: str
+) -> None:
     class Failing(Scripted):
         def step(self, action: Any) -> Any:
             if action == 4:
@@ -875,9 +1076,9 @@ def test_a_lane_that_fails_within_wrappers_is_named_and_the_vector_left_as_it_wa
             obs, *rest = super().step(action)
             return (obs[:2] if action == 3 else obs), *rest
 
-    system = GymnasiumSystem(Keeping(vector((9, 9), made=Failing)))
+    system = GymnasiumSystem(wrap(vector((9, 9), made=Failing)))
     system.reset(None, [1, 2])
-    assert system.stepped_by.way == "within"
+    assert system.stepped_by.way == way
     with pytest.raises(ValueRefused, match=r"at lane 1: .*got float32 \[2\]"):
         system.step([np.array([1, 3])])
     with pytest.raises(RuntimeError, match="no") as caught:
@@ -926,3 +1127,15 @@ def test_copies_of_a_system_step_their_own_vector_within_wrappers() -> None:
     system.step([np.array([1, 1])])
     assert other.step([np.array([2, 2])]).obs[0].tolist() == [[0, 1, 2]] * 2
     assert [len(each.env.given) for each in (system, other)] == [1, 1]
+
+
+def test_copies_of_a_system_step_their_own_vector_through_wrappers() -> None:
+    infos = [Info("episode/r", dtype="float64", fill=-1)]
+    system = GymnasiumSystem(RecordEpisodeStatistics(vector((3, 2))), infos=infos)
+    system.reset(None, [1, 2])
+    system.step([np.array([1, 1])])
+    other = cloudpickle.loads(cloudpickle.dumps(system))
+    found = [each.step([np.array([2, 2])]).obs[1].tolist() for each in (system, other)]
+    assert found[0] == found[1] == pytest.approx([-1, 3.2])
+    assert [each.env.episode_count for each in (system, other)] == [1, 1]
+    assert system.infos is not other.infos
