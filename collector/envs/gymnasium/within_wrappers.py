@@ -19,6 +19,7 @@ from tallyroll.collector.compat import (
     OBSERVATIONS,
     OWN_OBSERVATIONS,
     begin_lanes,
+    count_true,
     info_merge,
     own_observations,
     states_of_lanes,
@@ -192,8 +193,9 @@ class WithinWrappers(LanesInTurn):
 class ThroughWrappers(LanesInTurn):
     """Lanes in turn inside of wrappers that look at rewards and ends alone.
 
-    The wrappers' own ``step`` gets these, and keeps its statistics; final observations stay out of
-    the infos. A reset by mask begins the lanes that it asks for, and their part of the statistics.
+    Steps between ends are added to their statistics here. The others are handed to the wrappers'
+    own ``step``, without observations; final ones stay out of the infos. A reset by mask begins the
+    lanes that it asks for, and their part of the statistics.
 
     Args:
         env: the wrappers around a vector.
@@ -214,19 +216,21 @@ class ThroughWrappers(LanesInTurn):
     ) -> None:
         base: Any = env.unwrapped
         self._wrapped, self._columns, self._merged = env, infos, _Merging(base)
-        wrappers = [*wrappers_of(env)]
+        wrappers: list[Any] = [*wrappers_of(env)]
         self._own_names = [vars(each) for each in wrappers]
         self._states = [(each, name) for each in wrappers for name in states_of_lanes(each)]
+        kinds = vector.RecordEpisodeStatistics, vector.NormalizeReward
+        self._inner_first = wrappers[::-1]
+        self._counting = [each for each in wrappers if type(each) is kinds[0]]
+        # Steps between ends add to returns and lengths; of other statistics more changes.
+        self._adds = not any(type(each) is kinds[1] for each in wrappers)
         self._told, self._told_last, self._untold = (infos.new_rows() for _ in range(3))
         self._of_ends = all(each.fill is not None and len(each.key) > 1 for each in infos.infos)
         # Entries that a wrapper adds at an end, and that the infos of other steps lack.
         super().__init__(base, reset_slots=reset_slots, results=self._merged, given=given)
-        self._lanes_alone = self._step_lanes_alone  # one object
+        self._as_returned = self._what_was_returned  # one object
         self._asked: Any = None
-        """The actions of a step that :meth:`step` asks for."""
-        self._out: Step
-        self._are_told = False
-        """The lanes themselves gave infos."""
+        self._returned: Any = None
 
     def __reduce__(self) -> Any:
         made = partial(type(self), reset_slots=self._reset_slots)
@@ -235,7 +239,7 @@ class ThroughWrappers(LanesInTurn):
     @property
     def are_alone(self) -> bool:
         """True if each ``step`` and ``reset``, of vector and wrappers, is that of its class."""
-        own, ours = self._own, self._lanes_alone
+        own, ours = self._own, self._as_returned
         if "reset" in own or own.get("step", ours) is not ours:
             return False
         for own in self._own_names:  # noqa: SIM110  `all` takes three times as long
@@ -245,38 +249,56 @@ class ThroughWrappers(LanesInTurn):
 
     def step(self, action: NDArray[Any], lent: NDArray[Any] | None) -> Step:
         """Step every lane, and return the wrappers' rewards, and columns of infos."""
-        own, infos = self._own, self._columns
-        try:
-            own["step"], self._asked = self._lanes_alone, action
-            _, reward, _, _, info = self._wrapped.step(action)
-        finally:
-            own.pop("step", None)
-        obs, _, terminated, truncated, final = self._out[:5]
+        out, infos, info = self.step_into(action, None, None), self._columns, self._merged.infos
+        assert out is not None, "there is no slot"
+        obs, (reward,), terminated, truncated, final = out[:5]
+        ended, reward, are_told = self._own[ENDED], reward.copy(), bool(info)
+        if self._adds and self._are_between(ended):
+            for each in self._inner_first:
+                if type(each) is vector.RecordEpisodeStatistics:
+                    each.episode_returns += reward
+                    each.episode_lengths += 1
+                else:
+                    reward = each.rewards(reward)
+        else:
+            reward = self._by_wrappers(action, (None, reward, terminated, truncated, info))
         if not infos:
             return Step(obs, (reward,), terminated, truncated, final)
         told = self._told if info else self._untold
         if final is None:
             infos.write(told, info)
         else:
-            ended = own[ENDED]
             infos.write_final(self._told_last, info, ended)
             final = [*final, *self._told_last]
             # Lanes that ended show the infos of their reset here.
-            if self._are_told or not self._of_ends:
+            if are_told or not self._of_ends:
                 infos.write_shown(told, info, ended)
             else:
                 infos.write(told := self._untold, {})
         return Step([*obs, *told], (reward,), terminated, truncated, final)
 
-    def _step_lanes_alone(self, actions: Any) -> Any:
-        """Step lanes, and return what wrappers look at."""
+    def _are_between(self, ended: Mask) -> bool:
+        """Return whether no episode begins or ends in this step, as statistics see it."""
+        for each in self._counting:
+            if count_true(ended) or count_true(each.prev_dones):
+                return False
+        return True
+
+    def _by_wrappers(self, action: Any, returned: tuple[Any, ...]) -> Any:
+        """Return the rewards of the wrappers' own steps, if the vector ``returned`` this."""
+        own = self._own
+        try:
+            own["step"], self._asked, self._returned = self._as_returned, action, returned
+            return self._wrapped.step(action)[1]
+        finally:
+            own.pop("step", None)
+
+    def _what_was_returned(self, actions: Any) -> Any:
+        """Return what wrappers look at."""
         if actions is not self._asked:  # an interrupt left this in the vector's place
             self._own.pop("step", None)
             return self._env.step(actions)
-        self._out = out = super().step(actions, None)
-        infos = self._merged.infos
-        self._are_told = bool(infos)
-        return None, out.reward[0].copy(), out.terminated, out.truncated, infos
+        return self._returned
 
     def reset(self, lanes: Mask, lent: NDArray[Any] | None) -> Rows:
         """Reset ``lanes``, of the statistics too, and return columns with their rows."""

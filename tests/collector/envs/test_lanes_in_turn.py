@@ -19,7 +19,7 @@ from gymnasium.wrappers.vector import (
     TransformReward,
     VectorizeTransformReward,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tallyroll.collector.compat import ENDED, own_observations, states_of_lanes
@@ -923,6 +923,7 @@ def began(env: Any) -> Any:
     by_itself=st.sets(st.integers(0, 11)),
     by_mask=st.sets(st.integers(0, 11)),
 )
+@example([4, 3], 6, AutoresetMode.DISABLED, "array", [], ["half", "statistics"], {2}, set())
 @settings(max_examples=50)
 def test_through_wrappers_all_is_as_by_their_own_steps(
     lengths: Any,
@@ -1004,7 +1005,7 @@ def test_an_interrupt_between_two_lines_leaves_a_vector_that_steps_itself() -> N
     system = GymnasiumSystem(RecordEpisodeStatistics(vector((9, 9))))
     system.reset(None, [1, 2])
     system.step([np.array([1, 2])])
-    vars(system.env.unwrapped)["step"] = system._in_turn._lanes_alone
+    vars(system.env.unwrapped)["step"] = system._in_turn._as_returned
     assert system._in_turn.are_alone
     assert system.env.step(np.array([3, 4]))[0].tolist() == [[0, 2, 3], [0, 2, 4]]
     assert "step" not in vars(system.env.unwrapped)
