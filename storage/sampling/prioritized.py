@@ -43,11 +43,11 @@ from tallyroll.storage.sampling.starts import Starts
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_writer import RowWriter
 from tallyroll.storage.trajectories.mapping import (
-    check_positive,
     done_keys,
     init_keys,
     slice_marks,
 )
+from tallyroll.storage.trajectories.windows import check_positive
 
 ROW: Final[Key] = ("collector", "row")
 WEIGHT: Final = "priority_weight"

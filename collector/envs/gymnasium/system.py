@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 from torchrl.data import Unbounded
 
-from tallyroll.collector.compat import ENDED, OBSERVATIONS, own_observations
+from tallyroll.collector.compat import OBSERVATIONS, own_observations
 from tallyroll.collector.envs.exact import terminated_of, truncated_of
 from tallyroll.collector.envs.gymnasium.given_resets import KEPT, GivenResets, takes_resets
 from tallyroll.collector.envs.gymnasium.info_merge import install
@@ -247,7 +247,7 @@ class GymnasiumSystem(System):
                 lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
                 out = self._in_turn.step(action[0], lent)
                 if not self._infoless:
-                    self.infos.count(getattr(self.env.unwrapped, ENDED), None, self._after_end)
+                    self.infos.count(out.terminated, out.truncated, self._after_end)
                 return out
             return self._step_vector(action[0])
         except ValueRefused as error:
