@@ -172,7 +172,7 @@ def test_one_of_two_policies_acts_there(device: str, tmp_path: Path) -> None:
 
 @here_and_there
 def test_states_of_a_recurrent_policy_stay_there(device: str, tmp_path: Path) -> None:
-    """Near, not bit-equal: a GPU adds in another order. States are of the lane's own steps."""
+    """Near, not bit-equal: cuDNN computes with fewer bits. States are of the lane's own steps."""
     rows = {}
     for where in ("cpu", device):
         _, policy = recurrent(GRUModule)
@@ -188,7 +188,7 @@ def test_states_of_a_recurrent_policy_stay_there(device: str, tmp_path: Path) ->
     (here, there) = rows.values()
     begun = there["collector", "step"] == 0
     assert (there["h"][begun] == 0).all()
-    torch.testing.assert_close(there["h"], here["h"], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(there["h"], here["h"], rtol=1e-2, atol=2e-3)
 
 
 class Drawing(TensorDictModuleBase):
