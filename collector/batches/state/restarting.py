@@ -58,6 +58,12 @@ class Restarting:
         ``keep``: as :meth:`keep`, with the rows that its storage has.
         """
         require_fit(state, self._run, self._beginning, resumed=True)
+        lanes, own = state.get("lanes"), self._run.lanes.lanes
+        if lanes not in (None, own):
+            raise StateError(
+                f"the checkpoint is of a collector with {lanes} lanes, got one with {own}; make as "
+                f"many (num_envs={lanes}), in any number of workers"
+            )
         if keep and not self.stored_run.goes_on:
             raise StateError(
                 'rows="keep": expected a collector that goes on with the run in its storage; make '

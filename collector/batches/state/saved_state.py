@@ -26,6 +26,7 @@ def saved_state(run: RunState, beginning: Beginning, rollout: TransitionSource) 
     return {
         "ledger": run.ledger.counts(),
         "seed": run.ledger.seed,
+        "lanes": run.lanes.lanes,
         "next_id": run.lanes.next_id,
         "open": int(run.lanes.open.sum()),
         "policy": state,

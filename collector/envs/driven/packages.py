@@ -59,7 +59,8 @@ VERSIONS: Final = "_versions"
 def packages_of(env: EnvBase) -> dict[str, str]:
     """Return versions of the packages that define an environment or compute it, by name.
 
-    Those of `versions` are left out. What only other processes have imported is not known here.
+    Those of `versions` are left out. What other processes alone have imported is not known here,
+    nor what a batched environment of TorchRL makes when it starts.
     """
     own, used = set[str](), set[str]()
     for each in _parts(env):
@@ -81,24 +82,34 @@ def packages_of(env: EnvBase) -> dict[str, str]:
 def _parts(env: EnvBase) -> Iterator[Any]:
     """Yield what an environment is within its wrappers, of many the first; or its class."""
     base: Any = [*chain(env)][-1]
-    if isinstance(base, SystemEnv):
-        yield base.system
-        base = getattr(base.system, "env", None)
+    yield base.system if isinstance(base, SystemEnv) else base
+    if not isinstance(base, SystemEnv):  # attributes of TorchRL's may start processes
+        many = vars(base).get("_envs")
+        base = many[0] if isinstance(many, list) and many else vars(base).get("_env")
+    else:
+        base = _of(base.system, "env")
     if base is None:
         return
     yield base
-    bare = getattr(base, "unwrapped", base)
-    many = getattr(bare, "envs", None)
+    bare = _of(base, "unwrapped") or base
+    many = _of(bare, "envs")
     if isinstance(many, (list, tuple)) and many:
-        yield getattr(many[0], "unwrapped", many[0])
+        yield _of(many[0], "unwrapped") or many[0]
     else:
         yield bare
-        entry = getattr(getattr(base, "spec", None), "entry_point", None)
+        entry = _of(_of(base, "spec"), "entry_point")
         if isinstance(entry, str):  # its environments are in other processes
             module, _, name = entry.partition(":")
             kind = getattr(sys.modules.get(module), name, None)
             if isinstance(kind, type):
                 yield kind
+
+
+def _of(each: object, name: str) -> Any:
+    try:
+        return getattr(each, name, None)
+    except Exception:  # noqa: BLE001  an attribute that raises is no reason to refuse it
+        return None
 
 
 def _used_by(module: ModuleType | None) -> set[str]:

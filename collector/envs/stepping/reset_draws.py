@@ -1,6 +1,6 @@
 """Seeds, options and contexts of resets, drawn one ahead, a lane each, and those under way."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ from tallyroll.collector.options.resets import (
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.dtypes import NUMPY, TORCH
 from tallyroll.storage.rows.keys import CONTEXT, RESET_SEED, Key
+
+_DRAWN_AHEAD = 16
+"""Resets of a lane whose options are drawn together."""
 
 
 class ResetDraws:
@@ -54,18 +57,20 @@ class ResetDraws:
         self._options: list[dict[str, Any]] = [{}] * d.lanes
         self._now_seed = np.zeros(d.lanes, np.int64)
         self._seed_ahead, self._seed_now = self._seeds.data, self._now_seed.data
-        self._both = [(self._now[name], values) for name, values in self._next.items()]
+        self._both = [(_items(self._now[name]), _items(each)) for name, each in self._next.items()]
         self._draws_options = resets.sampler is not None
         self._streams = Streams()
-        self._plain: list[tuple[str, Draw, NDArray[Any] | None]] | None = None
-        """How each option is drawn, and its column; None: of a function, and contexts, are not."""
+        self._plain: list[tuple[str, Draw, bool]] | None = None
+        """How each option is drawn, and whether it has a column; None: of a function, and contexts,
+        are not."""
         if isinstance(resets.sampler, Mapping) and not self._context:
             self._plain = [
-                (name, column_draw(name, draw, dtypes[name]), self._next[name])
+                (name, column_draw(name, draw, dtypes[name]), True)
                 if name in dtypes
-                else (name, draw, None)
+                else (name, draw, False)
                 for name, draw in resets.sampler.items()
             ]
+        self._numbers = [(name, _items(each)) for name, each in self._next.items()]
         self.told: Callable[[Sequence[int]], None] | None = None
         """Is called with the lanes whose next trajectories have begun; None: nothing is."""
         self.seed(int(np.random.SeedSequence().generate_state(1)[0]), 0, range(d.lanes))
@@ -90,7 +95,8 @@ class ResetDraws:
         """
         self._keys = [(seed, lane, incarnation) for lane in lanes]
         self._blocks = [0] * self._lanes
-        self._words: list[Iterator[int]] = [iter(())] * self._lanes
+        self._words: list[list[int]] = [[]] * self._lanes
+        self._drawn: list[list[dict[str, Any]]] = [[] for _ in range(self._lanes)]
         for lane in range(self._lanes):
             self._seeds[lane] = self._further(lane)
             if self._draws_options:
@@ -119,8 +125,7 @@ class ResetDraws:
             self._seed_now[lane] = seeds[lane]
             for now, ahead in self._both:
                 now[lane] = ahead[lane]
-            seed = next(words[lane], -1)
-            seeds[lane] = self._further(lane) if seed < 0 else seed
+            seeds[lane] = words[lane].pop() if words[lane] else self._further(lane)
             if draws:
                 self._draw(lane)
         if at and self.told is not None:
@@ -128,25 +133,22 @@ class ResetDraws:
 
     def _further(self, lane: int) -> int:
         """Draw more seeds for a lane, and return the first of them."""
-        words = self._words[lane] = reset_seeds(*self._keys[lane], self._blocks[lane])
+        words = [*reset_seeds(*self._keys[lane], self._blocks[lane])]
         self._blocks[lane] += 1
-        return next(words)
+        self._words[lane] = words[::-1]
+        return self._words[lane].pop()
 
     def _draw(self, lane: int) -> None:
         """Draw the options that go with a lane's next seed."""
-        rng = self._streams.of(self._seed_ahead[lane])
-        given: dict[str, Any] = {}
         if self._plain is not None:
-            for name, draw, ahead in self._plain:
-                value = draw.draw(rng)
-                if ahead is None:
-                    value = other_of(name, value)
-                else:
-                    ahead[lane] = value
-                given[name] = value
-            self._options[lane] = given
+            if not (drawn_ahead := self._drawn[lane]):
+                self._draw_ahead(lane, self._plain)
+            self._options[lane] = given = drawn_ahead.pop()
+            for name, ahead in self._numbers:
+                ahead[lane] = given[name]
             return
-        drawn = drawn_from(self._resets, rng)
+        given = {}
+        drawn = drawn_from(self._resets, self._streams.of(self._seed_ahead[lane]))
         if drawn.keys() != self._names:
             raise ArgumentError(
                 f"reset_sampler: expected the options {sorted(self._names)}, as at first, got "
@@ -163,6 +165,20 @@ class ResetDraws:
             else:
                 given[name] = self._next[name][lane] = number_of(name, value, dtype)
         self._options[lane] = given
+
+    def _draw_ahead(self, lane: int, plain: list[tuple[str, Draw, bool]]) -> None:
+        """Draw the options of a lane's next seed, and of some after it.
+
+        What draws them is in the processor's cache for the second one; between two resets of a
+        lane its steps drive it out.
+        """
+        seeds = [*self._words[lane][1 - _DRAWN_AHEAD :], self._seed_ahead[lane]]
+        for seed in seeds:
+            rng, given = self._streams.of(seed), {}
+            for name, draw, stored in plain:
+                value = draw.draw(rng)
+                given[name] = value if stored else other_of(name, value)
+            self._drawn[lane].append(given)
 
     def _put_context(self, name: str, lane: int, value: Any) -> None:
         """Draw a context, which a float of fewer digits may round; rows have the rounded one.
@@ -199,3 +215,8 @@ class ResetDraws:
             key: SlabColumn(TORCH[values.dtype], values.shape[1:])
             for key, values in self.now.items()
         }
+
+
+def _items(values: NDArray[Any]) -> Any:
+    """Return the values of lanes by the way in which one is read or written fastest."""
+    return values.data if values.ndim == 1 and values.dtype.kind in "bif" else values

@@ -350,6 +350,43 @@ def test_refused_with_nothing_changed(saved: Path, tmp_path: Path) -> None:
     assert not verify(rows).findings
 
 
+def test_other_lanes_are_refused_and_any_workers_go_on(tmp_path: Path) -> None:
+    """Rows of lanes that a run does not have would be of no lane; who steps them is free."""
+    options = {"frames_per_batch": 20, "total_frames": 80, "seed": 5}
+    for name in ("rows", None):
+        place = None if name is None else tmp_path / name
+        with SyncCollector("CartPole-v1", num_envs=3, storage=place, **options) as collector:
+            next(iter(collector))
+            save_checkpoint(tmp_path / f"of {name}", collector=collector)
+    said = "is of a collector with 3 lanes, got one with 2; make as many .num_envs=3"
+    with SyncCollector("CartPole-v1", num_envs=2, **options) as collector:
+        with pytest.raises(StateError, match=said):
+            load_checkpoint(tmp_path / "of None", collector=collector)
+        assert collector.ledger.stored == 0
+    with pytest.raises(StateError, match="has 3 lanes, got 2"):
+        SyncCollector("CartPole-v1", num_envs=2, storage=tmp_path / "rows", resume=True, **options)
+    with MultiprocessCollector(
+        "CartPole-v1",
+        num_envs=3,
+        num_workers=2,
+        transport="thread",
+        storage=tmp_path / "rows",
+        resume=True,
+        **options,
+    ) as collector:
+        assert load_checkpoint(tmp_path / "of rows", collector=collector).transitions == 20
+        assert sum(map(len, collector)) == 60
+    with open_storage(tmp_path / "rows") as storage:
+        assert len(storage) == 80
+        assert {*storage.column(("collector", "lane")).tolist()} == {0, 1, 2}
+    assert verify(tmp_path / "rows").findings == ()
+    storage = MemmapStorage(tmp_path / "rows", mode="append")
+    with storage, SyncCollector("CartPole-v1", num_envs=2, storage=storage, **options) as collector:
+        for rows in ("rewind", "keep"):
+            with pytest.raises(StateError, match=said):
+                load_checkpoint(tmp_path / "of rows", collector=collector, rows=rows)
+
+
 def test_a_reader_and_plain_states_know_of_rewinds(saved: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     with open_storage(rows) as reader:

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from torchrl.envs import GymEnv
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector, replay
 from tallyroll.storage import open_storage
@@ -108,3 +109,20 @@ def test_a_replay_names_those_that_differ(tmp_path: Path) -> None:
         "pytest": ("0.1", version("pytest")),
         "no-such": ("2", "not installed"),
     }
+
+
+def test_within_torchrl(tmp_path: Path) -> None:
+    pytest.importorskip("mujoco")
+    said = found(lambda: GymEnv("InvertedPendulum-v5"), tmp_path / "a")
+    assert said == {"mujoco": version("mujoco")}
+
+
+def test_an_attribute_that_raises(tmp_path: Path) -> None:
+    """Nothing is refused for the sake of a version."""
+
+    class Shy(Bare):
+        @property
+        def envs(self) -> Any:
+            raise RuntimeError("not yet")
+
+    assert found(Shy, tmp_path / "a") == {}
