@@ -14,21 +14,17 @@ from contextlib import suppress
 from functools import cache, wraps
 from multiprocessing import process
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-import torch
 from hypothesis import settings
-from torchrl.envs.utils import set_exploration_type
 
-from tallyroll.collector.batches.state import made_by
-
-from warm_cli import WarmServer
+if TYPE_CHECKING:
+    from warm_cli import WarmServer
 
 pytest.register_assert_rewrite("tallyroll.storage.testing")
 
-torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script that starts the tests with & has them ignore it, and all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,27 +37,6 @@ settings.load_profile("tallyroll")
 
 # A test that takes memory without end gets a MemoryError: the machine would stand still.
 MOST_BYTES = 8 << 30
-_, _hard = resource.getrlimit(resource.RLIMIT_DATA)
-_most = MOST_BYTES if _hard == resource.RLIM_INFINITY else min(MOST_BYTES, _hard)
-if not torch.cuda.is_available():  # whose driver maps more than that
-    resource.setrlimit(resource.RLIMIT_DATA, (_most, _hard))
-
-GIT_OF_FOLDER = made_by.git_of_folder
-
-
-@cache
-def _git_of(_: str) -> Any:
-    return GIT_OF_FOLDER()
-
-
-@wraps(GIT_OF_FOLDER)
-def _git_once() -> Any:
-    return _git_of(os.getcwd())
-
-
-# Each stored run asks git, in a process of its own: some minute of all tests. What they ask once
-# for each folder are commands and workers, in other processes, and the tests of provenance.
-made_by.git_of_folder = _git_once
 
 SHM = Path("/dev/shm")
 # Semaphores of ours, and of processes that we spawn, say so: others come and go beside them.
@@ -90,6 +65,34 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"{duration:7.1f} s  {file}")
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """What needs torch: of xdist the process that only gives out tests starts without it."""
+    if (
+        not hasattr(session.config, "workerinput")
+        and session.config.getoption("dist", "no") != "no"
+    ):
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():  # whose driver maps more than that
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = MOST_BYTES if hard == resource.RLIM_INFINITY else min(MOST_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    _ask_git_once()
+
+
+def _ask_git_once() -> None:
+    """Each stored run asks git, in a process of its own: some 8 ms, thousands of times.
+
+    Commands and workers ask it each time, in their processes, and so do tests of provenance.
+    """
+    from tallyroll.collector.batches.state import made_by
+
+    asked = cache(lambda _, ask=made_by.git_of_folder: ask())
+    made_by.git_of_folder = wraps(made_by.git_of_folder)(lambda: asked(os.getcwd()))
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: looking for garbage in it took half a second each time."""
     gc.collect()
@@ -99,6 +102,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[WarmServer]:
     """Starts commands in processes that need not import torch."""
+    from warm_cli import WarmServer
+
     with WarmServer() as server:
         yield server
 
@@ -106,6 +111,9 @@ def server() -> Iterator[WarmServer]:
 @pytest.fixture(autouse=True)
 def own_exploration_type() -> Iterator[None]:
     """TorchRL has one for all threads: workers that are threads may leave theirs behind."""
+    import torch
+    from torchrl.envs.utils import set_exploration_type
+
     with set_exploration_type(None):
         yield
     had_gradients = torch.is_grad_enabled()

@@ -53,13 +53,12 @@ def blocks_of(page: str) -> list[Block]:
 RUN = [page for page in PAGES if blocks_of(page)]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[WarmServer]:
-    with (
-        tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as scratch,
-        WarmServer(TMPDIR=scratch, PYTHONWARNINGS="ignore", COLUMNS="120") as server,
-    ):
-        yield server
+@pytest.fixture(autouse=True)
+def environment(server: WarmServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as scratch:
+        more = {"TMPDIR": scratch, "PYTHONWARNINGS": "ignore", "COLUMNS": "120"}
+        monkeypatch.setattr(server, "environment", more)
+        yield
 
 
 def same(shown: str, printed: str) -> bool:

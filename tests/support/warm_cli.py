@@ -17,7 +17,9 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,8 @@ class WarmServer:
 
     def __init__(self, *paths: Path, **environment: str) -> None:
         ours = (TESTS, TESTS / "environments")
+        self.environment: dict[str, str] = {}
+        """Variables that differ in the processes that are started from now on."""
         found = map(str, (*ours, *paths, *filter(None, [os.environ.get("PYTHONPATH")])))
         self._process = subprocess.Popen(
             [sys.executable, str(TESTS / "warm_cli.py")],
@@ -124,7 +128,7 @@ class WarmServer:
             (folder / name).write_text("")
         argv_ = [str(word) for word in argv]
         streams = {"tty": tty, "stdout": stdout, "stderr": stderr}
-        request = {"argv": argv_, "cwd": str(folder), **streams}
+        request = {"argv": argv_, "cwd": str(folder), "more": self.environment, **streams}
         return Command(self, int(self.ask(request)["pid"]), folder)
 
     def run(self, folder: Path, *argv: object) -> Command:
@@ -180,7 +184,7 @@ def _status(pid: int, seconds: float) -> int | None:
     return None
 
 
-def _fork(argv: list[str], cwd: str, tty: str | None, stdout: str | None, stderr: str) -> int:
+def _fork(argv: list[str], cwd: str, more: dict[str, str], **streams: Any) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -189,7 +193,11 @@ def _fork(argv: list[str], cwd: str, tty: str | None, stdout: str | None, stderr
         os.setpgid(0, 0)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.chdir(cwd)
-        _redirect(tty, stdout, stderr)
+        os.environ.update(more)
+        tempfile.tempdir = None  # it may have been asked for already
+        if "PYTHONWARNINGS" in more:
+            warnings.simplefilter(more["PYTHONWARNINGS"])  # type: ignore[arg-type]
+        _redirect(**streams)
         status = _python(argv[1:]) if argv[:1] == ["python"] else cli.main(argv)
         sys.stdout.flush()
     except SystemExit as end:
