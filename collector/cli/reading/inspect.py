@@ -202,11 +202,17 @@ def as_text(facts: Mapping[str, Any]) -> str:
         )
     if len(found := facts["by_policy_version"]) > 1:
         page.head("Returns by the policy's version at the last action")
-        if (left := len(found) - _MOST_VERSIONS) > 0:
-            page.print(f"the newest {_MOST_VERSIONS}; {left:,} more with --json")
+        policies = list(dict.fromkeys(each.get("policy_id") for each in found))
+        most = max(1, _MOST_VERSIONS // len(policies))
+        of_each = [[each for each in found if each.get("policy_id") == id] for id in policies]
+        newest = [each for own in of_each for each in own[-most:]]
+        if (left := len(found) - len(newest)) > 0:
+            of = " of each policy" if len(policies) > 1 else ""
+            page.print(f"the newest {most}{of}; {left:,} more with --json")
+        named = ("policy",) if "policy_id" in found[0] else ()
         page.table(
-            ("version", "episodes", "mean", "std", "min", "max", "mean length"),
-            (_version_line(each) for each in found[-_MOST_VERSIONS:]),
+            (*named, "version", "episodes", "mean", "std", "min", "max", "mean length"),
+            (_version_line(each) for each in newest),
         )
     if facts["ledger"] is not None:
         page.head("Ledger of the last run, at its last commit")
@@ -289,7 +295,14 @@ def _version_line(found: Mapping[str, Any]) -> tuple[object, ...]:
     returns, lengths = found["returns"], found["lengths"]
     numbers = [returns and _number(returns[name]) for name in ("mean", "std", "min", "max")]
     cells = ["" if each is None else each for each in numbers]
-    return (str(found["policy_version"]), lengths["episodes"], *cells, _number(lengths["mean"]))
+    policy = (str(found["policy_id"]),) if "policy_id" in found else ()
+    return (
+        *policy,
+        str(found["policy_version"]),
+        lengths["episodes"],
+        *cells,
+        _number(lengths["mean"]),
+    )
 
 
 def _copy_line(run: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.collector.evaluation.reporting.stored_runs import Table, lines_of
 from tallyroll.storage.errors import ColumnsMissing
-from tallyroll.storage.rows.keys import POLICY_VERSION, REWARD
+from tallyroll.storage.rows.keys import POLICY_ID, POLICY_VERSION, REWARD
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import END_NAMES
 
@@ -39,16 +39,21 @@ def spreads(storage: DiskStorage, lines: Table) -> dict[str, Any]:
 
 
 def by_version(storage: DiskStorage, lines: Table) -> list[dict[str, Any]]:
-    """The same by the policy's version at the last action; none if rows do not have it."""
-    if POLICY_VERSION not in storage.schema:
+    """The same by the policy's version at the last action; none if rows do not have it.
+
+    Where several policies act in lanes of their own, by policy first.
+    """
+    if POLICY_VERSION not in storage.schema or not len(lines):
         return []
-    lines = lines[np.argsort(lines["version_last"], kind="stable")]
-    versions, begin = np.unique(lines["version_last"], return_index=True)
-    parts = np.split(lines, begin[1:]) if len(versions) else []
-    return [
-        {"policy_version": version, **spreads(storage, part)}
-        for version, part in zip(versions.tolist(), parts, strict=True)
-    ]
+    names, told = ["policy_version"], [lines["version_last"]]
+    if POLICY_ID in storage.schema:
+        names.insert(0, "policy_id")
+        told.insert(0, storage.reader.column(POLICY_ID).take(lines["last_row"]).astype(np.int64))
+    order = np.lexsort(told[::-1])
+    keys = np.stack(told, axis=1)[order]
+    begin = np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1
+    parts = zip(keys[[0, *begin]].tolist(), np.split(lines[order], begin), strict=True)
+    return [{**dict(zip(names, key, strict=True)), **spreads(storage, own)} for key, own in parts]
 
 
 def _spread(values: Table) -> dict[str, Any] | None:

@@ -21,9 +21,8 @@ from tallyroll.collector.policies.several.joint import (
     naming,
     opening_of,
     put,
-    whose,
 )
-from tallyroll.collector.policies.several.part import Part
+from tallyroll.collector.policies.several.part import Part, whose
 from tallyroll.collector.policies.trial import settle_inputs, try_out
 from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
 from tallyroll.storage.package.near_names import did_you_mean

@@ -19,10 +19,9 @@ from tallyroll.collector.policies.several.joint import (
     naming,
     opening_of,
     put,
-    whose,
 )
 from tallyroll.collector.policies.several.lane_sets import LaneSet, in_words, lanes_of_each
-from tallyroll.collector.policies.several.part import Part
+from tallyroll.collector.policies.several.part import Part, whose
 from tallyroll.collector.policies.trial import settle_inputs, try_out
 from tallyroll.collector.slab.slab import SlabColumns
 from tallyroll.storage.rows.keys import POLICY_VERSION, RANDOM_VERSION, Key

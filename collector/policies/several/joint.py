@@ -19,7 +19,7 @@ from tallyroll.collector.policies.several.entries import (
     OnePolicy,
     device_of,
 )
-from tallyroll.collector.policies.several.part import Part, PolicyId
+from tallyroll.collector.policies.several.part import Part, PolicyId, whose
 from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
 from tallyroll.storage.rows.keys import Key, as_key, spell
 
@@ -244,11 +244,6 @@ def _arrived(
     made = kind([part_of(id, one) for id, one in given], *more)
     made.versions.copy_(versions)
     return made
-
-
-def whose(id: PolicyId) -> str:
-    """Return the words for a policy in messages."""
-    return f"policy {id}" if isinstance(id, int) else f"the policy of the group {id!r}"
 
 
 def opening_of(part: Part) -> dict[str, int]:

@@ -11,6 +11,8 @@ from tallyroll.storage.rows.keys import POLICY_VERSION, RANDOM_VERSION, Key
 
 Counts = NDArray[np.int64]
 """``[policy]``: of transitions."""
+MOST = 2**62
+"""More transitions than any run has."""
 
 
 class Openings:
@@ -23,7 +25,7 @@ class Openings:
     """
 
     def __init__(self, asked: Sequence[int], acts_in: Mask, versions: Sequence[Key]) -> None:
-        self.asked: Counts = np.array(asked, np.int64)
+        self.asked: Counts = np.array([min(each, MOST) for each in asked], np.int64)
         """``[policy]``: transitions of a run that have random actions at its start."""
         self.left = self.asked.copy()
         """``[policy]``: transitions that are still to have random actions."""

@@ -106,13 +106,17 @@ class Part:
         """Return what it adds to ``td``: actions in the form that the environment takes."""
         policy = self.policy
         assert policy is not None
-        if self.stream is None:
-            out = policy(td)
-        else:
-            with _generator_of_torch():
-                torch.set_rng_state(self.stream)
+        try:
+            if self.stream is None:
                 out = policy(td)
-                self.stream = torch.get_rng_state()
+            else:
+                with _generator_of_torch():
+                    torch.set_rng_state(self.stream)
+                    out = policy(td)
+                    self.stream = torch.get_rng_state()
+        except Exception as error:
+            error.add_note(f"tallyroll: raised for {whose(self.id)}")
+            raise
         if not is_tensor_collection(out):
             raise no_tensordict(out)
         found: dict[Key, torch.Tensor] = {}
@@ -134,6 +138,11 @@ class Part:
         assert self.random is not None and self._env is not None
         drawn = self.random(td.clone(False))
         return {key: drawn.get(key) for key in action_keys(self._env)}
+
+
+def whose(id: PolicyId) -> str:
+    """Return the words for a policy in messages."""
+    return f"policy {id}" if isinstance(id, int) else f"the policy of the group {id!r}"
 
 
 @contextmanager

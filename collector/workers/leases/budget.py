@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import NOTHING, Budget, Ledger, LedgerEntry
-from tallyroll.collector.policies.several.openings import Counts, Openings
+from tallyroll.collector.policies.several.openings import MOST, Counts, Openings
 from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_in
@@ -97,7 +97,7 @@ class LeaseBudget:
     @random_frames.setter
     def random_frames(self, count: int) -> None:
         if self._openings.whole_run:
-            self._openings.asked[:] = self._openings.left[:] = count
+            self._openings.asked[:] = self._openings.left[:] = min(count, MOST)
 
     @property
     def drawing(self) -> Counts:

@@ -55,6 +55,7 @@ def episodes_in(path: Path) -> list[Found]:
             one = going.setdefault(id, {"id": id, "first": number, "return": 0.0, "length": 0})
             one["return"] += row["next", "reward"].item()
             one["length"] += 1
+            one["policy"] = row.get(("collector", "policy_id"), torch.zeros(())).item()
             one["version"] = row["collector", "policy_version"].item()
             if row["next", "done"].item():
                 ended.append(going.pop(id))
@@ -89,6 +90,37 @@ def test_returns_by_run_and_by_version(path: Path, capsys: pytest.CaptureFixture
     text = shown(capsys, str(path))
     assert "Returns by the policy's version" in text
     assert f"   {len(groups[1][1])} episodes ended, mean return" in text
+
+
+@pytest.mark.parametrize("rows", [None, 40])
+def test_returns_of_several_policies_are_apart(
+    rows: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same version, and in a ring too, which has lost first rows of trajectories."""
+    path = tmp_path / "rows"
+    with (
+        MemmapStorage(path, max_size=rows) as storage,
+        SyncCollector(
+            factory(DISABLED, 0, LANES),
+            [([0, 3], ByObservation()), ("rest", ByObservation())],
+            frames_per_batch=20,
+            total_frames=100,
+            storage=storage,
+            seed=1,
+        ) as collector,
+    ):
+        for number, _ in enumerate(collector):
+            if number == 2:
+                collector.update_policy_weights_(policy_id=1)
+    facts = json.loads(shown(capsys, str(path), "--json"))["by_policy_version"]
+    keys = [(found["policy_id"], found["policy_version"]) for found in facts]
+    assert keys == ([(0, 0), (1, 0), (1, 1)] if rows is None else [(0, 0), (1, 1)])
+    if rows is None:
+        for found, key in zip(facts, keys, strict=True):
+            own = [each for each in episodes_in(path) if (each["policy"], each["version"]) == key]
+            assert found["lengths"]["episodes"] == len(own) > 0
+            assert found["returns"]["mean"] == pytest.approx(np.mean([o["return"] for o in own]))
+    assert re.search(r"policy +version +episodes", shown(capsys, str(path)))
 
 
 def test_runs_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,6 +199,16 @@ def test_storages_and_checkpoints_go_on_within_an_opening(
     assert not verify(path).findings
 
 
+@pytest.mark.parametrize("frames", [2**40, 2**70])
+def test_an_opening_may_be_longer_than_the_run(frames: int, threads: None) -> None:
+    for mode in ("sync", "async"):
+        with by_group(2, policies(frames, 3), mode) as collector:
+            rows = joined([batch.clone() for batch in collector])
+        assert drawn_of(rows) == {"red": 48, "blue": 3}
+        with by_group(2, policies(0, 0), mode, init_random_frames=frames) as collector:
+            assert sum(map(len, collector)) == collector.ledger.random == 48
+
+
 def test_a_ring_that_lost_rows_of_an_opening(tmp_path: Path) -> None:
     """What was drawn is known by group, and of a single policy by lane; or it is refused."""
 

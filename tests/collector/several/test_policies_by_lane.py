@@ -320,6 +320,42 @@ def test_columns_of_policies_agree_or_are_zero() -> None:
     assert "raised for policy 1, of the lanes 2-4" in str(got.value.__notes__)
 
 
+def test_an_error_says_which_policy_raised() -> None:
+    calls = []
+
+    def late(td: TensorDictBase) -> TensorDictBase:
+        calls.append(1)
+        if len(calls) > 6:
+            raise RuntimeError("a fault of its own")
+        return td.set("action", td["observation"].long().sum(-1) % 2)
+
+    with (
+        sync_collector(DISABLED, [([0, 1], linear()), ("rest", late)], **BUDGET) as collector,
+        pytest.raises(RuntimeError, match="a fault of its own") as got,
+    ):
+        for _ in collector:
+            pass
+    assert "tallyroll: raised for policy 1" in got.value.__notes__
+
+
+def test_a_recurrent_policy_beside_random_actions() -> None:
+    """Its states are those that it has alone, and stay as they are while its lanes are random."""
+    _, policy = recurrent(GRUModule)
+    made = factory("torch", 0, LANES)
+    rows = joined(collect(made, [([0, 3, 4], policy), ("rest", None)], **BUDGET)[0])
+    alone = joined(collect(factory("torch", 0, LANES), policy, **BUDGET)[0])
+    for lane in (0, 3, 4):
+        mine, theirs = stream(rows, lane, 15), stream(alone, lane, 15)
+        for key in ("action", "h", ("next", "h")):
+            assert torch.allclose(mine[key].float(), theirs[key].float(), atol=1e-6), key
+    assert not rows["next", "h"][rows["collector", "policy_id"] == 1].any()
+    opened = [([0, 3, 4], OnePolicy(policy, init_random_frames=7)), ("rest", None)]
+    rows = joined(collect(factory("torch", 0, LANES), opened, **BUDGET)[0])
+    drawn = rows["collector", "policy_version"] == -1
+    assert not rows["h"][drawn].any()
+    assert rows["next", "h"][~drawn].any(-1).all()
+
+
 def test_forms_of_actions_are_those_of_each_policy() -> None:
     """An index, and a one-hot of it."""
 

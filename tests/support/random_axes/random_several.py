@@ -21,9 +21,9 @@ class SeveralKind:
     of_lane: tuple[int, ...]
     """The policy of each lane; a policy of a group acts in all of them."""
     random: tuple[bool, ...]
-    """Of each policy: it draws random actions."""
+    """``[policy]``: it draws random actions."""
     openings: tuple[int, ...]
-    """Of each policy: transitions with random actions at the start of a run."""
+    """``[policy]``: transitions with random actions at the start of a run."""
     spelling: int = 0
     """How lanes are named."""
     group: str = ""
