@@ -250,6 +250,25 @@ def test_batches_go_to_a_device_and_have_no_gradients(storage: MemmapStorage) ->
         storage.loader(4, device="nowhere")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_batches_are_pinned_and_go_to_a_gpu(storage: MemmapStorage) -> None:
+    pinned: list[bool] = []
+
+    def looked_at(batch: TensorDict) -> TensorDict:
+        pinned.append(batch["observation"].is_pinned())
+        return batch
+
+    here = [batch.clone() for batch in storage.loader(500, seed=0, batches=40)]
+    there = storage.loader(500, seed=0, batches=40, device="cuda", transform=looked_at)
+    for one, other in zip(here, there, strict=True):
+        assert other.device.type == "cuda"
+        assert (other.cpu() == one).all()
+    assert pinned == [False] * 40  # they are pinned after that
+    made = storage.loader(4, seed=0, device="cuda")
+    assert made._job(0)["observation"].is_pinned()
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [
