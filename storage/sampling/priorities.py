@@ -75,19 +75,22 @@ class Priorities:
             left = least_kept(self._reader.manifest, self._rewinds, rewinds)
             kept = min(kept, 0 if left is None else left)
         self._rewinds, self._floor = rewinds, self._reader.floor
-        kept = max(kept, first)
-        self._fill(kept, stop, 0)
+        self._fill(max(kept, first), stop, 0)
         if self._twice is None:
             self._twice = np.zeros(len(self._tree.leaves), np.bool_)
         for slot, _, count in self._pieces(kept, self.most):
             self._twice[slot : slot + count] = True
-        self.there = Numbering(ring, base, first, kept)
-        if self._starts is not None:  # some went on in rows that are gone
-            start = max(first, span.start)
-            may = self._starts.which(np.arange(start, kept))
-            for slot, begin, count in self._pieces(start, kept):
-                left = self._tree.leaves[slot : slot + count] * may[begin : begin + count]
-                self._tree.fill(slot, slot + count, left)
+        self.there = Numbering(ring, base, min(first, kept), kept)
+        self._require_starts(max(first, span.start), kept)
+
+    def _require_starts(self, start: int, stop: int) -> None:
+        """Take the leaves of starts of sequences that went on in rows that are gone."""
+        if self._starts is None:
+            return
+        may = self._starts.which(np.arange(start, stop))
+        for slot, begin, count in self._pieces(start, stop):
+            left = self._tree.leaves[slot : slot + count] * may[begin : begin + count]
+            self._tree.fill(slot, slot + count, left)
 
     def _go(self, span: range) -> None:
         """Take the leaves of rows that are gone."""
@@ -110,8 +113,7 @@ class Priorities:
             ring = self._reader.ring
             base = 0 if ring else span.start
             first = stop = span.start
-        if (slots := ring or span.stop - base) > len(self._tree.leaves):
-            self._make_room(slots)
+        self._make_room(ring or span.stop - base)
         start, there = max(stop, span.start), Numbering(ring, base, first, span.stop)
         self.there = there
         if self._twice is not None:
@@ -129,6 +131,8 @@ class Priorities:
 
     def _make_room(self, slots: int) -> None:
         before = len(self._tree.leaves)
+        if slots <= before:
+            return
         if not self._reader.ring:  # half as much again, so that few rows make it seldom
             slots = max(slots, before * 3 // 2, _FIRST_ROOM)
         require_memory(tree_nbytes(slots), f"the priorities of {slots:,} rows")
@@ -223,20 +227,36 @@ class Priorities:
             found[begin : begin + count] = self._tree.leaves[slot : slot + count]
         return found
 
-    def replace(self, leaves: np.ndarray, first: int, entering: float) -> None:
-        """Take over the leaves, float32 [n], of rows from ``first`` on, as far as they are there.
+    def replace(self, leaves: np.ndarray, first: int, entering: float, *, same: bool) -> None:
+        """Begin again with the leaves, float32 [n], of rows from ``first`` on.
 
-        Rows that are there besides, or cannot be drawn by these leaves, keep theirs.
+        Of rows that are gone they are left out, and rows after them come as new ones.
+
+        Args:
+            leaves: of rows whose numbers mean the same rows now.
+            first: the first of them.
+            entering: the leaf of rows that come where no row has one.
+            same: no row was taken back since these leaves were known.
         """
-        there = self.follow()
-        start, stop = max(first, there.first), min(first + len(leaves), there.stop)
-        if not self._tree.largest > 0:
-            self.entering = entering
+        reader, span = self._reader, self._reader.span
+        ring = reader.ring
+        base = 0 if ring else span.start
+        if len(span):
+            self._make_room(ring or span.stop - base)
+        start, stop = span.start, min(first + len(leaves), span.stop)
+        if first > start or stop < start:
+            stop = start
+        self._tree.fill(0, len(self._tree.leaves), 0)
+        self._rewinds, self._floor = reader.rewinds, reader.floor
+        self.there, self.entering = Numbering(ring, base, start, stop), entering
+        self.most = max(self.most, span.stop)
         for slot, begin, count in self._pieces(start, stop):
             at = begin + start - first
-            given, mine = leaves[at : at + count], self._tree.leaves[slot : slot + count]
-            self._tree.fill(slot, slot + count, np.where((given > 0) & (mine > 0), given, mine))
+            self._tree.fill(slot, slot + count, leaves[at : at + count])
+        if not same:
+            self._require_starts(start, stop)
         self.changed = True
+        self.follow()
 
 
 def leaves_of(priority: np.ndarray, alpha: float, eps: float) -> np.ndarray:

@@ -526,7 +526,12 @@ class PrioritizedSampler(Sampler):
         leaves = leaves[: max(0, until - kept.first)]
         was, now = (kept.alpha, kept.eps), (self._alpha, self._eps)
         entering = moved(np.array([kept.entering], np.float32), was, now)
-        self._priorities.replace(moved(leaves, was, now), kept.first, float(entering[0]))
+        self._priorities.replace(
+            moved(leaves, was, now),
+            kept.first,
+            float(entering[0]),
+            same=kept.rewinds == self._reader.rewinds,
+        )
 
     def _take_all(self, kept: Kept, leaves: np.ndarray, what: str) -> None:
         kept.require_of(self._reader, self.slice_len, what)
