@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tallyroll.storage.engine import kernel
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import IndexOutOfRange
@@ -260,7 +261,7 @@ class Priorities:
 
 
 def leaves_of(priority: np.ndarray, alpha: float, eps: float) -> np.ndarray:
-    """Return leaves, (priority + eps)^alpha in float32.
+    """Return leaves, (priority + eps)^alpha in float32, of priorities in float64 [n].
 
     Raises:
         ValueError: a priority that is negative, infinite or no number, or too large; or 0, with
@@ -268,14 +269,15 @@ def leaves_of(priority: np.ndarray, alpha: float, eps: float) -> np.ndarray:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         found = np.power(priority + eps, alpha).astype(np.float32)
-    if not len(found):
+    if (compiled := kernel.compiled()) is not None:
+        if compiled.are_leaves(priority, found):
+            return found
+    elif not len(found) or (
+        priority.min() >= 0 and found.min() >= _FLOAT32.tiny and found.max() <= _FLOAT32.max
+    ):
         return found
-    least = found.min()
-    if not (priority.min() >= 0 and found.max() <= _FLOAT32.max) or least <= 0:
-        _refuse(priority, found, alpha, eps)
-    if least < _FLOAT32.tiny:
-        found = np.maximum(found, _FLOAT32.tiny)
-    return found
+    _refuse(priority, found, alpha, eps)
+    return np.maximum(found, _FLOAT32.tiny)
 
 
 def _refuse(priority: np.ndarray, leaves: np.ndarray, alpha: float, eps: float) -> None:
