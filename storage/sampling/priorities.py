@@ -115,20 +115,21 @@ class Priorities:
             base = 0 if ring else span.start
             first = stop = span.start
         self._make_room(ring or span.stop - base)
-        start, there = max(stop, span.start), Numbering(ring, base, first, span.stop)
-        self.there = there
-        if self._twice is not None:
-            for slot, _, count in self._pieces(max(start, self.most), span.stop):
-                self._twice[slot : slot + count] = False
-        self.most = max(self.most, span.stop)
+        start = max(stop, span.start)
+        self.there = Numbering(ring, base, first, stop)
         if self._starts is None:
-            self._fill(start, span.stop, self.entering)
+            for slot, _, count in self._pieces(start, span.stop):
+                self._tree.fill(slot, slot + count, self.entering)
         else:
             for rows in self._starts.ended_in(range(start, span.stop), first):
                 at = self._slots(rows)
                 new = at[self._tree.leaves[at] == 0]
                 self._tree.set(new, np.full(len(new), self.entering, np.float32))
-        self.changed = True
+        if self._twice is not None:
+            for slot, _, count in self._pieces(max(start, self.most), span.stop):
+                self._twice[slot : slot + count] = False
+        self.there = Numbering(ring, base, first, span.stop)
+        self.most, self.changed = max(self.most, span.stop), True
 
     def _make_room(self, slots: int) -> None:
         before = len(self._tree.leaves)

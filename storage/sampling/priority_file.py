@@ -68,7 +68,8 @@ class Kept:
         left = least_kept(reader.manifest, self.rewinds, rewinds)
         if self.rewinds > rewinds or (left is None and self.stop > head):
             raise StateMismatch(
-                f"{what} is of {self.stop} rows, and {reader.path} has {head}: it is older."
+                f"{what} is of {self.stop} rows, and {reader.path} has {head}: the storage is "
+                "older."
             )
         return min(self.stop, head if left is None else left)
 
