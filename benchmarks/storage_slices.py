@@ -1,6 +1,8 @@
 """What do slices of trajectories cost beside as many random rows?
 
-Run ``python benchmarks/storage_slices.py``. 64 lanes, one row of each a batch, so that neighbours
+Run ``python benchmarks/storage_slices.py``; with ``--priorities`` prioritised draws and updates of
+256 rows instead, indices and weights without the rows, beside those of other libraries that are
+installed. 64 lanes, one row of each a batch, so that neighbours
 in a trajectory lie 64 rows apart. 32 slices of 16 rows are read from a full ring; and once more
 with a batch written before every read.
 """
@@ -13,9 +15,10 @@ import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from common import (
     Result,
     console,
@@ -31,14 +34,19 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, SliceSampler
 
-from tallyroll.storage import MemmapStorage
+from tallyroll.storage import MemmapStorage, PrioritizedSampler, ways
 from tallyroll.storage.sampling.trajectory_slices import TrajectorySliceSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LANES, SLICES, SLICE = 64, 32, 16
 SHORTEST, LONGEST = 100, 300
 """Bounds of the trajectories' lengths."""
 SIZES = (100_032, 1_000_000)
 """Rows of the ring: whole batches."""
+PRIORITIES = 256
+"""Rows that are drawn, or updated, by their priorities at a time."""
 TRAJECTORY = ("collector", "traj_ids")
 
 
@@ -209,6 +217,125 @@ def play(size: int, batches: int, args: argparse.Namespace) -> list[Result]:
     return results
 
 
+class Prioritised:
+    """Draws, and updates, of 256 rows of ``size`` that all have random priorities.
+
+    A subclass sets `draw`, which is called without an argument, and `update`, which is called with
+    indices [256] and priorities, float32 [256].
+    """
+
+    draw: Callable[[], Any]
+    update: Callable[[np.ndarray, np.ndarray], Any]
+
+    def close(self) -> None:
+        """Close what is open."""
+
+    def calls(self, name: str, size: int, work: str) -> Calls:
+        """Return what is timed."""
+        if work == "draw":
+            return Calls(name, lambda _: self.draw(), [None], PRIORITIES, close=self.close)
+        generator = np.random.default_rng(0)
+        given = [
+            (generator.integers(size, size=PRIORITIES), generator.random(PRIORITIES, np.float32))
+            for _ in range(500)
+        ]
+        update = self.update
+        return Calls(name, lambda each: update(*each), given, PRIORITIES, close=self.close)
+
+
+class Ours(Prioritised):
+    """`PrioritizedSampler` over a growing storage of the smallest rows."""
+
+    def __init__(self, size: int) -> None:
+        """Fill it."""
+        self.storage = MemmapStorage(capacity=size)
+        for start in range(0, size, 2**22):
+            rows = np.zeros(min(2**22, size - start), np.uint8)
+            self.storage.extend({("x",): rows})
+        self.sampler = PrioritizedSampler(self.storage)
+        self.sampler.update_rows(np.arange(size), np.random.default_rng(0).random(size))
+        self.draw = partial(self.sampler.draw, PRIORITIES)
+        self.update, self.close = self.sampler.update_rows, self.storage.close
+
+
+class Plain(Ours):
+    """The same without the extension."""
+
+    def __init__(self, size: int) -> None:
+        """Fill it."""
+        with ways.switched_off("kernel"):
+            super().__init__(size)
+
+
+class Cpprb(Prioritised):
+    """cpprb, which returns the rows too: one byte each here."""
+
+    def __init__(self, size: int) -> None:
+        """Fill it."""
+        from cpprb import PrioritizedReplayBuffer
+
+        buffer = PrioritizedReplayBuffer(size, {"x": {"dtype": np.uint8}}, alpha=0.6)
+        for start in range(0, size, 2**20):
+            count = min(2**20, size - start)
+            buffer.add(x=np.zeros(count, np.uint8), priorities=np.random.rand(count))
+        self.draw = partial(buffer.sample, PRIORITIES, beta=0.4)
+        self.update = buffer.update_priorities
+
+
+class Tianshou(Prioritised):
+    """Tianshou's buffer: its sum tree by numba, its weights by NumPy."""
+
+    def __init__(self, size: int) -> None:
+        """Fill it."""
+        from tianshou.data import Batch, PrioritizedReplayBuffer
+
+        buffer = PrioritizedReplayBuffer(size, alpha=0.6, beta=0.4)
+        first = Batch(obs=0, act=0, rew=0.0, terminated=False, truncated=False, obs_next=0, info={})
+        buffer.add(first)
+        buffer._size = size  # as if all were written: that takes minutes
+        buffer.weight[np.arange(size)] = np.random.rand(size)
+
+        def draw() -> tuple[np.ndarray, np.ndarray]:
+            index = buffer.sample_indices(PRIORITIES)
+            return index, buffer.get_weight(index)
+
+        self.draw, self.update = draw, buffer.update_weight
+
+
+class TorchRL(Prioritised):
+    """TorchRL's sampler, where its compiled part loads."""
+
+    def __init__(self, size: int) -> None:
+        """Fill it."""
+        from torchrl.data.replay_buffers.samplers import PrioritizedSampler as Theirs
+
+        storage = LazyTensorStorage(size)
+        storage.set(range(size), TensorDict({"x": torch.zeros(size, dtype=torch.uint8)}, [size]))
+        sampler = Theirs(size, 0.6, 0.4)
+        sampler.update_priority(torch.arange(size), torch.rand(size))
+        self.draw = partial(sampler.sample, storage, PRIORITIES)
+        self.update = sampler.update_priority
+
+
+def play_priorities(size: int, work: str, args: argparse.Namespace) -> list[Result]:
+    """Measure one table and print it."""
+    kinds: list[tuple[str, type[Prioritised]]] = [("PrioritizedSampler", Ours)]
+    kinds.append(("PrioritizedSampler, no extension", Plain))
+    if not args.no_peers:
+        kinds += [("cpprb", Cpprb), ("Tianshou", Tianshou), ("TorchRL", TorchRL)]
+    found, remarks = [], []
+    with ExitStack() as stack:
+        for name, kind in kinds:
+            try:
+                found.append(kind(size).calls(name, size, work))
+                stack.callback(found[-1].close)
+            except (ImportError, RuntimeError) as error:  # not installed, or not for this torch
+                remarks.append(f"{name}: {str(error).splitlines()[0]}")
+        results = interleave(found, args.rounds, args.seconds)
+    print_results(f"{work} {PRIORITIES} of {size} rows", results, remarks, "ours", ("call", "row"))
+    return results
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -216,9 +343,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="rounds a contender (default: 15)")
     parser.add_argument("--seconds", type=float, default=0.1, help="length of a round")
     parser.add_argument("--no-peers", action="store_true", help="Tallyroll only")
+    parser.add_argument("--priorities", action="store_true", help="prioritised draws and updates")
+    parser.add_argument("--sizes", type=int, nargs="+", help="rows of the ring")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     args = parser.parse_args()
-    args.sizes = SIZES
+    args.sizes = args.sizes or ((SIZES[-1],) if args.priorities else SIZES)
     if args.quick:
         args.rounds, args.seconds, args.sizes = 2, 0.001, (64 * LONGEST,)
     return args
@@ -233,6 +362,14 @@ def main() -> None:
     # A batch and a read take more than 0.1 ms.
     enough = int((args.rounds + 1) * (args.seconds + QUANTUM) / 1e-4) + 100
     records: list[dict[str, Any]] = []
+    if args.priorities:
+        for size, work in itertools.product(args.sizes, ("draw", "update")):
+            for result in play_priorities(size, work, args):
+                figures = {"rows": size, "work": work, "contender": result.name}
+                records.append({**figures, "us_per_call": result.vector_step_us})
+        if args.json:
+            write_json(args.json, records)
+        return
     for batches, size in itertools.product((0, enough), args.sizes):
         results = play(size, batches, args)
         records += [

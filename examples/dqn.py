@@ -42,7 +42,7 @@ from torchrl.modules import EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
 from tallyroll.collector import SyncCollector, evaluate, load_checkpoint, save_checkpoint
-from tallyroll.storage import MemmapStorage, n_step
+from tallyroll.storage import MemmapStorage, PrioritizedSampler, n_step
 
 SOLVED = 475
 ACTIONS = Categorical(2)
@@ -71,6 +71,9 @@ class Args:
     epsilon: float = option(0.05, "share of random actions, reached after a fifth of the budget")
     max_grad_norm: float = option(10.0, "norm at which gradients are clipped")
     eval_episodes: int = option(100, "episodes of the evaluation at the end")
+    prioritized: bool = option(False, "draw transitions by their TD errors")
+    alpha: float = option(0.6, "exponent of priorities")
+    beta: float = option(0.4, "exponent of the weights that correct for them")
     checkpoint: str = option("", "directory of ring and checkpoints, from which the run goes on")
     save_every: int = option(5000, "transitions between two checkpoints")
 
@@ -80,12 +83,12 @@ def parse() -> Args:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for each in fields(Args):
-        parser.add_argument(
-            "--" + each.name.replace("_", "-"),
-            type=type(each.default),
-            default=each.default,
-            help=f"{each.metadata['help']} (default: {each.default or 'none'})",
-        )
+        name, text = "--" + each.name.replace("_", "-"), each.metadata["help"]
+        if isinstance(each.default, bool):
+            parser.add_argument(name, action="store_true", help=text)
+            continue
+        text += f" (default: {each.default or 'none'})"
+        parser.add_argument(name, type=type(each.default), default=each.default, help=text)
     return Args(**vars(parser.parse_args()))
 
 
@@ -116,6 +119,7 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
     loss.make_value_estimator(gamma=args.gamma)
     target = SoftUpdate(loss, tau=args.tau)
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, fused=True)
+    sampler = PrioritizedSampler(storage, args.alpha, args.beta) if args.prioritized else None
 
     collector = SyncCollector(
         "CartPole-v1",
@@ -148,14 +152,21 @@ def train(storage: MemmapStorage, args: Args) -> QValueActor:
                 continue
             optimizer.param_groups[0]["lr"] = args.lr * (1 - stored / args.total_frames)
             for _ in range(args.updates):
-                index = torch.randint(len(storage), (args.minibatch,))
-                rows = n_step(storage, index, args.steps, args.gamma)
+                if sampler is None:
+                    index = torch.randint(len(storage), (args.minibatch,))
+                    rows = n_step(storage, index, args.steps, args.gamma)
+                else:
+                    drawn, weights = sampler.draw(args.minibatch)
+                    rows = n_step(storage, storage.index_of(drawn), args.steps, args.gamma)
+                    rows["priority_weight"] = torch.from_numpy(weights)  # the loss looks for it
                 rows["next", "reward"] *= 1 - args.gamma  # values lie between 0 and 1
                 optimizer.zero_grad()
                 loss(rows)["loss"].backward()
                 nn.utils.clip_grad_norm_(loss.parameters(), args.max_grad_norm)
                 optimizer.step()
                 target.step()
+                if sampler is not None:
+                    sampler.update_rows(drawn, rows["td_error"])
             collector.update_policy_weights_()
             if stored % report == 0 or stored == args.total_frames:
                 metrics = collector.metrics(window=100)

@@ -1809,6 +1809,7 @@ static PyMethodDef functions[] = {
     {"put_leaves", (PyCFunction)(void (*)(void))put_leaves, METH_FASTCALL, NULL},
     {"renew_sums", (PyCFunction)(void (*)(void))renew_sums, METH_FASTCALL, NULL},
     {"draw_rows", (PyCFunction)(void (*)(void))draw_rows, METH_FASTCALL, NULL},
+    {"are_leaves", (PyCFunction)(void (*)(void))are_leaves, METH_FASTCALL, NULL},
     {"set_leaves", (PyCFunction)(void (*)(void))set_leaves, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

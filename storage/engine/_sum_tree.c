@@ -403,3 +403,26 @@ no_masses:
     PyBuffer_Release(&table.buffer);
     return result;
 }
+
+/* are_leaves(priorities, leaves): return whether all priorities, float64, are 0 or above, and all
+   leaves, float32, are normal numbers above 0. */
+static PyObject *are_leaves(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Py_buffer priorities, leaves;
+    Py_ssize_t count = -1;
+    if (want(given, 2) < 0 || open_numbers(args[0], &priorities, sizeof(double), &count) < 0)
+        return NULL;
+    if (open_numbers(args[1], &leaves, sizeof(float), &count) < 0) {
+        PyBuffer_Release(&priorities);
+        return NULL;
+    }
+    const double *priority = priorities.buf;
+    const float *leaf = leaves.buf;
+    int right = 1;
+    for (Py_ssize_t i = 0; i < count; i++)
+        right &= (priority[i] >= 0) & (leaf[i] >= FLT_MIN) & (leaf[i] <= FLT_MAX);
+    PyBuffer_Release(&leaves);
+    PyBuffer_Release(&priorities);
+    return PyBool_FromLong(right);
+}

@@ -213,6 +213,12 @@ class Kernel(Protocol):
             ValueError: their rows differ; nothing is written.
         """
 
+    def are_leaves(self, priorities: np.ndarray, leaves: np.ndarray, /) -> bool:
+        """Return whether all priorities, float64, are from 0 on, and leaves, float32, above 0.
+
+        Both are contiguous [n]; leaves must be normal numbers, too.
+        """
+
     def set_leaves(self, table: bytes, slots: np.ndarray, leaves: np.ndarray, /) -> None:
         """Set leaves, float32 [n], of the ``slots``, int64 [n], and sum them up; see `SumTree`.
 

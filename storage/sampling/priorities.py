@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tallyroll.storage.engine import kernel
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import IndexOutOfRange
@@ -75,19 +76,22 @@ class Priorities:
             left = least_kept(self._reader.manifest, self._rewinds, rewinds)
             kept = min(kept, 0 if left is None else left)
         self._rewinds, self._floor = rewinds, self._reader.floor
-        kept = max(kept, first)
-        self._fill(kept, stop, 0)
+        self._fill(max(kept, first), stop, 0)
         if self._twice is None:
             self._twice = np.zeros(len(self._tree.leaves), np.bool_)
         for slot, _, count in self._pieces(kept, self.most):
             self._twice[slot : slot + count] = True
-        self.there = Numbering(ring, base, first, kept)
-        if self._starts is not None:  # some went on in rows that are gone
-            start = max(first, span.start)
-            may = self._starts.which(np.arange(start, kept))
-            for slot, begin, count in self._pieces(start, kept):
-                left = self._tree.leaves[slot : slot + count] * may[begin : begin + count]
-                self._tree.fill(slot, slot + count, left)
+        self.there = Numbering(ring, base, min(first, kept), kept)
+        self._require_starts(max(first, span.start), kept)
+
+    def _require_starts(self, start: int, stop: int) -> None:
+        """Take the leaves of starts of sequences that went on in rows that are gone."""
+        if self._starts is None:
+            return
+        may = self._starts.which(np.arange(start, stop))
+        for slot, begin, count in self._pieces(start, stop):
+            left = self._tree.leaves[slot : slot + count] * may[begin : begin + count]
+            self._tree.fill(slot, slot + count, left)
 
     def _go(self, span: range) -> None:
         """Take the leaves of rows that are gone."""
@@ -110,25 +114,27 @@ class Priorities:
             ring = self._reader.ring
             base = 0 if ring else span.start
             first = stop = span.start
-        if (slots := ring or span.stop - base) > len(self._tree.leaves):
-            self._make_room(slots)
-        start, there = max(stop, span.start), Numbering(ring, base, first, span.stop)
-        self.there = there
-        if self._twice is not None:
-            for slot, _, count in self._pieces(max(start, self.most), span.stop):
-                self._twice[slot : slot + count] = False
-        self.most = max(self.most, span.stop)
+        self._make_room(ring or span.stop - base)
+        start = max(stop, span.start)
+        self.there = Numbering(ring, base, first, stop)
         if self._starts is None:
-            self._fill(start, span.stop, self.entering)
+            for slot, _, count in self._pieces(start, span.stop):
+                self._tree.fill(slot, slot + count, self.entering)
         else:
             for rows in self._starts.ended_in(range(start, span.stop), first):
                 at = self._slots(rows)
                 new = at[self._tree.leaves[at] == 0]
                 self._tree.set(new, np.full(len(new), self.entering, np.float32))
-        self.changed = True
+        if self._twice is not None:
+            for slot, _, count in self._pieces(max(start, self.most), span.stop):
+                self._twice[slot : slot + count] = False
+        self.there = Numbering(ring, base, first, span.stop)
+        self.most, self.changed = max(self.most, span.stop), True
 
     def _make_room(self, slots: int) -> None:
         before = len(self._tree.leaves)
+        if slots <= before:
+            return
         if not self._reader.ring:  # half as much again, so that few rows make it seldom
             slots = max(slots, before * 3 // 2, _FIRST_ROOM)
         require_memory(tree_nbytes(slots), f"the priorities of {slots:,} rows")
@@ -223,24 +229,40 @@ class Priorities:
             found[begin : begin + count] = self._tree.leaves[slot : slot + count]
         return found
 
-    def replace(self, leaves: np.ndarray, first: int, entering: float) -> None:
-        """Take over the leaves, float32 [n], of rows from ``first`` on, as far as they are there.
+    def replace(self, leaves: np.ndarray, first: int, entering: float, *, same: bool) -> None:
+        """Begin again with the leaves, float32 [n], of rows from ``first`` on.
 
-        Rows that are there besides, or cannot be drawn by these leaves, keep theirs.
+        Of rows that are gone they are left out, and rows after them come as new ones.
+
+        Args:
+            leaves: of rows whose numbers mean the same rows now.
+            first: the first of them.
+            entering: the leaf of rows that come where no row has one.
+            same: no row was taken back since these leaves were known.
         """
-        there = self.follow()
-        start, stop = max(first, there.first), min(first + len(leaves), there.stop)
-        if not self._tree.largest > 0:
-            self.entering = entering
+        reader, span = self._reader, self._reader.span
+        ring = reader.ring
+        base = 0 if ring else span.start
+        if len(span):
+            self._make_room(ring or span.stop - base)
+        start, stop = span.start, min(first + len(leaves), span.stop)
+        if first > start or stop < start:
+            stop = start
+        self._tree.fill(0, len(self._tree.leaves), 0)
+        self._rewinds, self._floor = reader.rewinds, reader.floor
+        self.there, self.entering = Numbering(ring, base, start, stop), entering
+        self.most = max(self.most, span.stop)
         for slot, begin, count in self._pieces(start, stop):
             at = begin + start - first
-            given, mine = leaves[at : at + count], self._tree.leaves[slot : slot + count]
-            self._tree.fill(slot, slot + count, np.where((given > 0) & (mine > 0), given, mine))
+            self._tree.fill(slot, slot + count, leaves[at : at + count])
+        if not same:
+            self._require_starts(start, stop)
         self.changed = True
+        self.follow()
 
 
 def leaves_of(priority: np.ndarray, alpha: float, eps: float) -> np.ndarray:
-    """Return leaves, (priority + eps)^alpha in float32.
+    """Return leaves, (priority + eps)^alpha in float32, of priorities in float64 [n].
 
     Raises:
         ValueError: a priority that is negative, infinite or no number, or too large; or 0, with
@@ -248,14 +270,15 @@ def leaves_of(priority: np.ndarray, alpha: float, eps: float) -> np.ndarray:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         found = np.power(priority + eps, alpha).astype(np.float32)
-    if not len(found):
+    if (compiled := kernel.compiled()) is not None:
+        if compiled.are_leaves(priority, found):
+            return found
+    elif not len(found) or (
+        priority.min() >= 0 and found.min() >= _FLOAT32.tiny and found.max() <= _FLOAT32.max
+    ):
         return found
-    least = found.min()
-    if not (priority.min() >= 0 and found.max() <= _FLOAT32.max) or least <= 0:
-        _refuse(priority, found, alpha, eps)
-    if least < _FLOAT32.tiny:
-        found = np.maximum(found, _FLOAT32.tiny)
-    return found
+    _refuse(priority, found, alpha, eps)
+    return np.maximum(found, _FLOAT32.tiny)
 
 
 def _refuse(priority: np.ndarray, leaves: np.ndarray, alpha: float, eps: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -139,16 +140,17 @@ class PrioritizedSampler(Sampler):
         self._generator, self._lock = generator, threading.RLock()
         self.gone = 0
         """How many priorities were given for rows that were gone, and ignored."""
-        starts = None if slice_len is None else Starts(self._reader, slice_len)
+        self._starts = None if slice_len is None else Starts(self._reader, slice_len)
         first = _first_leaf(self._alpha, self._eps)
-        self._priorities = Priorities(self._reader, first, starts)
+        self._priorities = Priorities(self._reader, first, self._starts)
         self._drawn: np.ndarray | None = None
         """One more than the row that was drawn last at each index of a ring; 0: none was."""
         if ring := self._reader.ring:
             require_memory(8 * ring, f"the samples of a ring of {ring:,} rows")
             self._drawn = np.zeros(ring, np.int64)
         self._joining = False
-        self._written: Any = None
+        self._written: tuple[Any, np.ndarray] | None = None
+        """The index that a buffer wrote to last, and the rows there."""
         self._load()
         if isinstance(storage.writer, RowWriter):
             storage.writer.closing.append(_called(weakref.WeakMethod(self._save_at_the_end)))
@@ -167,10 +169,14 @@ class PrioritizedSampler(Sampler):
             rows, weights = self._draw(count)
             if self._drawn is not None:
                 self._drawn[self._reader.index_of(rows)] = rows + 1
-            return (rows, weights) if self.slice_len is None else (self._sequences(rows), weights)
+            if self._starts is not None:
+                rows = self._starts.sequences(rows)
+            return rows, weights
 
     def _draw(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        self._joining, self._written = False, None
+        self._joining = False
+        if self._written is not None and type(self._written[0]) is int:
+            self._written = None
         check_positive("the number of draws", count)
         priorities = self._priorities
         priorities.follow()
@@ -192,10 +198,6 @@ class PrioritizedSampler(Sampler):
             f"no trajectory of {path} has {self.slice_len} steps in a row, which are a sequence. "
             "Give a smaller slice_len, or collect more."
         )
-
-    def _sequences(self, starts: np.ndarray) -> np.ndarray:
-        assert self.slice_len is not None
-        return Starts(self._reader, self.slice_len).sequences(starts)
 
     def sample(self, storage: Any, batch_size: int | None = None) -> Any:
         """Return a sample: ``sample(n)`` of the storage, ``sample(storage, n)`` for a buffer.
@@ -232,7 +234,7 @@ class PrioritizedSampler(Sampler):
             WEIGHT: torch.from_numpy(np.repeat(weights, length)),
             ROW: torch.from_numpy(rows.reshape(-1)),
         }
-        if self.slice_len is not None:
+        if self._starts is not None:
             info |= self._marks(rows)
         return torch.from_numpy(index), info
 
@@ -252,16 +254,13 @@ class PrioritizedSampler(Sampler):
         reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS
         while True:
             rows, weights = self.draw(count)
-            try:
+            with contextlib.suppress(IndexOutOfRange):  # overwritten since they were drawn
                 found = reader.take(rows)
-                marks = self._marks(rows) if self.slice_len is not None else {}
-                if rows.size and rows.min() < reader.span.start:
-                    raise reader.overrun(f"{rows.size} rows")
-            except IndexOutOfRange as error:  # overwritten since they were drawn
-                if time.monotonic() > deadline:
-                    raise reader.overrun(f"{rows.size} rows") from error
-                continue
-            break
+                marks = {} if self._starts is None else self._marks(rows)
+                if not marks or rows.min() >= reader.span.start:
+                    break
+            if time.monotonic() > deadline:
+                raise reader.overrun(f"{rows.size} rows")
         for key, values in marks.items():
             found.set(key, values.reshape(*rows.shape, *values.shape[1:]))
         found.set(ROW, torch.from_numpy(rows))
@@ -296,17 +295,14 @@ class PrioritizedSampler(Sampler):
             self.update_rows(rows, priority)
             return
         with self._lock:
-            given, written = index, self._written
-            joining, self._joining, self._written = self._joining, False, None
-            at = _whole("index", index)
-            new = written is not None and (
-                given is written or (type(written) is int and at.tolist() == [written])
-            )
+            joining, self._joining = self._joining, False
+            at, rows = _whole("index", index), self._just_written(index)
             if joining and self._is_all(at, priority):
                 return  # a buffer gives all rows the priority of new ones, when it is made
-            if self.slice_len is not None and new:
-                return  # no sequence starts there yet
-            self._update(self._rows_at(at, now=new), priority, sure=new)
+            if rows is None:
+                self._update(self._rows_at(at), priority)
+            elif self._starts is None:  # else no sequence starts there yet
+                self._update(rows, priority, sure=True)
 
     def update_rows(self, rows: Any, priority: Any) -> None:
         """Set priorities of rows by their numbers over all rows ever written.
@@ -314,19 +310,29 @@ class PrioritizedSampler(Sampler):
         See `update_priority` for the arguments and errors.
         """
         with self._lock:
-            self._joining, self._written = False, None
+            self._joining = False
             self._update(_whole("rows", rows), priority)
 
     def _is_all(self, index: np.ndarray, priority: Any) -> bool:
-        given = _numbers(priority)
+        given, default = _numbers(priority), np.float32(self.default_priority)
         return (
-            len(index) == len(self._reader)
+            0 < len(index) == len(self._reader)
             and bool((index == np.arange(len(index))).all())
-            and bool((given == given[0]).all())
+            and bool((given.astype(np.float32) == default).all())
         )
 
-    def _rows_at(self, index: np.ndarray, *, now: bool = False) -> np.ndarray:
-        """Return the rows that were drawn last at each index [n]; or that are there ``now``."""
+    def _just_written(self, index: Any) -> np.ndarray | None:
+        """Return the rows that a buffer wrote to this ``index`` right before, if it did."""
+        if self._written is None:
+            return None
+        written, rows = self._written
+        if type(written) is int:  # the buffer gives a copy, and gives it at once
+            self._written = None
+            return rows.copy() if _whole("index", index).tolist() == [written] else None
+        return rows.copy() if index is written else None
+
+    def _rows_at(self, index: np.ndarray) -> np.ndarray:
+        """Return the rows that were drawn last at each index [n], or else are there now."""
         reader = self._reader
         if self._drawn is None:
             return reader.rows_in(index) if reader.span.start else index
@@ -336,9 +342,8 @@ class PrioritizedSampler(Sampler):
                 f"has {len(self._drawn):,} slots. Give the index of a sample of it."
             )
         rows: np.ndarray = self._drawn[index] - 1
-        if now or (len(rows) and rows.min() < 0):
-            there = reader.rows_at(index, reader.span)
-            rows = np.where((rows < 0) | now, there, rows)
+        if len(rows) and rows.min() < 0:
+            rows = np.where(rows < 0, reader.rows_at(index, reader.span), rows)
         return rows
 
     def _update(self, rows: np.ndarray, priority: Any, *, sure: bool = False) -> None:
@@ -379,7 +384,7 @@ class PrioritizedSampler(Sampler):
     @_rng.setter
     def _rng(self, generator: torch.Generator | None) -> None:
         # A buffer that takes the sampler does this first.
-        self._joining = True
+        self._joining = self._reader.initialised
         if generator is not None or self._generator is None:
             self._generator = generator
 
@@ -421,12 +426,17 @@ class PrioritizedSampler(Sampler):
         return float(max(0.0, self._priorities.largest ** (1 / self._alpha) - self._eps))
 
     def add(self, index: int) -> None:
-        """Remember the index of a row that a buffer just wrote, whose priority may follow."""
-        self._written = int(index)
+        """Remember the row that a buffer just wrote, whose priority may follow."""
+        self._remember(int(index))
 
     def extend(self, index: torch.Tensor) -> None:
-        """Remember the index of rows that a buffer just wrote, whose priorities may follow."""
-        self._written = index
+        """Remember the rows that a buffer just wrote, whose priorities may follow."""
+        self._remember(index)
+
+    def _remember(self, index: Any) -> None:
+        with self._lock:
+            self._joining, reader = False, self._reader
+            self._written = index, reader.rows_at(_whole("index", index), reader.span)
 
     def mark_update(self, index: Any, *, storage: Any = None) -> None:
         """Give the rows that are at ``index`` now the priority of new ones."""
@@ -474,9 +484,10 @@ class PrioritizedSampler(Sampler):
 
     def _save_at_the_end(self) -> None:
         with self._lock:
-            self._priorities.follow()
-            if self._priorities.changed:
-                self.save()
+            if self._priorities.most:  # it was used
+                self._priorities.follow()
+                if self._priorities.changed:
+                    self.save()
 
     def _kept(self) -> tuple[Kept, np.ndarray]:
         priorities = self._priorities
@@ -526,7 +537,12 @@ class PrioritizedSampler(Sampler):
         leaves = leaves[: max(0, until - kept.first)]
         was, now = (kept.alpha, kept.eps), (self._alpha, self._eps)
         entering = moved(np.array([kept.entering], np.float32), was, now)
-        self._priorities.replace(moved(leaves, was, now), kept.first, float(entering[0]))
+        self._priorities.replace(
+            moved(leaves, was, now),
+            kept.first,
+            float(entering[0]),
+            same=kept.rewinds == self._reader.rewinds,
+        )
 
     def _take_all(self, kept: Kept, leaves: np.ndarray, what: str) -> None:
         kept.require_of(self._reader, self.slice_len, what)

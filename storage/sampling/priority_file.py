@@ -28,6 +28,7 @@ from tallyroll.storage.readers.row_reader import RowReader
 _NAME: Final = b"tallyroll priorities "
 _VERSION: Final = 1
 _MAGIC: Final = _NAME + b"%d\n" % _VERSION
+_LEAVES: Final = np.finfo(np.float32)
 _HEAD_NBYTES: Final = 2**12
 _SUM_NBYTES: Final = 4
 
@@ -67,7 +68,8 @@ class Kept:
         left = least_kept(reader.manifest, self.rewinds, rewinds)
         if self.rewinds > rewinds or (left is None and self.stop > head):
             raise StateMismatch(
-                f"{what} is of {self.stop} rows, and {reader.path} has {head}: it is older."
+                f"{what} is of {self.stop} rows, and {reader.path} has {head}: the storage is "
+                "older."
             )
         return min(self.stop, head if left is None else left)
 
@@ -85,7 +87,7 @@ class Kept:
             or any(type(each) is not float or not 0 <= each < np.inf for each in numbers)
             or kept.first > kept.stop
             or not (kept.slice_len is None or type(kept.slice_len) is int)
-            or not 0 < np.float32(kept.entering) < np.inf
+            or not float(_LEAVES.tiny) <= kept.entering <= float(_LEAVES.max)
         )
         if wrong:
             raise ValueError("what it says of its rows cannot be")

@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         self.sampler.save()
-        if self.storage.head:
+        if self.storage.reader.initialised:
             self.follow()
             self.saved = dict(self.leaves), max(self.leaves.values(), default=self.largest)
 
