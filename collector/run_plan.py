@@ -24,6 +24,8 @@ from tallyroll.storage.rows.keys import Key, spell
 
 FEW_SLOTS = 4
 """Most slots that are numbered and checked one by one, which is faster for so few."""
+FEW_REWARDS = 7
+"""Most rewards of a lane that NumPy adds up one after the other, as the extension does."""
 SMALL_NBYTES = 2**12
 """The size of a slot's observations above which the system writes them itself."""
 WIDE_NBYTES = 2**9
@@ -274,8 +276,8 @@ class StoringTraits:
     """Lanes come back in any order."""
     extension: bool
     """The extension was built."""
-    one_float_reward: bool
-    """A lane's reward is one float32 or float64."""
+    few_float_rewards: bool
+    """A lane's rewards are one column of at most `FEW_REWARDS` float32 or float64."""
     surplus: str
     """The fate of transitions that a call does not want; empty: they open the next one."""
     masked_agents: bool
@@ -355,7 +357,10 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
         (run.arrivals, "lanes come back in any order"),
         (not run.has_engine, f"a {run.storage} does not read files of its own"),
         (run.waits_for_disk, 'durability="power" waits for the disk'),
-        (not run.one_float_reward, "a lane's reward is not one float32 or float64"),
+        (
+            not run.few_float_rewards,
+            f"a lane's rewards are not one column of up to {FEW_REWARDS} float32 or float64",
+        ),
         (bool(run.surplus), run.surplus),
         (run.masked_agents, "masks of agents are counted"),
         (run.counts_agents, 'budget_unit="agent_transitions"'),

@@ -36,6 +36,7 @@ from tallyroll.collector.rollout.arriving import ArrivingLanes
 from tallyroll.collector.rollout.copying import CopiedLanes
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.lanes import Lanes, SystemLanes, ended_in
+from tallyroll.collector.run_plan import FEW_REWARDS
 from tallyroll.collector.slab.slab import Slab, SlabColumn, SlabColumns
 from tallyroll.storage.rows.batch_dims import batch_dims_of
 from tallyroll.storage.rows.dtypes import SIGNED
@@ -127,12 +128,13 @@ class SlabPlan:
         return int(min(2 * ceil(frames / columns) + 4, MOST_SLOTS, fitting))
 
     @property
-    def one_float_reward(self) -> bool:
-        """True if a lane's reward is one float32 or float64."""
+    def few_float_rewards(self) -> bool:
+        """True if a lane's rewards are one column of at most `FEW_REWARDS` floats."""
         if len(self.rewards) != 1:
             return False
         reward = self.layout[self.rewards[0]]
-        return prod(reward.shape) == 1 and reward.dtype in (torch.float32, torch.float64)
+        few = 1 <= prod(reward.shape) <= FEW_REWARDS
+        return few and reward.dtype in (torch.float32, torch.float64)
 
     def columns(self, lanes: int) -> int:
         """Return the rows of a slot of an environment with ``lanes`` lanes."""

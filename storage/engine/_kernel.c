@@ -483,9 +483,10 @@ runs_failed:
    named `state`. */
 #define NUMBERING(WORD)                                                                            \
     WORD(lanes) WORD(stride) WORD(terminated) WORD(truncated) WORD(done) WORD(next_valid)          \
-    WORD(makes_done) WORD(makes_truncated) WORD(reward) WORD(reward_is_double) WORD(version)       \
-    WORD(traj_ids) WORD(step) WORD(lane) WORD(state_id) WORD(state_step) WORD(state_return)        \
-    WORD(state_version) WORD(state_length) WORD(begun) WORD(episodes) WORD(largest)
+    WORD(makes_done) WORD(makes_truncated) WORD(reward) WORD(reward_is_double) WORD(rewards)       \
+    WORD(version) WORD(traj_ids) WORD(step) WORD(lane) WORD(state_id) WORD(state_step)             \
+    WORD(state_return) WORD(state_version) WORD(state_length) WORD(begun) WORD(episodes)           \
+    WORD(largest)
 typedef struct { NUMBERING(MEMBER) } Numbering;
 enum { NUMBERING_WORDS = sizeof(Numbering) / sizeof(int64_t) };
 
@@ -509,6 +510,17 @@ static void tell(char *to, int64_t id, int32_t lane, double total, int64_t lengt
     memcpy(to + EPISODE_ENDED_AT, &nth, 8);
 }
 
+/* Return the sum of the rewards of row `i`, of which a lane has as many as the table says. */
+static double reward_of(const Numbering *t, int64_t i)
+{
+    const float *narrow = (const float *)at(t->reward) + i * t->rewards;
+    const double *wide = (const double *)at(t->reward) + i * t->rewards;
+    double sum = t->reward_is_double ? *wide : (double)*narrow;
+    for (int64_t nth = 1; nth < t->rewards; nth++)
+        sum += t->reward_is_double ? wide[nth] : (double)narrow[nth];
+    return sum;
+}
+
 /* Number the rows of the first slots, and return begun << 32 | ended. It writes to the columns of
    the slab, to the arrays of LaneState, and to the outputs of SlabRows. */
 static int64_t number(const Numbering *t, int64_t slots, const char *taken)
@@ -517,8 +529,6 @@ static int64_t number(const Numbering *t, int64_t slots, const char *taken)
     const char *terminated = at(t->terminated);
     char *truncated = at(t->truncated), *done = at(t->done);
     char *valid = t->next_valid ? at(t->next_valid) : NULL;
-    const float *narrow = (const float *)at(t->reward);
-    const double *wide = (const double *)at(t->reward);
     const int64_t *version = (const int64_t *)at(t->version);
     int64_t *ids = (int64_t *)at(t->traj_ids), *steps = (int64_t *)at(t->step);
     int64_t *id = (int64_t *)at(t->state_id), *step = (int64_t *)at(t->state_step);
@@ -549,7 +559,7 @@ static int64_t number(const Numbering *t, int64_t slots, const char *taken)
                 largest = id[lane];
             step[lane]++;
             length[lane]++;
-            total[lane] += t->reward_is_double ? wide[i] : (double)narrow[i];
+            total[lane] += reward_of(t, i);
             if (done[i]) {
                 tell(at(t->episodes) + EPISODE_NBYTES * ends++, id[lane], number[i], total[lane],
                      length[lane], terminated[i], first[lane], version[i], rows);

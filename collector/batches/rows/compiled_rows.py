@@ -27,7 +27,7 @@ from tallyroll.storage.rows.keys import (
 def rows_of_slab(slab: Slab, plan: SlabPlan) -> SlabRows:
     """Return the rows of ``slab``, numbered by the extension if it can."""
     kernel = compiled()
-    if kernel is None or slab.lane is not None or not plan.one_float_reward:
+    if kernel is None or slab.lane is not None or not plan.few_float_rewards:
         return SlabRows(slab, plan)
     return CompiledRows(slab, plan, kernel)
 
@@ -36,7 +36,7 @@ class CompiledRows(SlabRows):
     """The columns of the rows of a slab, numbered by the extension.
 
     Args:
-        slab: a slab with all columns in ``flat``, and one float as the reward of a lane.
+        slab: a slab with all columns in ``flat``, and few floats as the rewards of a lane.
         plan: the plan of the slab.
         kernel: the extension.
     """
@@ -90,6 +90,7 @@ class CompiledRows(SlabRows):
             "makes_truncated": self._makes_truncated,
             "reward": address(reward),
             "reward_is_double": reward.dtype == np.float64,
+            "rewards": reward.shape[2],
             "version": address(columns[POLICY_VERSION]),
             "traj_ids": address(columns[TRAJ_IDS]),
             "step": address(columns[STEP]),

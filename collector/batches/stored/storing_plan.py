@@ -63,7 +63,7 @@ def traits_of(
         by_lane=rollout.counts.because if rollout.counts.way == "by lane" else "",
         arrivals=slab.lane is not None,
         extension=is_built(),
-        one_float_reward=plan.one_float_reward,
+        few_float_rewards=plan.few_float_rewards,
         surplus=_surplus(options, rollout),
         masked_agents=bool(counts.masks),
         counts_agents=options.by_agent,

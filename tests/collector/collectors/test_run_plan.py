@@ -51,7 +51,7 @@ RUN = StoringTraits(
     by_lane="",
     arrivals=False,
     extension=True,
-    one_float_reward=True,
+    few_float_rewards=True,
     surplus="",
     masked_agents=False,
     counts_agents=False,
@@ -65,8 +65,8 @@ RUN = StoringTraits(
 )
 NO_COMMIT_IN_ONE = {"replay_buffer", "postproc", "elsewhere", "by_lane", "arrivals", "surplus"}
 NO_COMMIT_IN_ONE |= {"masked_agents", "counts_ticks", "follows_flags", "resets_batches"}
-NO_COMMIT_IN_ONE |= {"counts_agents"}
-NO_COMMIT_IN_ONE |= {"wide_bounds", "waits_for_disk", "has_engine", "extension", "one_float_reward"}
+NO_COMMIT_IN_ONE |= {"counts_agents", "few_float_rewards"}
+NO_COMMIT_IN_ONE |= {"wide_bounds", "waits_for_disk", "has_engine", "extension"}
 
 
 # --- pure -----------------------------------------------------------------------------------------

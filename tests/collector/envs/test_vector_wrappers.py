@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -28,6 +29,8 @@ from torchrl.envs import RewardSum, TransformedEnv
 
 from tallyroll.collector import GymnasiumVectorEnv, Info, SyncCollector
 from tallyroll.collector.errors import EnvironmentRefused, SpaceError, TransitionError
+from tallyroll.storage import MemmapStorage, ways
+from tallyroll.storage.engine.kernel import compiled
 
 from collect_kit import LENGTHS, collect, joined, stream
 from oracles import check_rows, make_oracle_vec
@@ -277,7 +280,8 @@ class Objectives(Speaking):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         obs, _, *rest = super().step(action)
-        reward = np.array([self.at[1], action][: self.reward_space.shape[0]], np.float32)
+        reward = np.array([self.at[1], action, 0.1 * action][: self.reward_space.shape[0]])
+        reward = reward.astype(np.float32)
         return obs, reward, *rest  # type: ignore[return-value]
 
 
@@ -290,6 +294,34 @@ def test_a_reward_for_each_objective(mode: AutoresetMode, slots: Any, count: int
     assert torch.equal(rows["next", "reward"][:, 0], rows["collector", "step"] + 1.0)
     if count == 2:
         assert torch.equal(rows["next", "reward"][:, 1], rows["action"].float())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rewards_of_several_numbers_are_stored_in_one_call(
+    mode: AutoresetMode, tmp_path: Path
+) -> None:
+    """As by the slowest way, bit for bit, the returns of episodes too."""
+
+    def run(name: str) -> Any:
+        made = SyncVectorEnv([partial(Objectives, 3)] * 3, autoreset_mode=mode)
+        options: dict[str, Any] = {"frames_per_batch": 3, "total_frames": 100, "seed": 3}
+        with MemmapStorage(tmp_path / name) as storage:
+            with SyncCollector(made, storage=storage, **options) as collector:
+                way = collector.plan.commits.way
+                batches = [batch.clone() for batch, _ in zip(collector, range(5), strict=False)]
+                while collector.collect(4):
+                    pass
+                returns = [each.total_return for each in collector.episodes]
+            return way, storage.get(slice(None)).clone(), torch.cat(batches), returns
+
+    way, *wanted = run("one")
+    with ways.switched_off("one-call", "kernel"):
+        slow, *found = run("other")
+    assert (way, slow) == ("one call" if compiled() else "rows", "rows")
+    assert len(wanted[2]) > 5
+    assert found[2] == wanted[2]
+    for one, other in zip(wanted[:2], found[:2], strict=True):
+        assert (one == other).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*The reward returned by `step:UserWarning")
