@@ -51,6 +51,7 @@
     ├── SumTooLarge                   n-step returns that their dtype cannot hold
     ├── SlotsMayChange                an index into a ring that another process writes
     ├── DamagedTable                  the table of episodes cannot be used
+    ├── DamagedOverlay                the file of an overlay cannot be used
     └── IndexOutOfRange               (an IndexError) no such row
 
 Every message says what was wanted, what was got and what to do. Wrong values of
@@ -66,6 +67,7 @@ __all__ = [
     "CopyOfOpenStorage",
     "CorruptStorage",
     "CursorOverflow",
+    "DamagedOverlay",
     "DamagedTable",
     "DirectoryNotEmpty",
     "DiskFailed",
@@ -309,6 +311,10 @@ class SumTooLarge(StorageError):
 
 class DamagedTable(StorageError):
     """The file of the table of episodes is damaged, or does not belong to these rows."""
+
+
+class DamagedOverlay(StorageError):
+    """The file of an overlay is damaged, cut short, a link, or of another storage."""
 
 
 class IndexOutOfRange(StorageError, IndexError):

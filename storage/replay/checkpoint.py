@@ -13,6 +13,8 @@ from tallyroll.storage.errors import NotInitialised, StateMismatch
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.files.rewind_history import with_history_of
 from tallyroll.storage.formats.base import Format
+from tallyroll.storage.overlays.beside import Overlays
+from tallyroll.storage.overlays.copying import copy_overlays
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.stores.opened_files import OpenedFiles
@@ -44,7 +46,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
     register_load_hook = register_save_hook
 
     def dumps(self, storage: RowStore, path: Any) -> None:
-        """Copy the committed rows, the record and the runs to ``path``.
+        """Copy the committed rows, the record, the runs and the overlays to ``path``.
 
         Raises:
             NotInitialised: there is nothing to copy yet.
@@ -59,11 +61,15 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         opened = OpenedFiles(target, capacity=max(1, len(source)), max_size=ring)
         with closing(RowWriter(opened)) as copy:
             _bring_up(copy, source)
+            if isinstance(source, FileReader):
+                with closing(Overlays(target)) as overlays:
+                    copy_overlays(source, overlays, exactly=True)
 
     def loads(self, storage: RowStore, path: Any) -> None:
         """Bring ``storage`` to the rows in ``path``: a new one gets them all.
 
-        Rows that came after the dump stay.
+        Rows that came after the dump stay. Overlays get the values of the dump, for its rows, but
+        in a storage that was opened with mode="read".
 
         Raises:
             StateMismatch: ``storage`` holds other rows.
@@ -79,6 +85,8 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
             with writer.turn:
                 if not target.initialised or _behind(target, copy):
                     _bring_up(writer, copy)
+                if storage.mode != "read":
+                    copy_overlays(copy, storage.overlay_files, exactly=False)
 
 
 def _format_of(reader: RowReader, path: Any) -> Format:

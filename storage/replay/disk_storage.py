@@ -20,6 +20,7 @@ from tallyroll.storage.errors import (
     NotAnAppend,
     NotAStorage,
     NotPicklable,
+    ReadOnlyStorage,
     StateMismatch,
 )
 from tallyroll.storage.files.checksums import Progress
@@ -34,7 +35,7 @@ from tallyroll.storage.rows.indexing import consecutive
 from tallyroll.storage.rows.keys import Key, Keys, as_key
 from tallyroll.storage.stores.rewinds import require_kept
 from tallyroll.storage.stores.row_store import RowStore
-from tallyroll.storage.stores.row_writer import RowWriter
+from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.stores.temporary import TemporaryFolder
 from tallyroll.storage.trajectories.id_checks import Ids
 
@@ -221,9 +222,22 @@ class DiskStorage(RowStore, AsTensorStorage):
         """
         kind = type(index)
         if kind is str or (kind is tuple and index and all(type(name) is str for name in index)):
-            only = [index] if as_key(index) in self.reader.keys else None
-            return self.reader.get(slice(None), only)[index]
-        return self.reader.get(index, keys)
+            reader = self.reader_with([index])
+            only = [index] if as_key(index) in reader.keys else None
+            return reader.get(slice(None), only)[index]
+        return (self.reader if keys is None else self.reader_with(keys)).get(index, keys)
+
+    def with_overlays(self, *names: str | Key) -> DiskStorage:
+        """Return the same rows with some overlays as further columns, to read and to sample.
+
+        For ``get``, slices, trajectories, `n_step` and replay buffers, whose batches then have
+        these columns. Rows that are added to this storage show in it, and values that are set;
+        rows are added to this storage alone, which also has to be closed.
+
+        Raises:
+            ColumnsMissing: there is no overlay of that name.
+        """
+        return _Overlaid(self, names)
 
     def loader(
         self,
@@ -418,6 +432,59 @@ class DiskStorage(RowStore, AsTensorStorage):
             f"{self.path} cannot be sent to another process or copied: the files would have two "
             'owners. Open it there with tallyroll.storage.open_storage(path, mode="read"), or send '
             "one that was opened so."
+        )
+
+
+class _Overlaid(DiskStorage):
+    """The rows of a storage, read together with overlays."""
+
+    def __init__(self, rows: DiskStorage, names: tuple[str | Key, ...]) -> None:
+        AsTensorStorage.__init__(self)
+        if not names:
+            raise TypeError("with_overlays: expected the names of one or more overlays, got none.")
+        for name in names:
+            rows.overlay(name, writable=False)
+        reader = rows.reader_with([*rows.reader.keys, *names])
+        self._of, self._names = rows, names
+        self.path, self.mode, self.reader = rows.path, rows.mode, reader
+        self.writer = _WritesElsewhere(reader)
+        self.overlay_files = rows.overlay_files
+        self._fit_ring()
+
+    def close(self) -> None:
+        """Do nothing: the storage that has the rows closes them."""
+
+    def flush(self) -> None:
+        """Flush the storage that has the rows."""
+        self._of.flush()
+
+    def drop_overlay(self, name: str | Key) -> None:
+        """Refuse: it may be one of those that are read here."""
+        _WritesElsewhere(self.reader).refuse()
+
+    def dumps(self, path: Any) -> None:
+        """Write a checkpoint of the storage that has the rows, overlays included."""
+        self._of.dumps(path)
+
+    def with_overlays(self, *names: str | Key) -> DiskStorage:
+        """Return the rows with these overlays, too."""
+        return self._of.with_overlays(*self._names, *names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_overlays, (self._of, self._names)
+
+
+def _with_overlays(rows: DiskStorage, names: tuple[str | Key, ...]) -> DiskStorage:
+    return rows.with_overlays(*names)
+
+
+class _WritesElsewhere(NoWriter):
+    """Refuses to write through a storage that was made by `DiskStorage.with_overlays`."""
+
+    def refuse(self) -> NoReturn:
+        raise ReadOnlyStorage(
+            f"{self.reader.path} is read here together with overlays, and nothing is written. "
+            "Write to the storage whose with_overlays was called."
         )
 
 

@@ -83,7 +83,8 @@ def n_step(
         gamma: the discount of one step, from 0 to 1; a tensor that broadcasts to a row's reward
             gives each objective or agent one of its own.
         reward_key: the rewards to sum, as ``"reward"`` or ``("agents", "reward")``, or a list of
-            such keys. None: every column below ``"next"`` that is called ``"reward"``.
+            such keys, overlays too. None: every column below ``"next"`` that is called
+            ``"reward"``.
         dtype: of the sums, a floating-point one, where it is not to be the column's.
 
     Returns:
@@ -97,8 +98,12 @@ def n_step(
             of whole numbers that would be rounded.
         Overrun: a ring is overwritten by another process faster than it is read.
     """
-    _check(storage.reader, n, dtype)
-    returns = _Returns(n, _discount(gamma), _rewards(storage.reader, reward_key), dtype)
+    named = _named(reward_key)
+    reader = storage.reader
+    if named is not None:
+        reader = storage.reader_with([*reader.keys, *named])
+    _check(reader, n, dtype)
+    returns = _Returns(n, _discount(gamma), _rewards(reader, named), dtype)
     batch = index if isinstance(index, TensorDictBase) else None
     if batch is not None:
         index = batch.get("index", None)
@@ -107,7 +112,7 @@ def n_step(
                 'a batch needs "index", where its rows are, as TensorDictReplayBuffer gives it. '
                 "Give the index itself, or a batch of such a buffer."
             )
-    found = _rows(storage.reader, index, returns)
+    found = _rows(reader, index, returns)
     return found if batch is None else _put_into(batch, found)
 
 
@@ -136,15 +141,22 @@ def _discount(gamma: float | torch.Tensor) -> float | np.ndarray:
     return found
 
 
-def _rewards(reader: RowReader, wanted: str | Key | Sequence[str | Key] | None) -> list[_Reward]:
-    """Return the rewards to sum."""
+def _named(wanted: str | Key | Sequence[str | Key] | None) -> list[Key] | None:
+    """Return the keys of the rewards that the caller names; None for all that there are."""
     if wanted is None:
-        keys = [key for key in reader.keys if key[0] == NEXT and key[-1] == REWARD[-1]]
-    elif isinstance(wanted, str) or (isinstance(wanted, tuple) and isinstance(wanted[-1], str)):
+        return None
+    if isinstance(wanted, str) or (isinstance(wanted, tuple) and isinstance(wanted[-1], str)):
         keys = [as_key(wanted)]
     else:
         keys = [as_key(key) for key in wanted]
-    keys = [key if key[0] == NEXT else (NEXT, *key) for key in keys] or [REWARD]
+    return [key if key[0] == NEXT else (NEXT, *key) for key in keys]
+
+
+def _rewards(reader: RowReader, keys: list[Key] | None) -> list[_Reward]:
+    """Return the rewards to sum."""
+    if keys is None:
+        keys = [key for key in reader.keys if key[0] == NEXT and key[-1] == REWARD[-1]]
+    keys = keys or [REWARD]
     _require(reader, keys)
     schema = reader.schema
     found = [_reward_of(schema, column) for column in schema.columns if column.key in keys]

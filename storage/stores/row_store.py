@@ -16,6 +16,7 @@ from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import told, user_path
 from tallyroll.storage.formats.base import Format
+from tallyroll.storage.overlays.face import HasOverlays
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key
@@ -25,7 +26,7 @@ from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
 
 
-class RowStore:
+class RowStore(HasOverlays):
     """Rows on disk; the arguments are those of `DiskStorage`."""
 
     _format_class: ClassVar[type[Format]]
@@ -109,11 +110,14 @@ class RowStore:
 
         Another thread's write is finished first.
         """
+        self._close_overlays()
         self.writer.close()
 
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""
         self.writer.flush()
+        if isinstance(self.writer, RowWriter) and self.writer.durability == "power":
+            self._flush_overlays()
 
     def __enter__(self) -> Self:
         return self
@@ -222,7 +226,7 @@ class RowStore:
         Raises:
             KeyError: there is no such column.
         """
-        array = self.reader.shown(as_key(key))
+        array = self.reader_with([key]).shown(as_key(key))
         array.flags.writeable = False
         return array
 
@@ -239,13 +243,13 @@ class RowStore:
         after these; so has the root, if each row is an item with a time dimension.
 
         ``keys`` are the columns that are wanted, such as ``["observation", ("next", "reward")]``;
-        None: all. Others are not read.
+        None: all. Others are not read. They may be overlays, too, whose values are copied.
 
         Raises:
             IndexOutOfRange: a row that is not there.
             ColumnsMissing: a column that is not there.
         """
-        return self.reader.get(index, keys)
+        return (self.reader if keys is None else self.reader_with(keys)).get(index, keys)
 
     def in_order(self, keys: Keys | None = None) -> TensorDict:
         """Return all rows, the oldest first, batch size [rows]; those of a ring are copied.
@@ -255,7 +259,7 @@ class RowStore:
         Raises:
             ColumnsMissing: a column that is not there.
         """
-        return self.reader.in_order(keys)
+        return (self.reader if keys is None else self.reader_with(keys)).in_order(keys)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, mode={self.mode!r}, {_state_of(self)})"

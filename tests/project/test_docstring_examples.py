@@ -33,6 +33,7 @@ def test_what_users_meet_first_has_examples() -> None:
         "Ledger",
         "MemmapStorage",
         "OnePolicy",
+        "Overlay",
         "Resets",
         "RunLog",
         "SyncCollector",

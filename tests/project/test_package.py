@@ -62,6 +62,7 @@ PUBLIC: dict[str, set[str]] = {
         "H5Storage",
         "Loader",
         "MemmapStorage",
+        "Overlay",
         "PrioritizedSampler",
         "Report",
         "RowReader",

@@ -25,7 +25,7 @@ from tallyroll.collector.evaluation.reporting.stored_runs import (
     whole_number,
 )
 from tallyroll.storage import CorruptStorage, content_hash, open_storage
-from tallyroll.storage.errors import ColumnsMissing
+from tallyroll.storage.errors import ColumnsMissing, StorageError
 from tallyroll.storage.files.checksums import rows_covered
 from tallyroll.storage.files.copied_runs import (
     LEFT_OUT,
@@ -105,11 +105,27 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
             }
             for column in storage.schema.columns
         ],
+        "overlays": _overlays(storage),
         "runs": runs,
         **_episodes(storage, span, runs),
         "ledger": record and record.ledger,
         "first_rows": _first_rows(storage, span[:rows]),
     }
+
+
+def _overlays(storage: DiskStorage) -> list[dict[str, Any]]:
+    """The overlays beside the rows; of one that cannot be used, the error."""
+    found: list[dict[str, Any]] = []
+    for name in storage.overlays:
+        said: dict[str, Any] = {"name": spell(name)}
+        try:
+            overlay = storage.overlay(name)
+            dtype = str(overlay.dtype).removeprefix("torch.")
+            said |= {"dtype": dtype, "shape": list(overlay.shape), "fill": str(overlay.fill)}
+        except StorageError as error:
+            said |= {"dtype": "?", "shape": None, "fill": None, "error": str(error)}
+        found.append(said)
+    return found
 
 
 def _finalized(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -184,6 +200,13 @@ def as_text(facts: Mapping[str, Any]) -> str:
     page.head("Columns")
     columns = (each.values() for each in facts["columns"])
     page.table(("column", "dtype", "shape", "bytes a row"), columns)
+    if overlays := facts["overlays"]:
+        page.head("Overlays")
+        lines = ((each["name"], each["dtype"], each["shape"], each["fill"]) for each in overlays)
+        page.table(("overlay", "dtype", "shape", "fill"), lines)
+        for each in overlays:
+            if "error" in each:
+                page.print(f"{each['name']}: {each['error']}")
     _show_runs(page, facts["runs"])
     if found := facts["trajectories"]:
         ends = ", ".join(f"{found[name]:,} {name}" for name in END_NAMES)

@@ -1,0 +1,91 @@
+"""Entries of an overlay: two copies of a value, and a word that says which, and of which row.
+
+The word has the number of the row, plus one, above 24 bits of a count of writes to the entry; the
+lowest bit of that is the copy that is valid. A write goes to the other copy, and then stores the
+word, eight bytes at once: a writer that is killed leaves the old value or the new one. A reader
+looks at the words again after it took the copies, and takes those once more whose words changed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.rows.schema import Column
+
+WORD_NBYTES: Final = 8
+_COUNT_BITS: Final = 24
+_COUNT: Final = 2**_COUNT_BITS - 1
+MOST_ROWS: Final = 2**38
+"""Rows that a word can name."""
+_PATIENCE_SECONDS: Final = 1.0
+_AT_ONCE: Final = 2**16
+
+
+class Torn(Exception):
+    """A writer changed values again and again while they were read."""
+
+
+def entry_dtype(column: Column) -> np.dtype[Any]:
+    """Return the dtype of an entry, whose size is a multiple of a word's."""
+    nbytes = entry_nbytes(column)
+    return np.dtype(
+        {
+            "names": ["word", "copies"],
+            "formats": ["<i8", (column.numpy_dtype, (2, *column.shape))],
+            "offsets": [0, WORD_NBYTES],
+            "itemsize": nbytes,
+        }
+    )
+
+
+def entry_nbytes(column: Column) -> int:
+    """Return the bytes of an entry."""
+    nbytes = WORD_NBYTES + 2 * column.row_nbytes
+    return -(-nbytes // WORD_NBYTES) * WORD_NBYTES
+
+
+def take(entries: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return copies [n, ...] of the values in slots [n], and which are of ``rows`` [n], bool.
+
+    Raises:
+        Torn: a writer is faster than this reader.
+    """
+    words, copies = entries["word"], entries["copies"]
+    seen = words[slots]
+    found = copies[slots, seen & 1]
+    changed = np.flatnonzero(words[slots] != seen)
+    deadline = time.monotonic() + _PATIENCE_SECONDS if len(changed) else 0.0
+    while len(changed):
+        at = slots[changed]
+        seen[changed] = now = words[at]
+        found[changed] = copies[at, now & 1]
+        changed = changed[words[at] != now]
+        if len(changed) and time.monotonic() > deadline:
+            raise Torn
+    return found, (seen >> _COUNT_BITS) == rows + 1
+
+
+def put(entries: np.ndarray, slots: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+    """Write values [n, ...] of ``rows`` [n] to their slots [n]; of a row twice, the last one."""
+    words = entries["word"]
+    count = (words[slots] + 1) & _COUNT
+    entries["copies"][slots, count & 1] = values
+    words[slots] = ((rows + 1) << _COUNT_BITS) | count
+
+
+def clear(entries: np.ndarray, first: int) -> None:
+    """Make entries of the rows from number ``first`` on, those of no row."""
+    words = entries["word"]
+    for start in range(0, len(words), _AT_ONCE):
+        part = words[start : start + _AT_ONCE]
+        gone = np.flatnonzero((part >> _COUNT_BITS) > first)
+        part[gone] = (part[gone] + 1) & _COUNT
+
+
+def rows_in(entries: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Return the numbers of the rows in the entries ``[start, stop)``; -1 for none."""
+    found: np.ndarray = (entries["word"][start:stop] >> _COUNT_BITS) - 1
+    return found

@@ -1,0 +1,208 @@
+"""The first page of an overlay's file: what it is, and words that its writer changes.
+
+::
+
+    byte 0      magic, version, bytes of the JSON, CRC-32 of version and JSON
+    byte 24     JSON: id of the storage, ring, key, dtype, shape, fill
+    byte 2048   words: entries that the file has room for, rewinds that it knows, 1 if dropped
+    byte 4096   the entries
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tallyroll.storage.errors import DamagedOverlay, FormatVersionMismatch, InvalidSchema
+from tallyroll.storage.rows.keys import Key, as_key, spell
+from tallyroll.storage.rows.schema import Column, Schema
+
+HEADER_NBYTES: Final = 4096
+WORDS_AT: Final = 2048
+ROOM, REWINDS, DROPPED = range(3)
+"""Places of the words."""
+_WORDS: Final = struct.Struct("<qqq")
+_MAGIC: Final = b"TALLYOVL"
+_VERSION: Final = 1
+_START: Final = struct.Struct("<8sqII")
+_Fill = bool | int | float | complex
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The column that an overlay keeps of each row, and the value of rows that have none yet."""
+
+    column: Column
+    fill: bytes
+    """One number of the column's dtype."""
+
+    @property
+    def key(self) -> Key:
+        """The column's key."""
+        return self.column.key
+
+    @property
+    def fill_array(self) -> np.ndarray:
+        """The fill, as an array [] of the column's ``numpy_dtype``."""
+        return np.frombuffer(self.fill, self.column.numpy_dtype).reshape(())
+
+    @property
+    def fill_value(self) -> _Fill:
+        """The fill as a number."""
+        number: _Fill = as_tensor(self.fill_array.copy(), self.column).item()
+        return number
+
+    def differences(self, other: Kept) -> list[str]:
+        """Return how ``other`` differs, one part of a sentence each."""
+        mine, theirs = self._said(), other._said()
+        return [
+            f"{name} {theirs[name]}, expected {mine[name]}"
+            for name in mine
+            if mine[name] != theirs[name]
+        ]
+
+    def _said(self) -> dict[str, str]:
+        column = self.column
+        shape, fill = str(list(column.shape)), repr(self.fill_value)
+        return {"dtype": column.dtype_name, "shape": shape, "fill": fill}
+
+
+def kept_as(key: str | Key, dtype: torch.dtype, shape: Sequence[int] | int, fill: _Fill) -> Kept:
+    """Return what an overlay is to keep, checked.
+
+    Raises:
+        InvalidSchema: the dtype or the shape cannot be stored.
+        TypeError, ValueError: ``fill`` is no number, or one that the dtype does not have.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not all(type(size) is int for size in sizes):
+        raise InvalidSchema(
+            f"overlay {spell(key)}: expected a shape of whole numbers, got {shape!r:.80}."
+        )
+    column = Column(as_key(key), dtype, sizes)
+    if isinstance(fill, torch.Tensor | np.ndarray | np.generic) and fill.ndim == 0:
+        fill = fill.item()
+    if not isinstance(fill, bool | int | float | complex):
+        raise TypeError(f"fill: expected one number for all rows, got {fill!r:.80}.")
+    try:
+        made = torch.tensor(fill, dtype=dtype)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise ValueError(f"fill: {fill!r} is no {column.dtype_name}: {error}") from error
+    if made.item() != fill and fill == fill and not _is_rounded(made, fill):
+        raise ValueError(
+            f"fill: {fill!r} is no {column.dtype_name}, which would make {made.item()!r} of it. "
+            "Give a number that the dtype has."
+        )
+    return Kept(column, as_array(made, column).tobytes())
+
+
+def _is_rounded(made: torch.Tensor, fill: _Fill) -> bool:
+    if not (made.is_floating_point() or made.is_complex()):
+        return False
+    return bool(made.isfinite())
+
+
+def as_array(tensor: torch.Tensor, column: Column) -> np.ndarray:
+    """Return a tensor of the column's dtype as an array of its ``numpy_dtype``."""
+    tensor = tensor.detach()
+    if column.dtype is torch.bfloat16:
+        tensor = tensor.contiguous().view(torch.uint16)
+    found: np.ndarray = tensor.numpy(force=True)
+    return found
+
+
+def as_tensor(array: np.ndarray, column: Column) -> torch.Tensor:
+    """Return an array of the column's ``numpy_dtype`` as a tensor of its dtype."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if column.dtype is torch.bfloat16 else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The storage that an overlay belongs to."""
+
+    id: str | None
+    ring: int
+
+
+def header_bytes(kept: Kept, owner: Owner, rewinds: int) -> bytes:
+    """Return the first page of a new file, without entries, that knows of so many rewinds.
+
+    Raises:
+        InvalidSchema: the shape has too many sizes to be written there.
+    """
+    (column,) = Schema((kept.column,)).to_json()
+    said = {"id": owner.id, "ring": owner.ring, **column, "fill": kept.fill.hex()}
+    content = json.dumps(said).encode()
+    if _START.size + len(content) > WORDS_AT:
+        raise InvalidSchema(
+            f"overlay {spell(kept.key)}: its key and shape take {len(content)} bytes, and "
+            f"may take {WORDS_AT - _START.size}. Make them shorter."
+        )
+    start = _START.pack(_MAGIC, _VERSION, len(content), _crc(_VERSION, content))
+    words = _WORDS.pack(0, rewinds, 0)
+    return ((start + content).ljust(WORDS_AT, b"\0") + words).ljust(HEADER_NBYTES, b"\0")
+
+
+def read_header(page: bytes, path: Path, key: Key, owner: Owner) -> Kept:
+    """Return what the file of overlay ``key`` keeps, from its first page.
+
+    Raises:
+        DamagedOverlay: the page is damaged, or of another overlay or storage.
+        FormatVersionMismatch: a later Tallyroll wrote it.
+    """
+    said = _said_in(page, path)
+    try:
+        column = Schema.from_json([said]).columns[0]
+        fill = bytes.fromhex(said["fill"])
+        whose = Owner(said["id"], said["ring"])
+    except (InvalidSchema, KeyError, TypeError, ValueError) as error:
+        raise damaged(path, f"its header does not say what it is ({error!r:.200})") from error
+    if len(fill) != column.numpy_dtype.itemsize or column.key != key:
+        raise damaged(path, f"its header is of {spell(column.key)}, and its name of {spell(key)}")
+    if whose != owner:
+        raise damaged(path, f"it belongs to another storage ({whose.id}, ring {whose.ring})")
+    return Kept(column, fill)
+
+
+def _said_in(page: bytes, path: Path) -> Mapping[str, Any]:
+    if len(page) < HEADER_NBYTES:
+        raise damaged(path, f"it has {len(page)} bytes, and begins with a page of {HEADER_NBYTES}")
+    magic, version, nbytes, crc = _START.unpack_from(page)
+    if magic != _MAGIC:
+        raise damaged(path, "it does not begin as an overlay does")
+    content = page[_START.size : min(_START.size + nbytes, WORDS_AT)]
+    if version > _VERSION and crc != _crc(_VERSION, content):
+        raise FormatVersionMismatch(
+            f"{path} is an overlay of version {version}, and this Tallyroll reads {_VERSION}. Use "
+            f"a newer Tallyroll, or drop it: storage.drop_overlay(...)."
+        )
+    if version != _VERSION or crc != _crc(version, content):
+        raise damaged(path, "the checksum of its header does not fit")
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"its header is no JSON ({error})") from error
+    if not isinstance(said, dict):
+        raise damaged(path, "its header is no mapping")
+    return said
+
+
+def _crc(version: int, content: bytes) -> int:
+    return zlib.crc32(content, zlib.crc32(struct.pack("<q", version)))
+
+
+def damaged(path: Path, why: str) -> DamagedOverlay:
+    """Return the error for a file that cannot be used, which names the way out."""
+    return DamagedOverlay(
+        f"{path} cannot be used: {why}. The rows are as they were. Restore the file from a copy, "
+        'or give it up: open_storage(path, mode="append").drop_overlay(name).'
+    )
