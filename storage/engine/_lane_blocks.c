@@ -86,6 +86,12 @@ static inline uint64_t low_bits(int64_t bits)
     return bits <= 0 ? 0 : bits >= STEP ? ~(uint64_t)0 : ((uint64_t)1 << bits) - 1;
 }
 
+/* The place of the lowest set bit of a word that has one. */
+static inline int64_t lowest_bit(uint64_t word)
+{
+    return ones((word & (0 - word)) - 1);
+}
+
 /* The place of the set bit of a word that has `rank` others below it. */
 static inline int64_t nth_bit(uint64_t word, int64_t rank)
 {
@@ -243,50 +249,6 @@ static int spot_of(const Index *index, int64_t block, int64_t offset, int64_t *l
     return 0;
 }
 
-/* The offset of the `rank`-th row of a lane in a block; NONE if the block is damaged. */
-static int64_t offset_of(const Index *index, int64_t block, int64_t lane, int64_t rank)
-{
-    const Blocks *blocks = index->blocks;
-    int64_t which = entry(&blocks->shelf, block), slot = entry(&blocks->slot, block);
-    if (which < 0 || which >= blocks->shelves || slot < 0)
-        return NONE;
-    const ShelfWords *shelf = index->shelves + which;
-    if (shelf->kind == BY_order) {
-        int64_t first = entry(&blocks->lane_first, entry(&blocks->of_lanes, block) + lane);
-        int64_t begin = entry(&shelf->of_back, slot);
-        return first < 0 || begin < 0 ? NONE : entry(&shelf->back, begin + first + rank);
-    }
-    int64_t first, sweeps = sweeps_of(shelf, slot, &first);
-    if (first < 0)
-        return NONE;
-    if (shelf->kind == BY_table) {
-        int64_t ranks = first * shelf->lanes + lane * sweeps;
-        int64_t sweep = last_up_to(&shelf->back, ranks, sweeps, rank);
-        int64_t begin = entry(&shelf->ahead, (first + sweep) * shelf->lanes + lane);
-        return sweep < 0 || begin < 0 ? NONE : begin + rank - entry(&shelf->back, ranks + sweep);
-    }
-    int64_t count, begin = lane_words(shelf, slot, lane, &count);
-    for (int64_t k = 0; begin >= 0 && k < count; k++) {
-        uint64_t word = lane_word(shelf, begin + k);
-        int64_t held = ones(word);
-        if (rank >= held) {
-            rank -= held;
-            continue;
-        }
-        int64_t layer = k * STEP + nth_bit(word, rank), sweep = first + layer / shelf->layers;
-        int64_t offset = entry(&shelf->sweeps.rungs, sweep);
-        if (!has_layers(shelf, sweep) || offset < 0)
-            return NONE;
-        offset += layer % shelf->layers;
-        for (int64_t j = 0; j < shelf->layers; j++)
-            for (int64_t w = 0; w * STEP < lane + 1; w++)
-                offset += ones(layer_word(shelf, sweep * shelf->layers + j, w) &
-                               low_bits(lane - w * STEP));
-        return offset;
-    }
-    return NONE;
-}
-
 /* The rows of a lane before a block, of which the one after the last is the tail. */
 static inline int64_t base_of(const Blocks *blocks, int64_t block, int64_t lane)
 {
@@ -367,34 +329,105 @@ static int64_t find_row(const Index *index, int64_t row, int64_t *lane, int64_t 
     return *start < 0 ? -1 : block;
 }
 
-/* The row at a position of a lane; sets the block, which was near, and where the stretch began
-   unless that is not asked for. Return -1 if there is damage. */
-static int64_t row_at(const Index *index, int64_t lane, int64_t position, int64_t *block,
-                      int64_t *start)
+/* Write the rows of a lane in a block from a rank on, `count` of them, every `stride` numbers. */
+static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_t rank,
+                         int64_t count, int64_t *row, int64_t stride)
 {
     const Blocks *blocks = index->blocks;
-    int64_t base = entry(&blocks->tail_base, lane);
+    int64_t which = entry(&blocks->shelf, block), slot = entry(&blocks->slot, block);
+    int64_t row_first = entry(&blocks->first, block), done = 0, first, sweeps;
+    if (which < 0 || which >= blocks->shelves || slot < 0 || row_first < 0 || rank < 0)
+        return -1;
+    const ShelfWords *shelf = index->shelves + which;
+    if (shelf->kind == BY_order) {
+        int64_t place = entry(&blocks->lane_first, entry(&blocks->of_lanes, block) + lane) + rank;
+        int64_t begin = entry(&shelf->of_back, slot);
+        for (; begin >= 0 && place >= rank && done < count; done++) {
+            int64_t offset = entry(&shelf->back, begin + place + done);
+            if (offset < 0)
+                return -1;
+            row[done * stride] = row_first + offset;
+        }
+        return done == count ? 0 : -1;
+    }
+    sweeps = sweeps_of(shelf, slot, &first);
+    if (first < 0)
+        return -1;
+    if (shelf->kind == BY_table) {
+        int64_t ranks = first * shelf->lanes + lane * sweeps;
+        int64_t sweep = last_up_to(&shelf->back, ranks, sweeps, rank);
+        for (; sweep >= 0 && sweep < sweeps && done < count; sweep++) {
+            int64_t begin = entry(&shelf->ahead, (first + sweep) * shelf->lanes + lane);
+            int64_t before = entry(&shelf->back, ranks + sweep);
+            int64_t stop = sweep + 1 < sweeps ? entry(&shelf->back, ranks + sweep + 1) : INT64_MAX;
+            if (begin < 0 || before < 0)
+                return -1;
+            for (; done < count && rank + done < stop; done++)
+                row[done * stride] = row_first + begin + rank + done - before;
+        }
+        return done == count ? 0 : -1;
+    }
+    int64_t words, begin = lane_words(shelf, slot, lane, &words);
+    for (int64_t k = 0; begin >= 0 && k < words && done < count; k++) {
+        uint64_t word = lane_word(shelf, begin + k);
+        int64_t held = ones(word);
+        if (rank >= held) {
+            rank -= held;
+            continue;
+        }
+        for (; rank > 0; rank--)
+            word &= word - 1;
+        for (; word && done < count; word &= word - 1, done++) {
+            int64_t layer = k * STEP + lowest_bit(word), sweep = first + layer / shelf->layers;
+            int64_t offset = entry(&shelf->sweeps.rungs, sweep);
+            if (!has_layers(shelf, sweep) || offset < 0)
+                return -1;
+            offset += layer % shelf->layers;
+            for (int64_t j = 0; j < shelf->layers; j++)
+                for (int64_t w = 0; w * STEP <= lane; w++)
+                    offset += ones(layer_word(shelf, sweep * shelf->layers + j, w) &
+                                   low_bits(lane - w * STEP));
+            row[done * stride] = row_first + offset;
+        }
+    }
+    return done == count ? 0 : -1;
+}
+
+/* Write the rows at `count` positions of a lane from `position` on, every `stride` numbers. They are
+   near a block. Return 0; -1 if there is damage. */
+static int rows_from(const Index *index, int64_t lane, int64_t position, int64_t count,
+                     int64_t block, int64_t *row, int64_t stride)
+{
+    const Blocks *blocks = index->blocks;
+    int64_t base = entry(&blocks->tail_base, lane), last = blocks->first.count - 1;
     if (base < 0 || position < 0)
         return -1;
-    if (position >= base) {
+    for (; count > 0 && position < base; block++) {
+        if (block > last)
+            block = last;
+        block = block_of(blocks, lane, position, block);
+        int64_t rank = position - base_of(blocks, block, lane);
+        int64_t here = base_of(blocks, block + 1, lane) - position;
+        if (here > count)
+            here = count;
+        if (here < 1 || rows_in_block(index, block, lane, rank, here, row, stride) < 0)
+            return -1;
+        row += here * stride;
+        position += here;
+        count -= here;
+    }
+    for (; count > 0; count--, position++, row += stride) {
         int64_t place = entry(&blocks->tail_places, lane * blocks->width + position - base);
         if (position - base >= blocks->width || place < 0 || place >= index->tail_count)
             return -1;
-        if (start)
-            *start = entry(&blocks->tail_start, place);
-        return blocks->tail_first + place;
+        *row = blocks->tail_first + place;
     }
-    int64_t last = blocks->first.count - 1;
-    *block = block_of(blocks, lane, position, *block > last ? last : *block);
-    int64_t rank = position - base_of(blocks, *block, lane);
-    int64_t offset = rank < 0 ? -1 : offset_of(index, *block, lane, rank);
-    if (start && (*start = start_of(index, *block, lane, rank)) < 0)
-        return -1;
-    return offset < 0 ? -1 : entry(&blocks->first, *block) + offset;
+    return 0;
 }
 
 /* The stretch of the row at a position of a lane. Return 0; -1 if there is damage. */
-static int stretch_at(const Index *index, int64_t lane, int64_t position, Piece *found)
+static int stretch_at(const Index *index, int64_t lane, int64_t position, int64_t near,
+                      Piece *found)
 {
     const Blocks *blocks = index->blocks;
     int64_t base = entry(&blocks->tail_base, lane), last = blocks->first.count - 1;
@@ -418,7 +451,7 @@ static int stretch_at(const Index *index, int64_t lane, int64_t position, Piece 
         found->stop = low + 1;
         return 0;
     }
-    int64_t block = block_of(blocks, lane, position, last);
+    int64_t block = block_of(blocks, lane, position, near > last ? last : near);
     int64_t which = entry(&blocks->shelf, block), slot = entry(&blocks->slot, block);
     int64_t lanes = entry(&blocks->of_lanes, block), rank = position - base_of(blocks, block, lane);
     if (which < 0 || which >= blocks->shelves || slot < 0 || lanes < 0 || rank < 0)
@@ -523,17 +556,18 @@ static PyObject *rows_at(PyObject *self, PyObject *const *args, Py_ssize_t count
         int64_t block = near.words[i] >= index.blocks->tail_first
                             ? index.blocks->first.count - 1
                             : block_of_row(index.blocks, near.words[i]);
-        for (int64_t k = length - 1; k >= 0; k--) {
-            int64_t lane = spots.words[i], position = spots.words[near.count + i] - length + 1 + k;
-            int64_t least = spots.words[2 * near.count + i];
-            if (position < least)
-                position = least;
-            if ((row[i * length + k] = row_at(&index, lane, position, &block, NULL)) < 0) {
-                PyErr_Format(PyExc_IndexError, "lane %lld has no row %lld in the index", lane,
-                             position);
-                goto all;
-            }
+        int64_t lane = spots.words[i], position = spots.words[near.count + i] - length + 1;
+        int64_t more = spots.words[2 * near.count + i] - position; /* below the lowest one */
+        int64_t *first = row + i * length;
+        more = more < 0 ? 0 : more > length - 1 ? length - 1 : more;
+        if (length > 0 &&
+            rows_from(&index, lane, position + more, length - more, block, first + more, 1) < 0) {
+            PyErr_Format(PyExc_IndexError, "lane %lld has no row %lld in the index", lane,
+                         position + length - 1);
+            goto all;
         }
+        for (int64_t k = 0; k < more; k++)
+            first[k] = first[more];
     }
     result = Py_NewRef(Py_None);
 all:
@@ -565,23 +599,32 @@ static PyObject *walk_onward(PyObject *self, PyObject *const *args, Py_ssize_t c
         goto both;
     int64_t *row = (int64_t *)found.buffer.buf;
     for (Py_ssize_t i = 0; i < rows.count; i++) {
-        int64_t lane, position, start, last = rows.words[i];
-        int64_t block = find_row(&index, last, &lane, &position, &start);
-        if (block < 0)
+        int64_t lane, position, start, block, steps = 1;
+        Piece piece;
+        if ((block = find_row(&index, rows.words[i], &lane, &position, &start)) < 0)
             goto damaged;
-        int64_t stop = entry(&index.blocks->tail_total, lane), k = 0;
-        for (; k < length; k++) {
-            if (k && position + k < stop) {
-                int64_t next = row_at(&index, lane, position + k, &block, &start);
-                if (next < 0)
+        if (length > 1) {
+            int64_t total = entry(&index.blocks->tail_total, lane), stop = position + length;
+            if (stop > total)
+                stop = total;
+            if (stretch_at(&index, lane, position, block, &piece) < 0)
+                goto damaged;
+            int64_t began = piece.start, until = piece.stop;
+            while (until < stop) { /* it may go on in the next block */
+                if (stretch_at(&index, lane, until, block + 1, &piece) < 0)
                     goto damaged;
-                if (start > position)
-                    stop = 0; /* the stretch ended */
-                else
-                    last = next;
+                if (piece.start != began)
+                    break;
+                until = piece.stop;
             }
-            row[k * rows.count + i] = last;
+            steps = (until < stop ? until : stop) - position;
         }
+        if (steps > length)
+            steps = length;
+        if (rows_from(&index, lane, position, steps, block, row + i, rows.count) < 0)
+            goto damaged;
+        for (int64_t k = steps; k < length; k++)
+            row[k * rows.count + i] = row[(steps - 1) * rows.count + i];
         continue;
     damaged:
         PyErr_Format(PyExc_IndexError, "row %lld is not in the index", rows.words[i]);
@@ -615,12 +658,12 @@ static PyObject *bounds_of(PyObject *self, PyObject *const *args, Py_ssize_t cou
     index.tail_count = given[0];
     int64_t lane = given[1], floor = given[3];
     int64_t total = entry(&index.blocks->tail_total, lane);
-    int damaged = stretch_at(&index, lane, given[2], &all) < 0;
+    int damaged = stretch_at(&index, lane, given[2], INT64_MAX, &all) < 0;
     while (!damaged && all.start > floor &&
-           !(damaged = stretch_at(&index, lane, all.start - 1, &next) < 0) && next.id == all.id)
+           !(damaged = stretch_at(&index, lane, all.start - 1, INT64_MAX, &next) < 0) && next.id == all.id)
         all.start = next.start;
     while (!damaged && all.stop < total &&
-           !(damaged = stretch_at(&index, lane, all.stop, &next) < 0) && next.id == all.id)
+           !(damaged = stretch_at(&index, lane, all.stop, INT64_MAX, &next) < 0) && next.id == all.id)
         all.stop = next.stop;
     PyBuffer_Release(&table.buffer);
     if (damaged) {
