@@ -31,7 +31,9 @@
      step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane)
                                                       LaneResults (finals, entries of infos)
      set_leaves, renew_sums  SumTree._table           SumTree: its leaves, and the levels above them
-     put_leaves, draw_rows   the same                 the same */
+     put_leaves, draw_rows   the same                 the same
+     spots_of, rows_at       LaneBlocks._table        LaneBlocks: its piles, shelves and tail
+     walk_onward, bounds_of  the same                 the same */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -1803,6 +1805,7 @@ done:
 }
 
 #include "_sum_tree.c"
+#include "_lane_blocks.c"
 
 static PyMethodDef functions[] = {
     {"copy_rows", (PyCFunction)(void (*)(void))copy_rows, METH_FASTCALL, NULL},
@@ -1821,6 +1824,10 @@ static PyMethodDef functions[] = {
     {"draw_rows", (PyCFunction)(void (*)(void))draw_rows, METH_FASTCALL, NULL},
     {"are_leaves", (PyCFunction)(void (*)(void))are_leaves, METH_FASTCALL, NULL},
     {"set_leaves", (PyCFunction)(void (*)(void))set_leaves, METH_FASTCALL, NULL},
+    {"spots_of", (PyCFunction)(void (*)(void))spots_of, METH_FASTCALL, NULL},
+    {"rows_at", (PyCFunction)(void (*)(void))rows_at, METH_FASTCALL, NULL},
+    {"bounds_of", (PyCFunction)(void (*)(void))bounds_of, METH_FASTCALL, NULL},
+    {"walk_onward", (PyCFunction)(void (*)(void))walk_onward, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1830,6 +1837,7 @@ static int name_words(PyObject *module)
     if (PyModule_AddStringConstant(module, "NUMBERING", NUMBERING(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "EPISODE", EPISODE(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "COMMIT", COMMIT(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "SHELVES", SHELVES(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "HELD", HELD(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "LOG", LOG(NAME)) < 0 ||

@@ -247,7 +247,7 @@ def _rows_left(reader: RowReader, index: Any, returns: _Returns) -> TensorDict:
 def _read(reader: RowReader, rows: np.ndarray, returns: _Returns) -> TensorDict:
     keys, index = reader.keys, reader.trajectory_index
     with index.lock:
-        chain = index.links(reader).onward(rows, returns.n)
+        chain = index.rows(reader).onward(rows, returns.n)
     flags = reader.copies(chain, [key for key in _FLAGS if key in keys])
     ended = [flags_of(flag.reshape(chain.size, *flag.shape[2:])) for flag in flags]
     used = _used(chain, np.logical_or.reduce(ended).reshape(chain.shape))

@@ -28,7 +28,7 @@ class Starts:
         """Return the rows of the sequences from ``starts`` [n] on, [n, length]."""
         index = self._reader.trajectory_index
         with index.lock:
-            onward = index.links(self._reader).onward(starts, self.length)
+            onward = index.rows(self._reader).onward(starts, self.length)
         return np.ascontiguousarray(onward.T)
 
     def which(self, rows: np.ndarray) -> np.ndarray:
@@ -45,13 +45,13 @@ class Starts:
         for begin in range(rows.start, rows.stop, self._chunk):
             ends = np.arange(begin, min(begin + self._chunk, rows.stop))
             with index.lock:
-                links = index.links(self._reader)
-                starts = links.windows(ends, self.length)[:, 0]
+                known = index.rows(self._reader)
+                starts = known.windows(ends, self.length)[:, 0]
                 if ring := self._reader.ring:  # below, slots hold later rows
-                    first = max(first, links.seen - ring)
+                    first = max(first, known.seen - ring)
                 there = np.flatnonzero(starts >= first)
                 starts, ends = starts[there], ends[there]
-                onward = links.onward(starts, self.length)
+                onward = known.onward(starts, self.length)
             # No step is missing in between.
             yield starts[_goes_on(onward.T) & (onward[-1] == ends)]
 

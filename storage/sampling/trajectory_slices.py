@@ -136,7 +136,7 @@ class TrajectorySliceSampler(Sampler):
             return 1
         index = reader.trajectory_index
         with index.lock:
-            count: int = index.links(reader).count_slices(self.slice_len, reader.span.start)
+            count: int = index.rows(reader).count_slices(self.slice_len, reader.span.start)
             return count
 
     def _empty(self) -> None:

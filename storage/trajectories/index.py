@@ -20,29 +20,29 @@ from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing, numbers_of, unread
 from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.episodes import Episodes, runs_of
-from tallyroll.storage.trajectories.row_links import RowLinks
+from tallyroll.storage.trajectories.row_index import RowIndex
 
 _COUNTED = (*WHOSE, TERMINATED)
 
 
 class TrajectoryIndex:
-    """Links between rows, and the table of episodes; each is built when a caller needs it.
+    """The rows of trajectories, and the table of episodes; each is built when a caller needs it.
 
     A reader owns its index. The index holds no reader, so that both are freed together.
-    Hold `lock` while you use links or a table.
+    Hold `lock` while you use rows or a table.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._order: RowOrder | None = None
-        self._links: RowLinks | None = None
+        self._rows: RowIndex | None = None
         self.counted: Episodes | None = None
         """The table of episodes, up to the rows of the last question; None before the first."""
         self._in_file = -1
         self._rewinds = 0
 
-    def links(self, reader: Reading) -> RowLinks:
-        """Return the links of all committed rows.
+    def rows(self, reader: Reading) -> RowIndex:
+        """Return the index of all committed rows.
 
         Raises:
             ColumnsMissing: the rows do not say which trajectory they belong to.
@@ -50,20 +50,20 @@ class TrajectoryIndex:
         """
         with self.lock:
             self._forget_rewound(reader)
-            if self._links is None:
+            if self._rows is None:
                 _require(reader, WHOSE)
-                self._links = RowLinks(reader.ring)
-            links = self._links
-            if reader.head > links.seen:
+                self._rows = RowIndex(reader.ring)
+            rows = self._rows
+            if reader.head > rows.seen:
                 order = self._order_of(reader)
-                for start, stop in unread(reader, links):
-                    links.extend(order.chunk(reader, start, stop))
-            return links
+                for start, stop in unread(reader, rows):
+                    rows.extend(order.chunk(reader, start, stop))
+            return rows
 
     def episodes(
         self, reader: Reading, progress: Callable[[int], object] = lambda rows: None
     ) -> Episodes:
-        """Return the table of all committed rows; raise as `links` does.
+        """Return the table of all committed rows; raise as `rows` does.
 
         ``progress`` is called with the number of rows that are counted, a stretch at a time.
         """
@@ -81,7 +81,7 @@ class TrajectoryIndex:
             return episodes
 
     def table(self, reader: Reading) -> np.ndarray:
-        """Return the lines of the trajectories that have rows left; raise as `links` does."""
+        """Return the lines of the trajectories that have rows left; raise as `rows` does."""
         with self.lock:
             return steadily(
                 reader,
@@ -90,9 +90,9 @@ class TrajectoryIndex:
 
     def _forget_rewound(self, reader: Reading) -> None:
         """Begin again if rows were taken back: numbers from there on mean other rows."""
-        seen = max(self._links.seen if self._links else 0, self.counted.seen if self.counted else 0)
+        seen = max(self._rows.seen if self._rows else 0, self.counted.seen if self.counted else 0)
         if (rewinds := reader.rewinds) != self._rewinds or reader.head < seen:
-            self._links = self.counted = None
+            self._rows = self.counted = None
             self._rewinds, self._in_file = rewinds, -1
 
     def _order_of(self, reader: Reading) -> RowOrder:

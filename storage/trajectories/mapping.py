@@ -151,13 +151,13 @@ class Trajectories(Mapping[int, TensorDict]):
 
     def _rows_of(self, id: Any) -> np.ndarray:
         with self._index.lock:
-            reader, last = self._reader, None
+            reader, number = self._reader, int(id)
+            rows = np.empty(0, np.int64)
             if reader.head:
-                last = self._index.episodes(reader).last_row(int(id))
-                first = reader.span.start
-            if last is None or last < first:
+                rows = self._index.rows(reader).rows_of(number, reader.span.start)
+            if not len(rows):
                 raise _unknown(reader, id)
-            return self._index.links(reader).back_from(last, first)
+            return rows
 
     def __getitem__(self, id: int) -> TensorDict:
         """Return the rows of a trajectory, batch size [rows]; raise as `rows_of`."""
@@ -178,10 +178,10 @@ class Trajectories(Mapping[int, TensorDict]):
         reader, table, rewinds = self._reader, self.table, self._reader.rewinds
         for id, last in zip(table["id"].tolist(), table["last_row"].tolist(), strict=True):
             with self._index.lock:
-                links, first = self._index.links(reader), reader.span.start
+                index, first = self._index.rows(reader), reader.span.start
                 rows = np.empty(0, np.int64)
                 if first <= last and rewinds == reader.rewinds:
-                    rows = links.back_from(last, first)
+                    rows = index.back_from(last, first)
             found = self._rows(rows) if len(rows) else None
             if rewinds != reader.rewinds:  # the table is of rows that were taken back
                 found = self.get(id)
@@ -310,13 +310,13 @@ def draw(
     pick = _drawn_by(generator)
     while True:
         with index.lock:
-            links = index.links(reader)
+            known = index.rows(reader)
             first = reader.span.start
             try:
-                return draw_slices(links, windows, num_slices, first, pick, _steps_in(reader))
+                return draw_slices(known, windows, num_slices, first, pick, _steps_in(reader))
             except NoSlices:
                 # All that it knows of may be overwritten while this process slept.
-                if links.seen == reader.head or time.monotonic() > deadline:
+                if known.seen == reader.head or time.monotonic() > deadline:
                     raise
 
 

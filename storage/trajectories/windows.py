@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import numpy as np
 
 from tallyroll.storage.errors import NoSlices, ShortTrajectory
-from tallyroll.storage.trajectories.row_links import RowLinks
+from tallyroll.storage.trajectories.row_index import RowIndex
 
 Short: TypeAlias = Literal["skip", "pad", "error"]
 """Ways to treat a trajectory that is shorter than a slice."""
@@ -65,7 +65,7 @@ class Windows:
 
     @property
     def plain(self) -> bool:
-        """True if all windows of full length are drawn from, as `RowLinks.draw` does."""
+        """True if all windows of full length are drawn from, as `RowIndex.draw` does."""
         return self.short == "skip" and self.by == "window" and not self.from_start
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ def check_positive(name: str, value: object) -> None:
 
 
 def draw_slices(
-    links: RowLinks,
+    index: RowIndex,
     windows: Windows,
     count: int,
     first: int,
@@ -114,7 +114,7 @@ def draw_slices(
     """Draw ``count`` slices, with replacement.
 
     Args:
-        links: between the rows.
+        index: of the rows.
         windows: which slices.
         count: how many.
         first: the lowest row that is valid.
@@ -125,7 +125,7 @@ def draw_slices(
         NoSlices: there is no such window.
         ShortTrajectory: one was drawn that is shorter, and ``short`` is ``"error"``.
     """
-    return _Drawing(links, windows, first, pick, steps_of).slices(count)
+    return _Drawing(index, windows, first, pick, steps_of).slices(count)
 
 
 class _Drawing:
@@ -139,15 +139,15 @@ class _Drawing:
 
     def __init__(
         self,
-        links: RowLinks,
+        index: RowIndex,
         windows: Windows,
         first: int,
         pick: Pick,
         steps_of: Callable[[np.ndarray], np.ndarray],
     ) -> None:
-        self._links, self._windows, self._first = links, windows, first
+        self._index, self._windows, self._first = index, windows, first
         self._pick, self._steps_of = pick, steps_of
-        self._left = range(first, links.seen)
+        self._left = range(first, index.seen)
         self._reach = min(windows.slice_len, max(1, len(self._left)))
         """The most rows that a window can have."""
 
@@ -163,9 +163,9 @@ class _Drawing:
         return self._with_burn_in(found) if self._windows.burn_in else found
 
     def _windows_of(self, count: int) -> Slices:
-        links, windows = self._links, self._windows
+        index, windows = self._index, self._windows
         if windows.plain:
-            rows = links.draw(count, windows.slice_len, self._first, self._pick)
+            rows = index.draw(count, windows.slice_len, self._first, self._pick)
             return Slices(rows, np.ones(rows.shape, np.bool_))
         if windows.from_start:
             return self._onward(self._picked(count, self._starts))
@@ -173,7 +173,7 @@ class _Drawing:
             return self._back(self._picked(count, self._ends))
         ends = self._picked(count, self._lasts)
         more = self._lengths(ends) - windows.slice_len
-        return self._back(links.back(ends, self._pick(count, _MANY) % (np.maximum(more, 0) + 1)))
+        return self._back(index.back(ends, self._pick(count, _MANY) % (np.maximum(more, 0) + 1)))
 
     # --- which rows -------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class _Drawing:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _none(self) -> NoSlices:
-        links, windows = self._links, self._windows
+        index, windows = self._index, self._windows
         if windows.from_start:
             return NoSlices(
                 f"slices of {windows.slice_len} rows from a trajectory's first step on were asked "
@@ -204,13 +204,13 @@ class _Drawing:
             )
         return NoSlices(
             f"slices of {windows.slice_len} rows were asked for, and the longest stretch of a "
-            f"trajectory here has {links.longest(self._first)}. Ask for shorter slices, "
+            f"trajectory here has {index.longest(self._first)}. Ask for shorter slices, "
             'pass short="pad", or collect more.'
         )
 
     def _ends(self, rows: np.ndarray) -> np.ndarray:
         """Return those rows at which a window ends; a short one ends at its last row."""
-        before, last = self._links.places(rows)
+        before, last = self._index.places(rows)
         whole = before >= self._windows.slice_len - 1
         keep = np.flatnonzero(whole | last)
         rows, whole, last = rows.take(keep), whole.take(keep), last.take(keep)
@@ -220,7 +220,7 @@ class _Drawing:
 
     def _lasts(self, rows: np.ndarray) -> np.ndarray:
         """Return those rows that are the last of a stretch with a window."""
-        before, last = self._links.places(rows)
+        before, last = self._index.places(rows)
         if self._windows.short != "skip":
             return rows.take(np.flatnonzero(last))
         long = before >= self._windows.slice_len - 1
@@ -232,12 +232,12 @@ class _Drawing:
     def _whole(self, rows: np.ndarray, long: np.ndarray) -> np.ndarray:
         """Return whether a ring has all rows of the windows that end at ``rows``, if `long`."""
         steps = np.where(long, self._windows.slice_len - 1, 0)
-        found: np.ndarray = self._links.back(rows, steps) >= self._first
+        found: np.ndarray = self._index.back(rows, steps) >= self._first
         return found
 
     def _starts(self, rows: np.ndarray) -> np.ndarray:
         """Return those rows that are the first step of a trajectory with a window."""
-        before, _ = self._links.places(rows)
+        before, _ = self._index.places(rows)
         rows = rows.take(np.flatnonzero(before == 0))
         rows = rows.take(np.flatnonzero(self._steps_of(rows) == 0))
         length = self._windows.slice_len
@@ -245,16 +245,16 @@ class _Drawing:
             return rows
         if length > self._reach:
             return rows[:0]
-        onward = self._links.onward(rows, length)
+        onward = self._index.onward(rows, length)
         return rows.take(np.flatnonzero(onward[-1] != onward[-2]))
 
     def _lengths(self, ends: np.ndarray) -> np.ndarray:
         """Return how many rows are left of the stretches that end at ``ends`` [n]."""
-        before, _ = self._links.places(ends)
+        before, _ = self._index.places(ends)
         if self._first:
-            gone = np.flatnonzero(self._links.back(ends, before) < self._first)
+            gone = np.flatnonzero(self._index.back(ends, before) < self._first)
             for at in gone.tolist():
-                left = len(self._links.back_from(int(ends[at]), self._first))
+                left = len(self._index.back_from(int(ends[at]), self._first))
                 before[at] = min(before[at], left - 1)
         return before.astype(np.int64) + 1
 
@@ -263,14 +263,14 @@ class _Drawing:
     def _back(self, ends: np.ndarray) -> Slices:
         """Return the windows that end at rows [n]."""
         reach = self._reach
-        rows = self._links.windows(ends, reach)
-        before, _ = self._links.places(ends)
+        rows = self._index.windows(ends, reach)
+        before, _ = self._index.places(ends)
         is_row = np.arange(reach) >= reach - 1 - before[:, None]
         return self._laid_out(rows, is_row & (rows >= self._first))
 
     def _onward(self, starts: np.ndarray) -> Slices:
         """Return the windows that begin at rows [n]."""
-        rows = np.ascontiguousarray(self._links.onward(starts, self._reach).T)
+        rows = np.ascontiguousarray(self._index.onward(starts, self._reach).T)
         is_row = np.ones(rows.shape, np.bool_)
         is_row[:, 1:] = rows[:, 1:] != rows[:, :-1]
         return self._laid_out(rows, is_row)
@@ -285,11 +285,11 @@ class _Drawing:
 
     def _with_burn_in(self, slices: Slices) -> Slices:
         """Put the rows before the slices in front of them, as many as there are."""
-        links, burn_in = self._links, self._windows.burn_in
+        index, burn_in = self._index, self._windows.burn_in
         starts = slices.rows[:, 0]
         reach = min(burn_in, len(self._left))
-        rows = links.windows(starts, reach + 1)[:, :-1]
-        before, _ = links.places(starts)
+        rows = index.windows(starts, reach + 1)[:, :-1]
+        before, _ = index.places(starts)
         is_row = (np.arange(reach) >= reach - before[:, None]) & (rows >= self._first)
         oldest = np.where(is_row, rows, starts[:, None]).min(axis=1)
         front = np.repeat(oldest[:, None], burn_in, axis=1)

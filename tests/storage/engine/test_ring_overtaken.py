@@ -24,7 +24,7 @@ from tallyroll.storage.sampling import n_steps
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories import mapping
 from tallyroll.storage.trajectories.columns import RowOrder, unread
-from tallyroll.storage.trajectories.row_links import RowLinks
+from tallyroll.storage.trajectories.row_index import RowIndex
 
 from lane_model import Model
 
@@ -281,7 +281,7 @@ def test_a_reader_that_comes_late_looks_at_no_row_that_is_gone(
     writer: Writer, reader: DiskStorage
 ) -> None:
     """However many there were: all that a long run ever wrote, one lap after the other."""
-    mine, links = reader.reader, RowLinks(RING)
+    mine, links = reader.reader, RowIndex(RING)
     for _ in range(2):
         writer.write(10 * RING)
         for start, stop in unread(mine, links):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tallyroll.storage.errors import NoSlices, ShortTrajectory
 from tallyroll.storage.trajectories.by_lane import RowChunk
-from tallyroll.storage.trajectories.row_links import RowLinks
+from tallyroll.storage.trajectories.row_index import RowIndex
 from tallyroll.storage.trajectories.windows import Slices, Windows, draw_slices
 
 from lane_model import Model, models
@@ -29,8 +29,8 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def linked(model: Model, ring: int = 0, sizes: Sequence[int] = (7,)) -> RowLinks:
-    links, start = RowLinks(ring), 0
+def linked(model: Model, ring: int = 0, sizes: Sequence[int] = (7,)) -> RowIndex:
+    links, start = RowIndex(ring), 0
     while start < len(model):
         stop = start + min(sizes[start % len(sizes)], ring or len(model))
         part = slice(start, stop)
@@ -40,7 +40,7 @@ def linked(model: Model, ring: int = 0, sizes: Sequence[int] = (7,)) -> RowLinks
 
 
 def drawn(
-    links: RowLinks, model: Model, windows: Windows, count: int, first: int, seed: int = 0
+    links: RowIndex, model: Model, windows: Windows, count: int, first: int, seed: int = 0
 ) -> Slices:
     rng = np.random.default_rng(seed)
     return draw_slices(

@@ -1,4 +1,4 @@
-"""Links between rows, against a plain model of every lane."""
+"""The index of rows, against a plain model of every lane."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tallyroll.storage.errors import CorruptStorage, NoSlices
-from tallyroll.storage.trajectories import by_lane, row_links
+from tallyroll.storage.trajectories import by_lane
+from tallyroll.storage.trajectories.blocks import piles
 from tallyroll.storage.trajectories.by_lane import MOST_LANES, RowChunk
-from tallyroll.storage.trajectories.row_links import RowLinks
+from tallyroll.storage.trajectories.row_index import RowIndex
 
 from lane_model import Model, models
 
@@ -30,8 +31,8 @@ def chunks(model: Model, sizes: Sequence[int]) -> list[RowChunk]:
     return found
 
 
-def linked(model: Model, ring: int = 0, sizes: Sequence[int] = (7,)) -> RowLinks:
-    links = RowLinks(ring)
+def linked(model: Model, ring: int = 0, sizes: Sequence[int] = (7,)) -> RowIndex:
+    links = RowIndex(ring)
     for chunk in chunks(model, [min(size, ring or size) for size in sizes]):
         links.extend(chunk)
     return links
@@ -68,7 +69,7 @@ def test_slices_are_those_of_a_plain_model(
     first = max(0, len(model.ids) - ring) if ring else 0
     every = set(model.slices(length, first))
     # One that looks for slices from the first row on, one that begins late.
-    early = RowLinks(ring)
+    early = RowIndex(ring)
     early.count_slices(length)
     for chunk in chunks(model, [min(size, ring or size) for size in sizes]):
         early.extend(chunk)
@@ -121,7 +122,7 @@ def test_slices_do_not_cross_rows_that_were_never_stored() -> None:
 
 def test_rows_lost_before_they_were_seen() -> None:
     model = Model.random(np.random.default_rng(0), rows=300, lanes=4)
-    links = RowLinks(50)
+    links = RowIndex(50)
     for start, stop in ((0, 40), (130, 170), (170, 200), (280, 300)):
         links.extend(
             RowChunk(start, model.ids[start:stop], model.steps[start:stop], model.lane[start:stop])
@@ -131,7 +132,7 @@ def test_rows_lost_before_they_were_seen() -> None:
 
 
 def test_distances_beyond_32_bits() -> None:
-    links = RowLinks(4)
+    links = RowIndex(4)
     far = 2**33
     ids, lane = np.array([7, 9]), np.array([0, 1])
     links.extend(RowChunk(0, ids, np.array([0, 0]), lane))
@@ -147,11 +148,11 @@ def test_distances_beyond_32_bits() -> None:
 def test_a_lane_that_cannot_be_is_told(lane: int) -> None:
     one = np.zeros(3, int)
     with pytest.raises(CorruptStorage, match=f"row 12 says that it is of lane {lane}"):
-        RowLinks().extend(RowChunk(10, one, one, np.array([0, 1, lane])))
+        RowIndex().extend(RowChunk(10, one, one, np.array([0, 1, lane])))
 
 
 def test_nothing_is_linked_at_first() -> None:
-    links = RowLinks()
+    links = RowIndex()
     links.extend(RowChunk(0, *(np.empty(0, np.int64) for _ in range(3))))
     assert links.longest() == links.count_slices(1) == links.seen == 0
     with pytest.raises(NoSlices, match="has 0"):
@@ -215,7 +216,7 @@ def counted_growth(monkeypatch: pytest.MonkeyPatch) -> None:
             Counting.tally["elements"] += len(array)
         return by_lane.grown(array, length)
 
-    monkeypatch.setattr(row_links, "grown", grow)
+    monkeypatch.setattr(piles, "grown", grow)
 
 
 def cost(rows: int, per_chunk: int, lanes: int = 64, length: int = 100) -> tuple[int, int]:
@@ -225,7 +226,7 @@ def cost(rows: int, per_chunk: int, lanes: int = 64, length: int = 100) -> tuple
     step = number // lanes
     ids = step // length * lanes + lane
     Counting.tally.clear()
-    links = RowLinks()
+    links = RowIndex()
     links.count_slices(16)
     for start in range(0, rows, per_chunk):
         part = slice(start, start + per_chunk)

@@ -1,0 +1,1 @@
+"""The rows of each lane, found by rank and select, in blocks that take few bytes a row."""

@@ -1,0 +1,141 @@
+"""The newest rows, before they are enough for a block. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tallyroll.storage.trajectories.blocks.piles import Pile, numbers_at
+from tallyroll.storage.trajectories.blocks.shelves import Block
+from tallyroll.storage.trajectories.by_lane import NOBODY, LaneOrder, extended, grown
+
+_SLOTS = 512
+_FEWEST, _MOST = 2**14, 2**16 - 64
+_MOST_CELLS = 2**22
+_FIRST_ROOM = 64
+
+
+class Tail:
+    """Rows after the last block, with the state of every lane.
+
+    Arrays are [rows] or [lanes]. The *position* of a row is the number of rows before it in its
+    lane, over all that this index ever had; ``start`` is the position at which its stretch began.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        """The number of the first row here."""
+        self.count = 0
+        self.lane, self.ids, self.position, self.start = (np.empty(0, np.int64) for _ in range(4))
+        self.begun, self.begun_ids = Pile(np.int64), Pile(np.int64)
+        """The rows that begin a stretch, by their index here, and their ids."""
+        self.lanes = 0
+        self.moved = True
+        """True if an array was replaced since the owner set it to False."""
+        # By lane: rows before the tail, where the last stretch before it began, and its id.
+        self.base, self.carried = np.empty(0, np.int64), np.empty(0, np.int64)
+        self.carried_id = np.empty(0, np.int64)
+        # By lane: rows in all, where the last row's stretch began.
+        self.total, self.last_start = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._places = np.empty((0, _FIRST_ROOM), np.int32)
+
+    @property
+    def width(self) -> int:
+        """How many rows of each lane there is room for."""
+        return self._places.shape[1]
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """`numbers_at` of the arrays that `Kernel` reads; another tuple if one was replaced."""
+        arrays = (
+            *(self.lane, self.position, self.start, self.ids),
+            *(self.base[: self.lanes], self.total[: self.lanes], self._places),
+        )
+        return tuple(word for array in arrays for word in numbers_at(array))
+
+    @property
+    def stop(self) -> int:
+        """One more than the number of the last row."""
+        return self.first + self.count
+
+    @property
+    def size(self) -> int:
+        """How many rows make a block, for these lanes."""
+        return min(max(_FEWEST, _SLOTS * self.lanes), _MOST)
+
+    def know(self, lanes: int) -> None:
+        """Have room for so many lanes."""
+        if lanes > self.lanes:
+            self.base, self.carried, self.total, self.last_start = (
+                extended(each[: self.lanes], lanes, 0)
+                for each in (self.base, self.carried, self.total, self.last_start)
+            )
+            self.carried_id = extended(self.carried_id[: self.lanes], lanes, NOBODY)
+            self._places = extended(self._places, lanes, 0)
+            self.lanes, self.moved = lanes, True
+
+    def room(self) -> int:
+        """Return how many rows can be added before it is to become a block; 0 if it has to."""
+        cells = max(_FIRST_ROOM, _MOST_CELLS // max(1, self.lanes))
+        most = int((self.total - self.base)[: self.lanes].max(initial=0)) if cells < _MOST else 0
+        return max(0, min(self.size - self.count, cells - most))
+
+    def add(self, order: LaneOrder, ids: np.ndarray, follows: np.ndarray) -> None:
+        """Add rows in the order of lanes, which are known, no more than there is room for.
+
+        Args:
+            order: of the rows.
+            ids: of their trajectories, in that order, [n].
+            follows: True if a row is the next step of the row before it in its lane, [n].
+        """
+        lane, count = order.lane, len(ids)
+        position = self.total.take(lane)
+        if len(order.first) < count:
+            number = np.arange(count)
+            position += number - number.take(order.first).repeat(np.diff(order.first, append=count))
+        start = order.since(follows, position, self.last_start)
+        order.keep(start, self.last_start)
+        self.total.put(order.own, position.take(order.last) + 1)
+        if self.count + count > len(self.lane):
+            self.moved = True
+            self.lane, self.ids, self.position, self.start = (
+                grown(each, self.count + count)
+                for each in (self.lane, self.ids, self.position, self.start)
+            )
+        at = order.at + self.count
+        begins = position == start
+        self.begun.add(at[begins])
+        self.begun_ids.add(ids[begins])
+        self.lane.put(at, lane)
+        self.ids.put(at, ids)
+        self.position.put(at, position)
+        self.start.put(at, start)
+        place = position - self.base.take(lane)
+        if (most := int(place.max()) + 1) > (room := self._places.shape[1]):
+            wider = np.empty((len(self._places), max(most, 2 * room)), np.int32)
+            wider[:, :room] = self._places
+            self._places, self.moved = wider, True
+        self._places.reshape(-1).put(lane * self._places.shape[1] + place, at)
+        self.count += count
+
+    def places(self, lane: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Return the indices of the rows at these positions, which are here, [n]."""
+        width = self._places.shape[1]
+        at = lane * width + (position - self.base.take(lane))
+        return self._places.reshape(-1).take(at).astype(np.int64)
+
+    def taken(self) -> tuple[Block, np.ndarray, np.ndarray]:
+        """Return the rows as a block, and where stretches begin in it and their ids."""
+        lane = self.lane[: self.count]
+        key = lane.astype(np.uint16) if self.lanes <= 2**16 else lane
+        order = key.argsort(kind="stable")
+        held = self.total[: self.lanes] - self.base[: self.lanes]
+        starts = np.flatnonzero((self.position == self.start)[order])
+        block = Block(lane, order, held.cumsum() - held)
+        return block, starts, self.ids[: self.count][order[starts]]
+
+    def begin(self, ids: np.ndarray) -> None:
+        """Become empty, after all rows that were here; ``ids`` are the last of each lane."""
+        self.first, self.count, self.moved = self.stop, 0, True
+        self.begun.count = self.begun_ids.count = 0
+        self.base, self.carried = self.total.copy(), self.last_start.copy()
+        self.carried_id = ids.copy()

@@ -1,0 +1,233 @@
+"""The rows of trajectories: walked, cut in slices, drawn. Pure.
+
+Rows are numbered over all that were ever written. In a ring of ``size`` slots only the
+newest ``size`` of them are known; without one ``size`` is 0, and all rows are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from tallyroll.storage.errors import NoSlices
+from tallyroll.storage.trajectories.blocks.lane_blocks import LaneBlocks, Segments
+from tallyroll.storage.trajectories.by_lane import RowChunk
+
+_ROUNDS, _MOST_TRIED = 8, 2**14
+
+
+class RowIndex:
+    """The rows of each trajectory of a storage.
+
+    Stretches, slices and walks onward do not cross a gap: rows of a trajectory between which
+    some were never stored.
+
+    Args:
+        ring: slots of the ring, or 0.
+    """
+
+    def __init__(self, ring: int = 0) -> None:
+        self._blocks = LaneBlocks(ring)
+        # By length: first rows of blocks, and how many slices end in each.
+        self._counts: dict[int, deque[tuple[int, int]]] = {}
+
+    @property
+    def seen(self) -> int:
+        """The number of rows that are known, over all that were ever written."""
+        return self._blocks.seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that are in blocks; the newest ones, which are not, take more."""
+        return self._blocks.nbytes
+
+    def extend(self, chunk: RowChunk) -> None:
+        """Add the rows after those seen; in a ring no more at once than it has slots.
+
+        Rows between ``seen`` and the chunk are taken for overwritten.
+
+        Raises:
+            CorruptStorage: a number that no lane can have.
+        """
+        self._blocks.extend(chunk)
+
+    # --- along a trajectory -----------------------------------------------------------------------
+
+    def back_from(self, row: int, first: int = 0) -> np.ndarray:
+        """Return the rows of a trajectory from ``first`` up to ``row``, in time order."""
+        lane, position, _ = (int(each[0]) for each in self._blocks.spots(np.array([row])))
+        begin, _ = self._blocks.bounds(lane, position)
+        return self._between(lane, begin, position + 1, first)
+
+    def rows_of(self, id: int, first: int = 0) -> np.ndarray:
+        """Return the rows of a trajectory from ``first`` on, in time order; none without it.
+
+        If its id was used again, they are those of the trajectory that began last.
+        """
+        if (found := self._blocks.newest(id)) is None:
+            return np.empty(0, np.int64)
+        return self._between(found[0], *self._blocks.bounds(*found), first)
+
+    def _between(self, lane: int, begin: int, stop: int, first: int) -> np.ndarray:
+        """Return the rows from ``first`` on among those at positions of a lane."""
+        where = np.array([lane]), np.array([stop - 1]), np.array([begin])
+        rows: np.ndarray = self._blocks.up_to(*where, stop - begin, np.array([self.seen]))[0]
+        return rows[rows >= first] if first else rows
+
+    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return of rows [n] how many come before each in its stretch, and whether none follows.
+
+        In a ring, rows that were overwritten are counted, too.
+        """
+        rows = self._there(rows)
+        _, position, start = self._blocks.spots(rows)
+        return position - start, self._blocks.onward(rows, 2)[1] == rows
+
+    def back(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Return the row that is ``steps`` [n] before each of ``rows`` [n] in its stretch.
+
+        In a ring, it is -1 for rows that are forgotten.
+        """
+        rows = self._there(rows)
+        lane, position, _ = self._blocks.spots(rows)
+        position = position - steps
+        floor = self._blocks.floor(lane)
+        found = self._blocks.rows(lane, np.maximum(position, floor), rows)
+        found[position < floor] = -1
+        return found
+
+    def windows(self, ends: np.ndarray, length: int) -> np.ndarray:
+        """Return the ``length`` rows up to each of ``ends`` [n] in its stretch, [n, length].
+
+        The first row of a stretch is repeated in the place of rows before it; in a ring, the first
+        one that is not forgotten.
+        """
+        ends = self._there(ends)
+        lane, position, start = self._blocks.spots(ends)
+        least = np.maximum(start, self._blocks.floor(lane))
+        return self._blocks.up_to(lane, position, least, length, ends)
+
+    def onward(self, rows: np.ndarray, length: int) -> np.ndarray:
+        """Return the ``length`` rows from each of ``rows`` [n] on, step by step, [length, n].
+
+        The last row of a stretch is repeated in the place of rows after it. In a ring, what is
+        returned for rows below the oldest that is left means nothing.
+        """
+        found = self._blocks.onward(self._there(rows), length)
+        found[0] = rows
+        return found
+
+    def _there(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows, the oldest one in the place of those that are forgotten."""
+        oldest = self._blocks.oldest
+        return np.maximum(rows, oldest) if oldest else rows
+
+    # --- slices -----------------------------------------------------------------------------------
+
+    def count_slices(self, length: int, first: int = 0) -> int:
+        """Number of slices; in a ring, those that begin below ``first`` included."""
+        blocks, known = self._blocks, self._counts.setdefault(length, deque())
+        oldest = blocks.oldest
+        while known and known[0][0] < oldest:
+            known.popleft()
+        *older, tail = blocks.blocks
+        for block in older[len(known) :]:
+            ends = _ends(blocks.segments(block), length)
+            known.append((int(blocks.first.all[block]), int(ends.sum())))
+        ends = _ends(self._left(blocks.segments(tail), first), length)
+        return sum(count for _, count in known) + int(ends.sum())
+
+    def draw(
+        self, count: int, length: int, first: int, pick: Callable[[int, int], np.ndarray]
+    ) -> np.ndarray:
+        """Slices drawn uniformly, with replacement, among all of that length: [count, length].
+
+        Args:
+            count: how many.
+            length: rows a slice, consecutive steps of one trajectory.
+            first: the lowest row that is valid.
+            pick: gives ``pick(count, below)`` numbers from 0 to ``below - 1``, uniformly.
+
+        Raises:
+            NoSlices: no trajectory is that long.
+        """
+        # Rows are drawn, of which each is the last of a slice if its stretch reaches so far back.
+        oldest = max(first, self._blocks.oldest)
+        found: list[np.ndarray] = []
+        missing, tried, had = count, 0, 0
+        for _ in range(_ROUNDS if self.seen > oldest else 0):
+            share = max(had, 0.5) / tried if tried else 1.0
+            asked = max(missing, min(int(missing / share * 1.25) + 8, _MOST_TRIED))
+            windows = self._windows(oldest + pick(asked, self.seen - oldest), length, oldest)
+            tried, had = tried + asked, had + len(windows)
+            found.append(windows[:missing])
+            missing -= len(found[-1])
+            if not missing:
+                return found[0] if len(found) == 1 else np.concatenate(found)
+        found.append(self._draw_of_all(missing, length, oldest, pick))
+        return np.concatenate(found)
+
+    def _windows(self, ends: np.ndarray, length: int, first: int) -> np.ndarray:
+        """Return the slices from ``first`` on that end with these rows, [n, length]."""
+        lane, position, start = self._blocks.spots(ends)
+        fits = position - length + 1 >= np.maximum(start, self._blocks.floor(lane))
+        lane, position, start = lane[fits], position[fits], start[fits]
+        windows = self._blocks.up_to(lane, position, start, length, ends[fits])
+        return windows[windows[:, 0] >= first] if first else windows
+
+    def _draw_of_all(
+        self, count: int, length: int, first: int, pick: Callable[[int, int], np.ndarray]
+    ) -> np.ndarray:
+        """Draw from the list of all slices, where there are so few that drawn rows find none."""
+        blocks = self._blocks
+        lane, begin, stop, start = self._segments(first)
+        begin = np.maximum(begin, start + length - 1)
+        some = begin < stop
+        lane, begin, stop = lane[some], begin[some], stop[some]
+        if not len(lane):
+            raise NoSlices(
+                f"slices of {length} rows were asked for, and the longest stretch of a trajectory "
+                f"here has {self.longest(first)}. Ask for shorter slices, or collect more."
+            )
+        # The same order whatever blocks there are.
+        order = np.lexsort((begin, blocks.number_of(lane)))
+        lane, begin, stop = lane[order], begin[order], stop[order]
+        sums = (stop - begin).cumsum()
+        number = pick(count, int(sums[-1]))
+        at = sums.searchsorted(number, side="right")
+        position = stop[at] - (sums[at] - number)
+        least = position - length + 1
+        return blocks.up_to(lane[at], position, least, length, np.full(count, self.seen))
+
+    def longest(self, first: int = 0) -> int:
+        """Return the length of a trajectory's longest stretch of steps, from ``first`` on."""
+        segments = self._segments(max(first, self._blocks.oldest))
+        return int((segments.stop - segments.start).max(initial=0))
+
+    def _segments(self, first: int) -> Segments:
+        """Return all stretches by block, without the rows below ``first``."""
+        blocks = self._blocks
+        if self.seen <= first:
+            return Segments(*(np.empty(0, np.int64) for _ in range(4)))
+        parts = [blocks.segments(block) for block in blocks.blocks]
+        return self._left(Segments(*map(np.concatenate, zip(*parts, strict=True))), first)
+
+    def _left(self, found: Segments, first: int) -> Segments:
+        """Return the parts of stretches from row ``first`` on."""
+        if first <= self._blocks.oldest:
+            before = self._blocks.floor(found.lane)
+        else:
+            before = self._blocks.rows_before(min(first, self.seen)).take(found.lane)
+        left = found.stop > before
+        lane, begin, stop, start = (each[left] for each in found)
+        before = before[left]
+        return Segments(lane, np.maximum(begin, before), stop, np.maximum(start, before))
+
+
+def _ends(found: Segments, length: int) -> np.ndarray:
+    """Return how many slices end in each segment."""
+    begin = np.maximum(found.begin, found.start + length - 1)
+    ends: np.ndarray = np.maximum(found.stop - begin, 0)
+    return ends
