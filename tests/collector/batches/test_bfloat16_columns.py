@@ -108,8 +108,10 @@ def run_to(path: Path | None, workers: int, **kwargs: Any) -> Run:
 @pytest.mark.parametrize(
     ("mode", "workers", "slots"),
     [
-        *(("sync", 0, 3), ("sync", 0, 4096), ("sync", 3, 3), ("sync", 1, 4096)),
-        *(("async", 3, 3), ("async", 1, 4096)),
+        *(("sync", 0, 3), ("sync", 3, 3), ("async", 1, 4096)),
+        pytest.param("sync", 0, 4096, marks=pytest.mark.slow),
+        pytest.param("sync", 1, 4096, marks=pytest.mark.slow),
+        pytest.param("async", 3, 3, marks=pytest.mark.slow),
     ],
 )
 def test_every_number_is_the_one_of_its_row(

@@ -25,6 +25,7 @@ from tallyroll.storage import MemmapStorage, open_storage, verify
 
 from collect_kit import ByObservation, assert_same, joined, without_cut
 from oracles import LARGE_KINDS, OracleEnv, OracleTorchEnv, Rows, check_rows, flat_rows
+from pairs import in_gate
 from worker_kit import (
     DISABLED,
     LANES,
@@ -105,8 +106,7 @@ def with_and_without(make: Any, path: Path, **kwargs: Any) -> tuple[Run, Run]:
 # --- one process --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slots", [3, 4096])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "slots"), in_gate(SOURCES, [3, 4096]))
 def test_every_pixel_is_stored_and_yielded(
     source: str, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,8 +136,7 @@ def test_a_batch_of_one_slot_is_its_own() -> None:
                 leaf.zero_()
 
 
-@pytest.mark.parametrize("size", [3, 17, 130])
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize(("name", "size"), in_gate(PATHS, [3, 17, 130]))
 def test_every_format_holds_the_same_with_large_columns_and_without(
     name: str, size: int, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ from agents_kit import DEEP, GROUP, AgentsEnv
 from collect_kit import LENGTHS, ByObservation, assert_same, collect, without_cut
 from estimators_kit import GAMMA, LAMBDA, plain_gae, value_net
 from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, flat_rows, make_oracle_vec
+from pairs import in_gate
 from policies_kit import recurrent
 from worker_kit import collect_all, in_threads, start
 
@@ -181,7 +182,7 @@ def assert_theirs(batch: TensorDictBase, wanted: TensorDictBase) -> None:
 
 @pytest.mark.parametrize(
     ("source", "slots"),
-    [*((source, 20) for source in SOURCES), *((source, 1) for source in KINDS), ("one", 2)],
+    [*((source, 20) for source in SOURCES), *in_gate(KINDS, [1]), ("one", 2)],
 )
 def test_batches_are_torchrls(source: str, slots: int) -> None:
     frames = slots * SOURCES[source][2]

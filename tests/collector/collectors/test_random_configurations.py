@@ -18,6 +18,7 @@ from ways_kit import drawn_off
 
 from tallyroll.storage import ways
 
+from pairs import in_gate
 from random_configurations import Configuration
 from random_environments import EnvKind
 from random_lanes import LaneKind
@@ -30,7 +31,7 @@ ALONE = os.environ.get("TALLYROLL_CONFIGURATION")
 NUMBERS = range(COUNT) if ALONE is None else [int(ALONE)]
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", in_gate(NUMBERS))
 def test_every_row_is_true_or_there_is_an_error_of_ours(number: int, tmp_path: Path) -> None:
     config = extended(number)
     off = drawn_off(number)

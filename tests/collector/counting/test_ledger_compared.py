@@ -32,6 +32,7 @@ from tallyroll.storage.rows.keys import LANE
 
 from collect_kit import ByObservation, balanced
 from oracles import OracleEnv, OracleTorchEnv
+from pairs import in_gate
 from worker_kit import (
     DISABLED,
     LENGTHS,
@@ -203,8 +204,10 @@ def iterate(collector: Collector, rows: list[int], once: Once, after: int = BATC
             once.arm()
 
 
-@pytest.mark.parametrize("run", RUNS)
-@changes
+@pytest.mark.parametrize(
+    ("run", "step", "what"),
+    in_gate(RUNS, ["source", "block", "delivery", "sink"], ["lost", "doubled"]),
+)
 def test_a_lost_or_doubled_row_is_an_error_before_it_is_stored(
     run: str, step: Step, what: str, tmp_path: Path
 ) -> None:

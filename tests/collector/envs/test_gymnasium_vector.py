@@ -32,7 +32,7 @@ from oracles import (
     check_rows,
     make_oracle_vec,
 )
-from pairs import each_pair
+from pairs import each_pair, in_gate
 
 MODES = list(AutoresetMode)
 
@@ -283,9 +283,14 @@ def check_counting(env: Any, frames: int = 48, **more: Any) -> None:
 FORGETS = "may reset a lane whose episode ended once more after a reset; .*DISABLED or SAME_STEP"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("slots", ["mask", "avoid"])
-@pytest.mark.parametrize("more", [{}, {"max_frames_per_traj": 2}, {"reset_at_each_iter": True}])
+@pytest.mark.parametrize(
+    ("mode", "slots", "more"),
+    in_gate(
+        MODES,
+        ["mask", "avoid"],
+        [{}, {"max_frames_per_traj": 2}, {"reset_at_each_iter": True}],
+    ),
+)
 def test_workers_without_shared_memory(mode: AutoresetMode, slots: Any, more: Any) -> None:
     """In NEXT_STEP they forget resets, so that what resets lanes beside them is refused."""
     vector = unshared(mode)

@@ -21,6 +21,7 @@ from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 from tallyroll.storage import open_storage, verify
 
+from pairs import in_gate
 from registered_kit import distribution, install
 from toy_systems import TOYS, Arrivals, Contexts, Lost, SeededWhenMade, SomeFinals, Toy
 from worker_kit import QUICK
@@ -96,8 +97,7 @@ def test_collected_stored_and_resumed(kind: str, tmp_path: Path) -> None:
     assert made["id"] == f"toy:{kind}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("kind", "mode"), in_gate(KINDS, ["sync", "async"]))
 def test_workers(kind: str, mode: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"num_envs": 6, "frames_per_batch": 40, "total_frames": 130}
 

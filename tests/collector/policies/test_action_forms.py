@@ -21,6 +21,7 @@ from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.action_forms import form_of
 
 from collect_kit import collect, joined
+from pairs import in_gate
 from worker_kit import collect_all, in_threads, start
 
 if TYPE_CHECKING:
@@ -76,8 +77,7 @@ def rows_of(env: Any, act: Any, **options: Any) -> TensorDictBase:
         )
 
 
-@pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("env", "form"), in_gate(ENVS, FORMS))
 def test_rows_are_those_of_the_form_that_is_declared(env: str, form: str) -> None:
     declared = hot if env == "TorchRL, one-hot" else choice
     wanted = rows_of(ENVS[env](), declared)

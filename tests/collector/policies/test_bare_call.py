@@ -420,13 +420,19 @@ def rows_with(change: Change, env: Any, wrap: Any, path: Path, once: int) -> Ten
         return storage[:].clone()
 
 
-@pytest.mark.parametrize(("env", "once"), [(Seen, 2), (Pair, 6)], ids=["one slot", "several"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "env", "once"),
+    [
+        *((name, Pair, 6) for name in CHANGES),
+        *(
+            pytest.param(name, Seen, 2, marks=[pytest.mark.slow] * (turn % 3 > 0))
+            for turn, name in enumerate(each for each in CHANGES if each not in OF_A_PAIR)
+        ),
+    ],
+)
 def test_actions_are_those_of_the_module_itself(
     name: str, env: Any, once: int, tmp_path: Path, calls: list[int]
 ) -> None:
-    if name in OF_A_PAIR and env is Seen:
-        return
     change = CHANGES[name]
     wanted = rows_with(change, env, lambda policy: lambda td: policy(td), tmp_path / "a", once)
     assert not calls

@@ -117,7 +117,10 @@ CASES += [(name, {"surplus": "never_step"}) for name in ("sync", "sync, no copy"
 
 @pytest.mark.parametrize(
     ("name", "more", "takes"),
-    [(*case, TAKES[turn % 2]) for turn, case in enumerate(CASES)],
+    [
+        pytest.param(*case, TAKES[turn % 2], marks=[pytest.mark.slow] * (turn % 3 == 2))
+        for turn, case in enumerate(CASES)
+    ],
     ids=lambda each: "".join(map(str, each)),
 )
 def test_rows_are_those_of_a_careful_policy(

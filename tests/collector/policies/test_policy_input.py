@@ -30,6 +30,7 @@ from tallyroll.collector.policies.own_tensors import own_tensors, own_tensors_on
 
 from collect_kit import ByObservation, act, assert_same, collect, joined
 from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec
+from pairs import in_gate
 from worker_kit import (
     DISABLED,
     LANES,
@@ -224,8 +225,11 @@ DRIVERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("driver", [name for name in DRIVERS if name not in ("serial", SAME)])
-@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+@pytest.mark.parametrize(
+    ("habit", "driver"),
+    in_gate(HABITS, [name for name in DRIVERS if name not in ("serial", SAME)]),
+    ids=lambda each: getattr(each, "__name__", each),
+)
 def test_its_changes_to_its_input_change_no_row(habit: Any, driver: str) -> None:
     budget: dict[str, Any] = {"frames_per_batch": 2, "total_frames": 32, "seed": 0}
     rows = joined(collect(DRIVERS[driver](), habit(), **budget)[0])

@@ -153,7 +153,12 @@ def test_a_vector_is_handed_back_with_its_own_lanes() -> None:
 
 def test_seeds_alone_seed_every_episode_of_an_async_vector() -> None:
     """It takes seeds with a mask of lanes, and no options a lane."""
-    vector = partial(AsyncVectorEnv, [Weather] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    vector = partial(
+        AsyncVectorEnv,
+        [Weather] * 2,
+        autoreset_mode=AutoresetMode.DISABLED,
+        context="fork",
+    )
     resets = Resets(seeds=True)
     rows = rows_of(vector, resets, total_frames=60)
     assert replay(rows, Weather, resets.options_of) > 5

@@ -82,11 +82,13 @@ SIZES = [
 ]
 """Rows of a batch, and of a ring."""
 SOME = [
-    (name, *SIZES[(turn + more) % len(SIZES)])
+    pytest.param(
+        *(name, *SIZES[(turn + more) % len(SIZES)]), marks=[pytest.mark.slow] * (more == 5)
+    )
     for turn, name in enumerate(RUNS)
     for more in (0, 2, 5)
 ]
-"""Each run with three sizes, each size with several runs."""
+"""Each run with three sizes, two in the gate; each size with several runs."""
 
 
 @contextmanager

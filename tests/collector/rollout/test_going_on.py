@@ -256,13 +256,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases() -> Iterator[Any]:
-    """Of the runs, but where each call is a batch of another size; the signals by turns."""
+    """Of the runs, but where each call is a batch of another size; the signals by turns.
+
+    In the gate two of the three ways of each run, by turns too.
+    """
     turn = 0
-    for name in RUNS:
-        for way in ("iterate", "store", "collect"):
+    for number, name in enumerate(RUNS):
+        for at, way in enumerate(("iterate", "store", "collect")):
             if way == "collect" and name in ("reset", "discard"):
                 continue
-            yield name, way, ("Ctrl-C", "SIGTERM")[turn % 2]
+            signal_ = ("Ctrl-C", "SIGTERM")[turn % 2]
+            slow = [pytest.mark.slow] * ((number + at) % 3 == 2)
+            yield pytest.param(name, way, signal_, marks=slow)
             for cause in ("SIGUSR1", "anything"):
                 yield pytest.param(name, way, cause, marks=pytest.mark.slow)
             turn += 1

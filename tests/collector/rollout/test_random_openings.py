@@ -17,6 +17,7 @@ from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.storage import open_storage, verify
 
+from pairs import in_gate
 from toy_systems import Arrivals, ArrivalsWithResetSlots, Toy, WithResetSlots
 from worker_kit import in_threads
 
@@ -57,12 +58,18 @@ def check_opening(batches: Iterable[TensorDictBase], random: int) -> torch.Tenso
     return found
 
 
-@pytest.mark.parametrize("kind", [Arrivals, ArrivalsWithResetSlots])
-@pytest.mark.parametrize("surplus", ["carry", "discard"])
-@pytest.mark.parametrize(("lanes", "arrivals"), [(5, 2), (7, 3), (4, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("kind", "surplus", "come"),
+    in_gate(
+        [Arrivals, ArrivalsWithResetSlots],
+        ["carry", "discard"],
+        [(5, 2), (7, 3), (4, 1), (3, 3)],
+    ),
+)
 def test_lanes_that_come_back_in_any_order(
-    kind: Any, surplus: Any, lanes: int, arrivals: int, tmp_path: Path
+    kind: Any, surplus: Any, come: tuple[int, int], tmp_path: Path
 ) -> None:
+    lanes, arrivals = come
     for seed in (0, 1, 3):
         random, frames = 1 + 12 * seed, 1 + seed
         path = tmp_path / str(seed)

@@ -20,6 +20,7 @@ from torchrl.trainers.algorithms import PPOTrainer, SACTrainer
 from tallyroll.collector.torchrl import Collector, MultiSyncCollector
 from tallyroll.storage import MemmapStorage
 
+from pairs import in_gate
 from worker_kit import in_threads
 
 pytestmark = [  # of trainers alone
@@ -133,8 +134,7 @@ def continuous() -> tuple[Any, Any]:
     return actor, critic
 
 
-@pytest.mark.parametrize("where", ["lazy", "ours"])
-@pytest.mark.parametrize("meanwhile", [False, True])
+@pytest.mark.parametrize(("meanwhile", "where"), in_gate([False, True], ["lazy", "ours"]))
 def test_sac_trains_of_a_buffer_that_is_filled(meanwhile: bool, where: str, tmp_path: Path) -> None:
     actor, critic = continuous()
     storage: Any = LazyTensorStorage(5_000)

@@ -16,7 +16,7 @@ from tallyroll.collector.errors import ArgumentError
 
 from collect_kit import joined
 from oracles import check_rows
-from pairs import each_pair
+from pairs import each_pair, in_gate
 from worker_kit import (
     DISABLED,
     LANES,
@@ -137,8 +137,7 @@ def test_new_weights_are_there_before_a_slot_of_both_kinds(
     assert rows["low"][drawn].eq(0).all()
 
 
-@pytest.mark.parametrize("entries", [7, LARGE])
-@pytest.mark.parametrize("source", [SAME, "torch"])
+@pytest.mark.parametrize(("source", "entries"), in_gate([SAME, "torch"], [7, LARGE]))
 def test_out_of_step_no_action_is_chosen_by_half_of_new_weights(source: str, entries: int) -> None:
     times = 8  # some are overtaken before anybody took them
     batches = updated("async", source, entries, total_frames=900, times=times)

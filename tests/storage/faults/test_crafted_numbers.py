@@ -250,10 +250,13 @@ CRAFTS = (identity, counts, record, manifest, table, rows, shown, metadata)
 
 
 def cases() -> Iterator[Any]:
-    for craft in CRAFTS:
-        for name in ("rows", "ring", "rows.h5", "rows.zarr"):
-            if craft is not metadata or name == "rows.h5":
-                yield pytest.param(name, craft, id=f"{name}-{craft.__name__}")
+    """In the gate every craft with every other name."""
+    for number, craft in enumerate(CRAFTS):
+        for at, name in enumerate(("rows", "ring", "rows.h5", "rows.zarr")):
+            if craft is metadata and name != "rows.h5":
+                continue
+            slow = [pytest.mark.slow] * (craft is not metadata and (number + at) % 2)
+            yield pytest.param(name, craft, id=f"{name}-{craft.__name__}", marks=slow)
 
 
 @pytest.mark.parametrize(("name", "craft"), list(cases()))

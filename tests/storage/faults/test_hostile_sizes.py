@@ -31,6 +31,7 @@ from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.episodes import table_dtype
 
 from hostile_kit import GIB, KINDS, WAYS, collect, in_a_child, told_or_done
+from pairs import in_gate
 
 HUGE = 64 * GIB
 ALL = "TALLYROLL_SIZES" in os.environ
@@ -210,8 +211,7 @@ SCHEMAS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("which", SCHEMAS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "which"), in_gate(KINDS, SCHEMAS))
 def test_a_schema(name: str, which: str, work: Callable[[str], Path]) -> None:
     """With a header that was made for it."""
     path, columns = work(name), SCHEMAS[which]()

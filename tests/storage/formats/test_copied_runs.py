@@ -268,7 +268,9 @@ def test_what_is_refused_leaves_no_entry(tmp_path: Path, source: Path) -> None:
         assert target.manifest["runs"] == before
 
 
-@pytest.mark.parametrize("name", ["target", "target.h5", "target.zarr"])
+@pytest.mark.parametrize(
+    "name", ["target", "target.h5", pytest.param("target.zarr", marks=pytest.mark.slow)]
+)
 def test_no_manifest_is_too_small(tmp_path: Path, name: str) -> None:
     """What does not fit is left out, and counted: of large entries, of many, and of deep ones."""
     deep: Any = 0

@@ -35,3 +35,16 @@ def each_pair(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrise a test by the names of these axes, with :func:`pairs` of their values."""
     chosen = product(*axes.values()) if ALL else pairs(*axes.values())
     return pytest.mark.parametrize(tuple(axes), [*chosen])
+
+
+def in_gate(*axes: Iterable[Any], every: int = 2) -> list[Any]:
+    """Return the combinations of these axes, of which all but each so many-th are slow.
+
+    Along the diagonal: of two axes each value is among those that the gate tries, of three each
+    pair.
+    """
+    found = []
+    for each in product(*map(enumerate, axes)):
+        places, values = zip(*each, strict=True)
+        found.append(pytest.param(*values, marks=[pytest.mark.slow] * (sum(places) % every > 0)))
+    return found
