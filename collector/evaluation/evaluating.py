@@ -18,8 +18,8 @@ from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.envs.driven.make import CreateEnv
 from tallyroll.collector.envs.driven.statistics import load_frozen
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.policies.policy import PolicyFn
 from tallyroll.collector.policies.sb3_models import as_policy
+from tallyroll.collector.policies.several.entries import Policies, each_of, without_openings
 from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.collector.sync import SyncCollector
 
@@ -59,7 +59,7 @@ class Evaluation:
 
 
 def evaluate(
-    policy: PolicyFn | None,
+    policy: Policies | None,
     create_env_fn: CreateEnv,
     *,
     episodes: int,
@@ -80,7 +80,8 @@ def evaluate(
     and modes and buffers are as before afterwards.
 
     Args:
-        policy: as for :class:`SyncCollector`; None evaluates random actions.
+        policy: as for :class:`SyncCollector`; None evaluates random actions. Of several no one
+            begins with random actions.
         create_env_fn: as for :class:`SyncCollector`.
         episodes: how many.
         num_envs: lanes, with an id or a function that makes a single environment; None: one.
@@ -99,9 +100,10 @@ def evaluate(
     """
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1)[0])
+    policy = without_openings(policy)
     with (
         generators_restored(),
-        _as_it_was(as_policy(policy)),
+        _as_it_was(each_of(policy)),
         _Evaluating(
             env_state,
             create_env_fn,
@@ -152,19 +154,18 @@ def _one_of(state: EnvState | None) -> Mapping[str, Any] | None:
 
 
 @contextmanager
-def _as_it_was(policy: Any) -> Iterator[None]:
-    """Evaluate ``policy``; its modes and buffers, which calls may change, are restored."""
-    if not isinstance(policy, nn.Module):
-        yield
-        return
-    modes = [(module, module.training) for module in policy.modules()]
+def _as_it_was(policies: Sequence[Any]) -> Iterator[None]:
+    """Evaluate ``policies``; their modes and buffers, which calls may change, are restored."""
+    found = [each for each in map(as_policy, policies) if isinstance(each, nn.Module)]
+    modes = [(module, module.training) for each in found for module in each.modules()]
     buffers = [
         (module, name, buffer, buffer.clone())
         for module, _ in modes
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         if not is_lazy(buffer)
     ]
-    policy.eval()
+    for each in found:
+        each.eval()
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Several policies as callers give them: a list by lane, or a mapping by group of agents."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -73,6 +73,34 @@ def device_of(one: OnePolicy) -> torch.device | None:
 def are_several(policy: Any) -> bool:
     """Return whether ``policy`` is several policies, by its kind alone."""
     return isinstance(policy, (Mapping, list, tuple)) and not callable(policy)
+
+
+def without_openings(policy: Any) -> Any:
+    """Return a collector's argument ``policy``, but that no policy of several begins at random."""
+    if not are_several(policy):
+        return policy
+    if isinstance(policy, Mapping):
+        return {name: _acting(one) for name, one in policy.items()}
+    if len(pairs := _pairs(policy)) < len(policy):
+        return policy
+    return [(lanes, _acting(one)) for lanes, one in pairs]
+
+
+def each_of(policy: Any) -> list[Any]:
+    """Return the policies in a result of `without_openings`: those of several, or the one."""
+    if not are_several(policy):
+        return [policy]
+    given = policy.values() if isinstance(policy, Mapping) else [one for _, one in _pairs(policy)]
+    return [one.policy if isinstance(one, OnePolicy) else one for one in given]
+
+
+def _pairs(given: Sequence[Any]) -> list[Any]:
+    """Return what may be lanes and a policy; `lane_entries` says what is wrong with the others."""
+    return [each for each in given if isinstance(each, (tuple, list)) and len(each) == 2]
+
+
+def _acting(one: Any) -> Any:
+    return replace(one, init_random_frames=0) if isinstance(one, OnePolicy) else one
 
 
 def lane_entries(given: Sequence[Any]) -> list[tuple[LaneSet, OnePolicy]]:

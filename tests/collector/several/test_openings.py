@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -13,7 +15,13 @@ import torch
 from groups_kit import GroupsEnv, check_groups, drawn_of, in_slot_order, told, version
 from tensordict import TensorDictBase
 
-from tallyroll.collector import OnePolicy, SyncCollector, load_checkpoint, save_checkpoint
+from tallyroll.collector import (
+    OnePolicy,
+    Supervision,
+    SyncCollector,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import MemmapStorage, open_storage, verify
 
@@ -197,6 +205,29 @@ def test_storages_and_checkpoints_go_on_within_an_opening(
     assert drawn_of(found) == {"red": 20, "blue": 33}
     assert told[0] == {"id": "red", "policy": "TensorDictModule", "init_random_frames": 20}
     assert not verify(path).findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["lanes", "groups"])
+def test_what_a_killed_worker_took_is_drawn_again(kind: str, mode: Any) -> None:
+    given = {"supervision": Supervision(on_worker_death="respawn", max_respawns=3)}
+    given |= {"total_frames": 220, "frames_per_batch": 11}
+    lanes = kind == "lanes"
+    make = (
+        partial(by_lane, 2, NEXT, mode) if lanes else partial(by_group, 2, policies(70, 33), mode)
+    )
+    rows = []
+    with make(**given) as collector:
+        for number, batch in enumerate(collector):
+            rows.append(batch.clone())
+            if number in (1, 3):
+                os.kill(collector.worker_pids[number % 2], signal.SIGKILL)
+        assert collector.ledger.respawned
+    if lanes:
+        assert drawn_by_lane(joined(rows)) == [17, 0, 31]
+    else:
+        assert drawn_of(joined(rows)) == {"red": 70, "blue": 33}
 
 
 @pytest.mark.parametrize("frames", [2**40, 2**70])

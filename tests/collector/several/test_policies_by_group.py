@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from tallyroll.collector import SyncCollector
+from tallyroll.collector import OnePolicy, SyncCollector
 from tallyroll.collector.errors import ArgumentError, PolicyError
 from tallyroll.storage import open_storage, verify
 
@@ -189,6 +189,21 @@ def test_workers_give_the_rows_of_each_lane(mode: Any) -> None:
 def test_groups_that_cannot_be_are_refused(policy: Any, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         make(policy)
+
+
+def test_a_policy_of_all_keys_may_write_beside_its_group() -> None:
+    class More(TensorDictModule):
+        def forward(self, td: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
+            return super().forward(td).set("hidden", td["blue", "observation"].sum((1, 2)) + 1)
+
+    more = More(BLUE, in_keys=[("blue", "observation")], out_keys=[("blue", "action")])
+    opened = OnePolicy(more, init_random_frames=4)
+    with make({"red": RED, "blue": opened}, total_frames=16) as collector:
+        rows = joined([batch.clone() for batch in collector])
+    acted = rows["collector", "policy_versions", "blue"] == 0
+    wanted = rows["blue", "observation"].sum((1, 2)) + 1
+    assert torch.equal(rows["hidden"], torch.where(acted, wanted, 0))
+    assert int(acted.sum()) == 12
 
 
 def test_a_policy_acts_for_its_group_alone() -> None:

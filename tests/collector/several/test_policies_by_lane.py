@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.modules import GRUModule
 
-from tallyroll.collector import OnePolicy, SyncCollector, load_checkpoint, save_checkpoint
+from tallyroll.collector import (
+    OnePolicy,
+    SyncCollector,
+    evaluate,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tallyroll.collector.cli import main
 from tallyroll.collector.errors import ArgumentError, PolicyError, StateError
 from tallyroll.storage import MemmapStorage, open_storage, verify
@@ -318,6 +325,32 @@ def test_columns_of_policies_agree_or_are_zero() -> None:
     with pytest.raises(PolicyError, match="expected it to write action") as got:
         sync_collector(DISABLED, [([0, 1], linear()), ("rest", lambda td: td)], **BUDGET)
     assert "raised for policy 1, of the lanes 2-4" in str(got.value.__notes__)
+
+
+def test_an_evaluation_is_of_policies_that_act() -> None:
+    """None begins at random, and their modules are in evaluation mode meanwhile."""
+    training = []
+
+    class Seen(TensorDictModuleBase):
+        in_keys, out_keys = ["observation"], ["action"]
+
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            training.append(self.training)
+            return td.set("action", td["observation"].long().sum(-1) % 2)
+
+    policy = Seen()
+    wanted = evaluate(policy, factory(DISABLED, 0, LANES), episodes=6, seed=0)
+    opened = OnePolicy(policy, init_random_frames=500)
+    for given in ([([0, 3], opened), ("rest", policy)], [("rest", opened)]):
+        found = evaluate(given, factory(DISABLED, 0, LANES), episodes=6, seed=0)  # type: ignore[arg-type]
+        assert [each.total_return for each in found.episodes] == [
+            each.total_return for each in wanted.episodes
+        ]
+        assert found.ledger.random == 0
+    assert not any(training)
+    assert policy.training
+    with pytest.raises(ArgumentError, match="got int 7 at place 0"):
+        evaluate([7], factory(DISABLED, 0, LANES), episodes=6)  # type: ignore[list-item]
 
 
 def test_an_error_says_which_policy_raised() -> None:

@@ -291,7 +291,8 @@ def _several(draw: Draw, config: Configuration) -> Configuration:
         return config
     if config.updates or config.phase in ("weights", "change"):
         return config
-    group = "agents" if config.env.lane.agents and draw.chance(60) else ""
+    # A function without keys gets the TensorDict of its group, and not what these policies read.
+    group = config.env.lane.agents and policy.module and draw.chance(60)
     count = 1 if group else draw.number(1, min(3, lanes))
     of_lane = [*range(count), *(draw.number(0, count - 1) for _ in range(lanes - count))]
     if group:
@@ -305,7 +306,7 @@ def _several(draw: Draw, config: Configuration) -> Configuration:
             0 if always or draw.chance(35) else draw.number(1, draw.one(6, 40)) for always in random
         ),
         draw.number(0, 3),
-        group,
+        "agents" if group else "",
     )
     return replace(
         config,
