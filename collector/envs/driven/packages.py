@@ -44,6 +44,7 @@ _NAMED: Final = {
     "ale_py": ("ale-py",),
     "Box2D": ("box2d", "box2d-py"),
     "dm_control": ("dm-control",),
+    "mo_gymnasium": ("mo-gymnasium",),
     "mujoco_playground": ("playground",),
     "procgen": ("procgen", "procgen-mirror"),
     "pyspiel": ("open-spiel",),
@@ -63,6 +64,8 @@ def packages_of(env: EnvBase) -> dict[str, str]:
     nor what a batched environment of TorchRL makes when it starts.
     """
     own, used = set[str](), set[str]()
+    if isinstance(base := [*chain(env)][-1], SystemEnv):
+        used.add(base.system.package)
     for each in _parts(env):
         for kind in type(each).__mro__ if not isinstance(each, type) else each.__mro__:
             own.add(_root(kind.__module__))

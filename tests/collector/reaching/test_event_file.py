@@ -9,7 +9,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,12 @@ from level_kit import Levels, require_recorded
 from tallyroll.collector import SyncCollector, load_checkpoint, save_checkpoint
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.errors import DiskFailed, StorageFull
+from tallyroll.storage.files.run_events import without_events
 from tallyroll.storage.formats.hdf5.format import H5Format
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.formats.zarr.format import ZarrFormat
 from tallyroll.storage.readers import event_file
+from tallyroll.storage.readers.event_file import EventFile
 
 RUN: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 7, "total_frames": 70, "seed": 0}
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "4"))
@@ -84,10 +85,10 @@ def test_a_call_adds_a_line_alone(
 def test_a_reader_sees_what_comes(tmp_path: Path) -> None:
     """It reads the lines that came since, and what was taken back is gone."""
     path = tmp_path / "rows"
-    with SyncCollector(Levels, storage=path, **RUN) as run, ExitStack() as stack:
+    with SyncCollector(Levels, storage=path, **RUN) as run:
         iterator = iter(run)
         next(iterator)
-        reader = stack.enter_context(open_storage(path))
+        reader = open_storage(path)
         assert "events" not in reader.runs[0]
         kept: Any = []
         for number in range(4):
@@ -100,9 +101,11 @@ def test_a_reader_sees_what_comes(tmp_path: Path) -> None:
         assert verify(path).findings == ()
     with SyncCollector(Levels, storage=path, resume=True, **RUN) as run:
         load_checkpoint(tmp_path / "saved", collector=run, rows="rewind")
-        assert [each["at"] for each in open_storage(path).runs[0]["events"]] == [7]
+        assert [each["at"] for each in reader.runs[0]["events"]] == [7]
         next(iter(run))
         run.env_set("level", 9.0)
+        assert [each["args"] for each in reader.runs[1]["events"]] == [[9.0]]
+        reader.close()
     assert levels_of(path) == [[0.0], [9.0]]
     assert verify(path).findings == ()
 
@@ -362,3 +365,13 @@ def test_a_manifest_names_what_the_file_has(
     collect(path, 1, resume=True)
     assert levels_of(path) == [[], [1.0]]
     assert verify(path).findings == ()
+
+
+def test_a_name_without_events_says_that_they_are_left_out(tmp_path: Path) -> None:
+    """As of a reader of another package, which copies the manifest alone."""
+    file = EventFile(MemmapFormat(tmp_path), writable=True)
+    runs = [{"first_row": 0, "events_in_file": "other"}, {"first_row": 3}]
+    manifest, _ = file.keep({"id": "some", "runs": runs})
+    assert manifest["runs"] == [{"first_row": 0, "events_left_out": True}, {"first_row": 3}]
+    assert not (tmp_path / "run.events").exists()
+    assert [without_events(run) for run in runs] == manifest["runs"]

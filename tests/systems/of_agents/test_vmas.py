@@ -15,7 +15,7 @@ import vmas
 from tensordict import TensorDictBase
 from vmas.scenarios import balance
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.systems.vmas import VmasSystem
 from tallyroll.collector.errors import (
@@ -229,6 +229,17 @@ def test_the_example_trains_on_exactly_its_budget(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "300 env steps, exactly, and 900 agent transitions" in out
     assert "mean return before" in out
+
+
+def test_no_seed_is_one_lanes() -> None:
+    with pytest.raises(EnvironmentRefused, match="lanes draw from one generator in steps too"):
+        SyncCollector(
+            "vmas:balance",
+            num_envs=2,
+            frames_per_batch=4,
+            total_frames=4,
+            resets=Resets(seeds=True),
+        )
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

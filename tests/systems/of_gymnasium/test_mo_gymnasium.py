@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mo_gymnasium.wrappers import LinearReward
 from mo_gymnasium.wrappers.vector import MOSyncVectorEnv
 from tensordict import TensorDictBase
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, replay
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.errors import MissingExtra
 from tallyroll.storage import open_storage, verify
@@ -104,6 +105,30 @@ def test_a_weighted_sum_is_one_number() -> None:
     ) as collector:
         (rows,) = list(collector)
     assert rows["next", "reward"].shape == (20, 1)
+
+
+def test_a_trajectory_begins_again_from_its_seed(tmp_path: Path) -> None:
+    """Rewards of several objectives too; versions say what made them."""
+    with SyncCollector(
+        MINECART,
+        num_envs=2,
+        env_kwargs=SHORT,
+        frames_per_batch=60,
+        total_frames=60,
+        seed=1,
+        resets=Resets(seeds=True),
+        storage=tmp_path / "rows",
+    ) as collector:
+        (rows,) = list(collector)
+    assert len(rows["collector", "reset_seed"].unique()) == len(
+        rows["collector", "traj_ids"].unique()
+    )
+    report = replay(
+        tmp_path / "rows", "all", create_env_fn=partial(mo_gymnasium.make, MINECART, **SHORT)
+    )
+    assert (report.status, report.rows) == (0, 60)
+    with open_storage(tmp_path / "rows") as storage:
+        assert storage.runs[0]["versions"]["mo-gymnasium"] == version("mo-gymnasium")
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
