@@ -21,6 +21,15 @@ update left. Measured with the defaults:
 
 in 40 to 80 s a seed on two shared cores. Seeds 6, 7 and 8, tried once the defaults stood, give
 500.0 too.
+
+With ``--prioritized`` transitions are drawn by their TD errors (alpha 0.6 and beta 0.4, which were
+fixed before the first run, everything else as above). It solves CartPole no better than uniform
+draws do, which leave nothing to gain there:
+
+    seed  last 100 training episodes  evaluation, 100 episodes
+    1     471.4                       500.0
+    2     461.8                       500.0
+    3     496.8                       500.0
 """
 
 from __future__ import annotations

@@ -423,7 +423,13 @@ def test_off_policy_restart_goes_on_from_its_checkpoint(
 
 RESTARTED: dict[str, dict[str, float | str]] = {
     "ppo.py": {"frames_per_batch": 64, "epochs": 1},
-    "dqn.py": {"frames_per_batch": 10, "random_frames": 50, "ring": 150, "updates": 1},
+    "dqn.py": {
+        "frames_per_batch": 10,
+        "random_frames": 50,
+        "ring": 150,
+        "updates": 1,
+        "prioritized": True,
+    },
     "sac.py": {
         "env_id": "Pendulum-v1",
         "frames_per_batch": 10,
