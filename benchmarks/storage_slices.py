@@ -5,6 +5,10 @@ Run ``python benchmarks/storage_slices.py``; with ``--priorities`` prioritised d
 installed. 64 lanes, one row of each a batch, so that neighbours
 in a trajectory lie 64 rows apart. 32 slices of 16 rows are read from a full ring; and once more
 with a batch written before every read.
+
+``--rows 1e6,1e7,1e8`` measures the index alone, of as many rows that are in no file: of lanes that
+spend a slot on each reset, in batches of 64, 128 and 65,536 rows (``--batches``), with episodes of
+22, 50 and 300 rows on average (``--episodes``).
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +42,8 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, SliceSampler
 
 from tallyroll.storage import MemmapStorage, PrioritizedSampler, ways
 from tallyroll.storage.sampling.trajectory_slices import TrajectorySliceSampler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tallyroll.storage.trajectories.by_lane import RowChunk
+from tallyroll.storage.trajectories.row_index import RowIndex
 
 LANES, SLICES, SLICE = 64, 32, 16
 SHORTEST, LONGEST = 100, 300
@@ -336,6 +341,70 @@ def play_priorities(size: int, work: str, args: argparse.Namespace) -> list[Resu
     return results
 
 
+def next_step_chunks(rows: int, episode: int, batch: int) -> Iterator[RowChunk]:
+    """Rows of 64 lanes without their reset slots, in batches that are laid out lane by lane."""
+    rng, slots, start = np.random.default_rng(0), 2**18 // LANES, 0
+    count, step = np.zeros(LANES, np.int64), np.zeros(LANES, np.int64)
+    resets = np.zeros(LANES, np.bool_)
+    while start < rows:
+        ids, steps = np.empty((2, slots, LANES), np.int64)
+        stored, draws = np.empty((slots, LANES), np.bool_), rng.random((slots, LANES))
+        for slot in range(slots):
+            stored[slot], ids[slot], steps[slot] = ~resets, count, step
+            ends = (draws[slot] < 1 / episode) & ~resets
+            step = np.where(resets, step, np.where(ends, 0, step + 1))
+            count, resets = count + ends, ends
+        lane = np.broadcast_to(np.arange(LANES), stored.shape)
+        columns = [(ids * LANES + lane)[stored], steps[stored], lane[stored]]
+        if batch > LANES:
+            number = np.arange(len(columns[0]))
+            order = np.lexsort((number, columns[2], number // batch))
+            columns = [column[order] for column in columns]
+        yield RowChunk(start, *columns)
+        start += len(columns[0])
+
+
+def median_us(call: Callable[[], Any], times: int = 300) -> float:
+    """The median time of a call."""
+    each = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        call()
+        each.append(time.perf_counter() - begin)
+    return float(np.median(each)) * 1e6
+
+
+def play_index(rows: int, episode: int, batch: int) -> dict[str, float]:
+    """Measure the index of so many rows, and print a line."""
+    index, rng, build = RowIndex(), np.random.default_rng(1), 0.0
+    for chunk in next_step_chunks(rows, episode, batch):
+        begin = time.process_time()
+        index.extend(chunk)
+        build += time.process_time() - begin
+
+    def pick(count: int, below: int) -> np.ndarray:
+        return rng.integers(below, size=count)
+
+    found = {
+        "rows": index.seen,
+        "episode": episode,
+        "batch": batch,
+        "bytes_a_row": index.nbytes / index.seen,
+        "build_seconds": build,
+        "slices_us": median_us(lambda: index.draw(SLICES, SLICE, 0, pick)),
+        "onward_us": median_us(lambda: index.onward(pick(256, index.seen), 5)),
+        "trajectory_us": median_us(lambda: index.rows_of(int(pick(1, rows // episode // 2)[0]))),
+    }
+    numbers = ", ".join(f"{name} {value:,.3g}" for name, value in found.items())
+    console.print(numbers, highlight=False)
+    return found
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers of an option, as in ``1e6,1e7``."""
+    return [int(float(each)) for each in text.split(",")]
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -345,6 +414,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="Tallyroll only")
     parser.add_argument("--priorities", action="store_true", help="prioritised draws and updates")
     parser.add_argument("--sizes", type=int, nargs="+", help="rows of the ring")
+    parser.add_argument("--rows", type=numbers, help="the index alone, of so many rows: 1e6,1e8")
+    parser.add_argument("--batches", type=numbers, default=[64, 128, 2**16], help="with --rows")
+    parser.add_argument("--episodes", type=numbers, default=[22, 50, 300], help="with --rows")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     args.sizes = args.sizes or ((SIZES[-1],) if args.priorities else SIZES)
@@ -358,6 +430,12 @@ def main() -> None:
     args = parse_args()
     prepare()
     print_setting()
+    if args.rows:
+        cases = itertools.product(args.episodes, args.batches, args.rows)
+        found = [play_index(rows, episode, batch) for episode, batch, rows in cases]
+        if args.json:
+            write_json(args.json, found)
+        return
     console.print(f"{args.rounds} interleaved rounds of at least {args.seconds} s, one thread")
     # A batch and a read take more than 0.1 ms.
     enough = int((args.rounds + 1) * (args.seconds + QUANTUM) / 1e-4) + 100
