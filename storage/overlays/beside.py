@@ -132,11 +132,13 @@ class Overlays:
                 f"{reader.path} has no overlay {spell(key)}; it has "
                 f"{', '.join(map(spell, self.keys())) or 'none'}."
             )
-        if (known := self._files.pop(key, None)) is not None:
+        known, inside = self._files.get(key), reader.format.inside
+        if known is not None and known.is_locked:
             known.close()
-        inside = reader.format.inside
         lock = acquire(reader, path, key)
         try:
+            if (known := self._files.pop(key, None)) is not None:
+                known.close()
             try:
                 file = OverlayFile(reader, path, key, writable=True)
             except StorageError:

@@ -180,7 +180,7 @@ class Overlay:
                 "Nothing was written; give one value a row, or one number for all."
             )
         array = np.broadcast_to(as_array(values, column), wanted)
-        return array.reshape(-1, *column.shape)
+        return array.reshape((-1, *column.shape))
 
     def __repr__(self) -> str:
         column = self._file.kept.column

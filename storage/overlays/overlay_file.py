@@ -152,6 +152,11 @@ class OverlayFile:
         """True while it is open, and the file is the storage's."""
         return self._closed.alive and not self._words[DROPPED]
 
+    @property
+    def is_locked(self) -> bool:
+        """True while this process has the right to write to it."""
+        return self._closed.alive and bool(self._held)
+
     def _require_ordered(self) -> None:
         inside, place = self._reader.format.inside, lock_of(self.path)
         if platform.machine() not in _ORDERED and not self.writable and is_held(inside, place):
@@ -194,7 +199,7 @@ class OverlayFile:
             Overrun: a writer changes them faster than they are read.
         """
         found = steadily(self._reader, lambda: self._take(rows.reshape(-1)))
-        found = found.reshape(*rows.shape, *self.kept.column.shape)
+        found = found.reshape((*rows.shape, *self.kept.column.shape))
         if out is None:
             return found
         out[...] = found
@@ -273,17 +278,19 @@ class OverlayFile:
         if not self._closed.alive:
             raise StorageClosed(f"{self.path} was closed. Ask the storage for the overlay again.")
         if not self._held:
-            lock = acquire(self._reader, self.path, self.key)
-            self._held.append(lock)
-            self._right = RightToWrite(lock, self.path)
+            with self._turn:
+                if not self._held:
+                    lock = acquire(self._reader, self.path, self.key)
+                    self._right = RightToWrite(lock, self.path)
+                    self._held.append(lock)
+        if self._held[0].lost:  # in a forked child, which a look at times would not see
+            self._right.require()
         self._right.look()
 
     def put(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Write values [n, ...] of ``rows`` [n], which are in the reader's span."""
-        if self._held and self._held[0].lost:
-            self._right.require()  # before the turn, which a forked child may never get
+        self.require_right()  # before the turn, which a forked child may never get
         with self._turn:
-            self.require_right()
             self._mapped()
             if self._words[DROPPED]:
                 raise _missing(self._reader, self.key, " any more: it was dropped")

@@ -1,0 +1,277 @@
+"""Overlays: what they are read by, who may write them, and files that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrl.data import TensorDictReplayBuffer
+
+from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, n_step, open_storage, verify
+from tallyroll.storage.errors import (
+    ColumnsMissing,
+    DamagedOverlay,
+    FormatVersionMismatch,
+    IndexOutOfRange,
+    InvalidSchema,
+    NotInitialised,
+    ReadOnlyStorage,
+    RowsMismatch,
+    SchemaMismatch,
+    StorageClosed,
+    StorageLocked,
+)
+from tallyroll.storage.overlays import header
+from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+
+from formats_kit import KINDS
+
+STEPS = 5
+
+
+def made(path: Path, rows: int = 20, **options: Any) -> DiskStorage:
+    options = {"capacity": 40} if path.suffix == ".h5" else options
+    storage = KINDS.get(path.name, MemmapStorage)(path, **options)
+    storage.extend(trajectory_rows(0, rows, steps=STEPS))
+    return storage
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_samplers_slices_and_n_step_read_them(name: str, tmp_path: Path) -> None:
+    with made(tmp_path / name) as storage:
+        storage.overlay("tens", torch.float32, [1])[:] = 10 * torch.arange(20.0)[:, None]
+        twice = storage.overlay(("next", "twice"), torch.bfloat16, [1])
+        twice[:] = (2 * torch.arange(20)[:, None]).bfloat16()
+        assert storage.overlays == [("next", "twice"), "tens"]
+        assert "tens" not in storage.get([0])
+        rows = storage.with_overlays("tens", ("next", "twice"))
+        buffer = TensorDictReplayBuffer(
+            storage=rows, sampler=TrajectorySliceSampler(3), batch_size=12
+        )
+        for found in (
+            buffer.sample(),
+            rows.trajectories.sample_slices(4, 3),
+            rows.trajectories[2],
+            rows[4:9],
+            rows.get(3),
+            rows.in_order(),
+            rows[:],
+        ):
+            assert found["tens"].equal(10 * found["observation"])
+            assert found["next", "twice"].equal((2 * found["observation"]).bfloat16())
+        storage.extend(trajectory_rows(20, 1, steps=STEPS))
+        assert len(rows) == 21
+        assert rows[-1]["tens"].item() == 0
+        # two rewards of 14 and 15 are of two trajectories
+        sums = n_step(storage, [3, 14], 2, 0.5, reward_key="twice")
+        assert sums["next", "twice"].ravel().tolist() == [6 + 0.5 * 8, 28]
+        with pytest.raises(ReadOnlyStorage, match="with_overlays"):
+            rows.extend(trajectory_rows(21, 1, steps=STEPS))
+        with pytest.raises(ColumnsMissing, match="no overlay other"):
+            storage.with_overlays("other")
+
+
+def test_a_view_of_a_reader_is_pickled(tmp_path: Path) -> None:
+    with made(tmp_path / "rows") as storage:
+        storage.overlay("x", torch.int64)[3] = 7
+    with open_storage(tmp_path / "rows") as reader:
+        again = pickle.loads(pickle.dumps(reader.with_overlays("x")))
+        assert again[2:5]["x"].tolist() == [0, 7, 0]
+        again._of.close()
+
+
+def test_it_is_opened_where_it_is_equal(tmp_path: Path) -> None:
+    with made(tmp_path / "rows") as storage:
+        storage.overlay("x", torch.float32, [2], 0.1)[0] = torch.ones(2)
+        assert storage.overlay("x", "float32", (2,), 0.1)[0].tolist() == [1, 1]
+        assert storage.overlay("x", np.float32, [2], 0.1)[:2].shape == (2, 2)
+        with pytest.raises(SchemaMismatch, match=r"dtype float32, expected float64"):
+            storage.overlay("x", torch.float64, [2], 0.1)
+        with pytest.raises(SchemaMismatch, match=r"shape \[2\], expected \[\], fill"):
+            storage.overlay("x", torch.float32)
+        storage.drop_overlay("x")
+        with pytest.raises(ColumnsMissing, match="no overlay x"):
+            storage.overlay("x")
+        assert storage.overlays == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("observation", torch.float32), InvalidSchema, "is a column of the rows"),
+        ((("next",), torch.float32), InvalidSchema, "both a column and a group"),
+        ((("observation", "x"), torch.float32), InvalidSchema, "both a column and a group"),
+        (("a/b", torch.float32), InvalidSchema, "cannot be a name"),
+        (("x" * 300, torch.float32), InvalidSchema, "too long"),
+        (("x", "text"), TypeError, "dtype: expected one of torch's"),
+        (("x", torch.float32, [0]), InvalidSchema, "no values"),
+        (("x", torch.float32, [1.5]), InvalidSchema, "whole numbers"),
+        (("x", torch.int8, [], 300), ValueError, "fill"),
+        (("x", torch.int8, [], 0.5), ValueError, "would make 0 of it"),
+        (("x", torch.int8, [], float("nan")), ValueError, "fill"),
+        (("x", torch.float32, [], "0"), TypeError, "one number for all rows"),
+    ],
+)
+def test_what_no_overlay_can_be(
+    arguments: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with made(tmp_path / "rows") as storage:
+        with pytest.raises(error, match=message):
+            storage.overlay(*arguments)
+        assert storage.overlays == []
+
+
+def test_values_that_do_not_fit(tmp_path: Path) -> None:
+    with made(tmp_path / "rows", max_size=8, rows=8) as storage:
+        storage.extend(trajectory_rows(8, 4, steps=STEPS))
+        overlay = storage.overlay("x", torch.float32, [2], -1)
+        for values, message in (
+            (torch.ones(2, 2, dtype=torch.float64), "expected values of float32, got float64"),
+            (torch.ones(2), r"expected values \[2, 2\], got \[2\]"),
+            (torch.ones(3, 2), r"expected values \[2, 2\], got \[3, 2\]"),
+            ("text", "expected values of float32, got str"),
+        ):
+            with pytest.raises(RowsMismatch, match=message):
+                overlay[:2] = values
+        for index in (8, [-9], range(7, 9)):
+            with pytest.raises(IndexOutOfRange):
+                overlay[index] = 1.0
+        with pytest.raises(IndexOutOfRange, match="rows 3 to 12"):
+            overlay.set(rows=[3, 12], values=1.0)
+        with pytest.raises(IndexOutOfRange, match="rows 3 to 3"):
+            overlay.get(rows=[3])
+        with pytest.raises(TypeError, match="got both"):
+            overlay.set(0, 1.0, rows=[4])
+        with pytest.raises(TypeError, match="whole numbers"):
+            overlay.get(rows=[0.5])
+        assert (overlay[:] == -1).all()
+        assert overlay.set(rows=[3, 4], values=torch.ones(2, 2)) == 1
+        assert overlay.get(rows=torch.tensor([[4], [5]]))[..., 0].tolist() == [[1], [-1]]
+    with pytest.raises(StorageClosed):
+        overlay[0]
+    with pytest.raises(StorageClosed):
+        overlay[0] = 1.0
+    with MemmapStorage() as empty, pytest.raises(NotInitialised):
+        empty.overlay("x", torch.float32)
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    with made(path) as storage, open_storage(path) as reader:
+        with pytest.raises(ReadOnlyStorage, match="writable=True"):
+            reader.overlay("x", torch.float32)
+        mine = storage.overlay("x", torch.float32)
+        theirs = reader.overlay("x")
+        with pytest.raises(ReadOnlyStorage, match="writable=True"):
+            theirs[0] = 1.0
+        with pytest.raises(ReadOnlyStorage, match='mode="append"'):
+            reader.drop_overlay("x")
+        learner = reader.overlay("x", torch.float32, writable=True)
+        learner[3] = 4.0
+        assert mine[3] == theirs[3] == 4
+        with pytest.raises(StorageLocked, match=f"process {os.getpid()} writes"):
+            mine[3] = 5.0
+        with pytest.raises(StorageLocked, match="one writer at a time"):
+            storage.drop_overlay("x")
+        reader.close()
+        mine[3] = 5.0
+        with open_storage(path) as other:
+            seen = other.overlay("x")
+            rows = other.with_overlays("x")
+            assert seen[3] == 5
+            storage.drop_overlay("x")
+            storage.overlay("x", torch.float32, fill=9)
+            with pytest.raises(ColumnsMissing, match="was dropped"):
+                seen[3]
+            with pytest.raises(ColumnsMissing, match="was dropped"):
+                rows[3]
+            assert other.get([3], ["x"])["x"].tolist() == [9]
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def changed(at: int, content: bytes) -> Any:
+    def change(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+    return change
+
+
+def newer(path: Path) -> None:
+    content = path.read_bytes()
+    said = content[24 : 24 + int.from_bytes(content[16:20], "little")]
+    start = header._START.pack(header._MAGIC, 2, len(said), header._crc(2, said))
+    path.write_bytes(start + content[24:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: os.truncate(path, 4096 + 8), "cut short"),
+        (lambda path: os.truncate(path, 100), "has 100 bytes"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes"),
+        (changed(0, b"X"), "does not begin as an overlay does"),
+        (changed(8, b"\7"), "checksum"),
+        (changed(30, b"X"), "checksum"),
+        (changed(2048, (2**50).to_bytes(8, "little")), "room for"),
+        (changed(2048, (2**63).to_bytes(8, "little")), "room for"),
+        (link, "a link"),
+        (lambda path: path.rename(path.with_name("y.overlay")), None),
+        (newer, "version 2"),
+    ],
+)
+def test_a_file_that_cannot_be_used(damage: Any, message: str | None, tmp_path: Path) -> None:
+    path, name = tmp_path / "rows", "x" if message else "y"
+    with made(path) as storage:
+        storage.overlay("x", torch.float32)[:] = 1.0
+    damage(path / "x.overlay")
+    error = FormatVersionMismatch if message == "version 2" else DamagedOverlay
+    with open_storage(path) as reader:
+        assert reader.get(slice(None))["observation"].ravel().tolist() == list(range(20))
+        with pytest.raises(error, match=message or "header is of x, and its name of y"):
+            reader.overlay(name)
+        with pytest.raises(error, match="drop_overlay"):
+            reader.get([0], keys=[name])
+    (found,) = (each for each in verify(path).findings if each.check == "overlays")
+    assert "drop_overlay" in found.message
+    with MemmapStorage(path, mode="append") as storage:
+        storage.drop_overlay(name)
+        assert storage.overlays == []
+        assert storage.overlay(name, torch.float32, fill=2)[0] == 2
+    assert not [each for each in verify(path).findings if each.check == "overlays"]
+
+
+def test_one_of_another_storage(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with made(tmp_path / name) as storage:
+            storage.overlay("x", torch.float32)
+    os.replace(tmp_path / "one" / "x.overlay", tmp_path / "two" / "x.overlay")
+    with (
+        open_storage(tmp_path / "two") as reader,
+        pytest.raises(DamagedOverlay, match="another storage"),
+    ):
+        reader.overlay("x")
+
+
+def test_verify_finds_entries_of_rows_that_are_not_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    with made(path) as storage:
+        storage.overlay("x", torch.int64)[:4] = 1
+    for entry, row in ((0, 999), (2, 5)):
+        changed(4096 + 24 * entry, ((row + 1) << 24).to_bytes(8, "little"))(path / "x.overlay")
+    (found,) = (each for each in verify(path).findings if each.check == "overlays")
+    assert found.count == 2
+    assert [place.row for place in found.places] == [999, 5]
+    with open_storage(path) as reader:
+        assert reader.overlay("x")[:4].tolist() == [0, 1, 0, 1]
