@@ -502,7 +502,7 @@ static int open_index(PyObject *object, Table *table, Index *index)
     return -1;
 }
 
-/* spots_of(table, tail_count, rows, found): see `Kernel`. */
+/* spots_of(table, tail_count, rows, found): see `LaneKernel`. */
 static PyObject *spots_of(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Table table, rows, found;
@@ -533,7 +533,7 @@ opened:
     return result;
 }
 
-/* rows_at(table, tail_count, spots, near, length, found): see `Kernel`. */
+/* rows_at(table, tail_count, spots, near, length, found): see `LaneKernel`. */
 static PyObject *rows_at(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Table table, spots, near, found;
@@ -581,7 +581,7 @@ opened:
     return result;
 }
 
-/* walk_onward(table, tail_count, rows, length, found): see `Kernel`. */
+/* walk_onward(table, tail_count, rows, length, found): see `LaneKernel`. */
 static PyObject *walk_onward(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Table table, rows, found;
@@ -640,7 +640,7 @@ opened:
     return result;
 }
 
-/* bounds_of(table, tail_count, lane, position, floor): see `Kernel`. */
+/* bounds_of(table, tail_count, lane, position, floor): see `LaneKernel`. */
 static PyObject *bounds_of(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Table table;

@@ -285,59 +285,6 @@ class Kernel(Protocol):
             ValueError: all leaves are 0.
         """
 
-    def spots_of(
-        self, table: bytes, tail_count: int, rows: np.ndarray, found: np.ndarray, /
-    ) -> None:
-        """Find rows, int64 [n], in their lanes: lane, position and start in ``found``, [3, n].
-
-        The table is that of `LaneBlocks`, whose tail has so many rows. All arrays of this and the
-        next two functions are contiguous, and int64.
-
-        Raises:
-            IndexError: a row is not there, or the blocks are damaged.
-        """
-
-    def rows_at(
-        self,
-        table: bytes,
-        tail_count: int,
-        spots: np.ndarray,
-        near: np.ndarray,
-        length: int,
-        found: np.ndarray,
-        /,
-    ) -> None:
-        """Find the ``length`` rows up to positions of lanes: ``found`` [n, length].
-
-        ``spots`` [3, n] has the lane, the position, and the lowest one: its row is repeated in the
-        place of rows before it. ``near`` [n] are rows, of which each is near those.
-
-        Raises:
-            IndexError: a row is not there, or the blocks are damaged.
-        """
-
-    def walk_onward(
-        self, table: bytes, tail_count: int, rows: np.ndarray, length: int, found: np.ndarray, /
-    ) -> None:
-        """Walk from each of ``rows`` [n] to the end of its stretch: ``found`` [length, n].
-
-        The last row is repeated in the place of rows after it.
-
-        Raises:
-            IndexError: a row is not there, or the blocks are damaged.
-        """
-
-    def bounds_of(
-        self, table: bytes, tail_count: int, lane: int, position: int, floor: int, /
-    ) -> tuple[int, int]:
-        """Return the first and one more than the last position of the trajectory of a row.
-
-        The row is at a ``position`` of a lane, of which positions from ``floor`` on are there.
-
-        Raises:
-            IndexError: the row is not there, or the blocks are damaged.
-        """
-
 
 KINDS = {
     np.dtype(kind): number

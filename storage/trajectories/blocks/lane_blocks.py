@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tallyroll.storage.engine.kernel import compiled, require_names, table_of
+from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.trajectories.blocks.extension import compiled_lanes
 from tallyroll.storage.trajectories.blocks.piles import Pile
-from tallyroll.storage.trajectories.blocks.shelves import KINDS, Shelf, kind_of
+from tallyroll.storage.trajectories.blocks.shelves import Shelf, kind_of
 from tallyroll.storage.trajectories.blocks.tail import Tail
 from tallyroll.storage.trajectories.by_lane import (
     MOST_LANES,
@@ -19,8 +20,6 @@ from tallyroll.storage.trajectories.by_lane import (
     extended,
     lane_order,
 )
-
-require_names("SHELVES", KINDS)
 
 _FEW_LOST = 8
 _FEW, _MANY = 64, 2**16
@@ -62,7 +61,7 @@ class LaneBlocks:
         self._ring = ring
         self._known = np.empty(0, np.int64)  # the number here of each lane, -1 without one
         self._tail_id, self._tail_step = np.empty(0, np.int64), np.empty(0, np.int64)
-        self._kernel, self._table = compiled(), b""
+        self._kernel, self._table = compiled_lanes(), b""
         self._begin(0)
 
     def _begin(self, first: int) -> None:

@@ -135,7 +135,7 @@ class Shelf(ABC):
     @property
     @abstractmethod
     def words(self) -> tuple[int, ...]:
-        """The words of a shelf for `Kernel`: see ``ShelfWords`` in ``_lane_blocks.c``."""
+        """The words of a shelf for `LaneKernel`: see ``ShelfWords`` in ``_lane_blocks.c``."""
 
     @property
     def nbytes(self) -> int:

@@ -45,7 +45,7 @@ class Tail:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """`numbers_at` of the arrays that `Kernel` reads; another tuple if one was replaced."""
+        """`numbers_at` of the arrays that `LaneKernel` reads; another tuple if one was replaced."""
         arrays = (
             *(self.lane, self.position, self.start, self.ids),
             *(self.base[: self.lanes], self.total[: self.lanes], self._places),
