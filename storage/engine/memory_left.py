@@ -37,7 +37,9 @@ _VERSIONS = (
 )
 
 
-def require_memory(nbytes: int, what: str) -> None:
+def require_memory(
+    nbytes: int, what: str, instead: str = "Use a smaller storage, or another machine."
+) -> None:
     """Raise unless ``nbytes`` of memory are to be had for ``what``.
 
     Memory is only taken when it is touched, and then it is too late for an error: the kernel kills
@@ -49,7 +51,7 @@ def require_memory(nbytes: int, what: str) -> None:
     if nbytes > (available := available_bytes()):
         raise NotEnoughMemory(
             f"expected {-(-nbytes // 2**20):,} MiB of memory for {what}, got "
-            f"{available // 2**20:,} MiB available. Use a smaller storage, or another machine."
+            f"{available // 2**20:,} MiB available. {instead}"
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import NoSlices, UnknownTrajectory
 from tallyroll.storage.rows.keys import CUT, DONE, MASK, STEP, Key, is_done, is_init
 from tallyroll.storage.rows.schema import Schema
@@ -27,6 +28,10 @@ from tallyroll.storage.trajectories.windows import (
 )
 
 _PATIENCE_SECONDS: Final = 1.0
+_NUMBER_NBYTES: Final = 16
+"""Bytes of a row's number and its mask while slices are drawn."""
+_LARGE_NBYTES: Final = 2**28
+"""Slices of more bytes are refused before they are drawn, if there is no memory for them."""
 
 
 class Trajectories(Mapping[int, TensorDict]):
@@ -306,6 +311,7 @@ def draw(
     """Draw the rows of slices; see `Trajectories.sample_slices`."""
     if not len(reader.span):
         raise NoSlices(f"{reader.path} has no rows yet to draw slices from. Collect some first.")
+    _require_room(reader, num_slices, windows.length)
     index, deadline = reader.trajectory_index, time.monotonic() + _PATIENCE_SECONDS
     pick = _drawn_by(generator)
     while True:
@@ -318,6 +324,13 @@ def draw(
                 # All that it knows of may be overwritten while this process slept.
                 if known.seen == reader.head or time.monotonic() > deadline:
                     raise
+
+
+def _require_room(reader: Indexed, num_slices: int, length: int) -> None:
+    nbytes = num_slices * length * (reader.schema.row_nbytes + _NUMBER_NBYTES)
+    if nbytes > _LARGE_NBYTES:
+        what = f"{num_slices:,} slices of {length:,} rows"
+        require_memory(nbytes, what, "Ask for fewer slices, or shorter ones.")
 
 
 def _steps_in(reader: Indexed) -> Callable[[np.ndarray], np.ndarray]:

@@ -16,7 +16,7 @@ from torchrl.modules import GRUModule, set_recurrent_mode
 from torchrl.objectives.value import GAE
 
 from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, n_step, open_storage
-from tallyroll.storage.errors import NoSlices, ShortTrajectory
+from tallyroll.storage.errors import NoSlices, NotEnoughMemory, ShortTrajectory
 
 from lane_model import Model
 
@@ -232,6 +232,15 @@ def test_targets_over_n_steps_of_padded_slices(max_size: int | None) -> None:
         for key in want.keys(True, True):
             assert (found.get(key)[mask] == want.get(key)).all()
             assert not found.get(key)[~mask].any()
+
+
+def test_slices_that_no_memory_holds_are_refused_beforehand() -> None:
+    with filled(None) as storage:
+        draw = storage.trajectories.sample_slices
+        with pytest.raises(NotEnoughMemory, match="for 4 slices of 10,000,000,000 rows"):
+            draw(4, 10**10, short="pad")
+        with pytest.raises(NotEnoughMemory, match="Ask for fewer slices, or shorter ones"):
+            draw(4, 2, burn_in=10**10)
 
 
 def test_a_reader_of_a_ring_pads_too(tmp_path: Path) -> None:
