@@ -17,7 +17,7 @@ import pytest
 from level_kit import Levels, require_recorded
 
 from tallyroll.collector import SyncCollector, load_checkpoint, save_checkpoint
-from tallyroll.storage import open_storage, verify
+from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import DiskFailed, StorageFull
 from tallyroll.storage.files.run_events import without_events
 from tallyroll.storage.formats.hdf5.format import H5Format
@@ -119,6 +119,23 @@ def test_a_dump_that_is_brought_up_has_all(tmp_path: Path) -> None:
         assert levels_of(tmp_path / "dump") == levels_of(path)
         assert verify(tmp_path / "dump").findings == ()
         assert (tmp_path / "dump/run.events").read_bytes() == (path / "run.events").read_bytes()
+
+
+def test_a_copy_keeps_the_events_that_there_were(tmp_path: Path) -> None:
+    """What a run does later is not in it, on the disk or in memory."""
+    with (
+        MemmapStorage(tmp_path / "rows") as source,
+        MemmapStorage(tmp_path / "copy") as copy,
+        SyncCollector(Levels, storage=source, **RUN) as run,
+    ):
+        next(iter(run))
+        run.env_set("level", 1.0)
+        copy.extend(source[:])
+        run.env_set("level", 2.0)
+        assert [len(each["events"]) for each in (*source.runs, *copy.runs[0]["runs"])] == [2, 1]
+        assert "events_in_file" not in copy.manifest["runs"][0]["runs"][0]
+    with open_storage(tmp_path / "copy") as storage:
+        assert len(storage.runs[0]["runs"][0]["events"]) == 1
 
 
 def test_a_file_of_an_earlier_storage_is_replaced(tmp_path: Path) -> None:

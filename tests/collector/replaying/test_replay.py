@@ -18,6 +18,7 @@ from torchrl.envs import GymEnv
 
 from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, replay
 from tallyroll.collector.errors import ArgumentError, EnvironmentUnknown
+from tallyroll.collector.evaluation.replaying import stage
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.errors import NotAStorage, StorageMissing, UnknownTrajectory
 
@@ -85,8 +86,9 @@ FILES = {
 @pytest.mark.parametrize("kind", ["seeded", "plain"])
 @pytest.mark.parametrize("column", [*FILES, "action"])
 def test_one_bit_is_found_where_it_changed(
-    stored: Stored, kind: str, column: str, tmp_path: Path
+    stored: Stored, kind: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stage, "_MOST_SLOTS", 2)  # so that a round has many blocks
     copy = tmp_path / "copy"
     shutil.copytree(stored(kind), copy)
     with open_storage(copy) as storage:
