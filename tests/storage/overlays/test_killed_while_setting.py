@@ -90,7 +90,7 @@ def kill_at_random(path: Path, kills: int) -> tuple[int, int]:
                 allowed = {known.get(row, 0), under_way.get(row, known.get(row, 0))}
                 assert write in allowed, f"kill {seed}: row {row} has write {write} of {allowed}"
             met += len({found[row] == known[row] for row in under_way if row in found}) == 2
-            known |= {row: int(write) for row, write in found.items()}
+            known = {row: int(write) for row, write in found.items()}  # of rows that are there
             last = told.head + 1
     assert not [each for each in verify(path).findings if each.check == "overlays"]
     return last, met
