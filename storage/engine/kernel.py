@@ -18,7 +18,83 @@ from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
 
 
-class Kernel(Protocol):
+class TreeKernel(Protocol):
+    """The functions of sum trees; see `SumTree`."""
+
+    def are_leaves(self, priorities: np.ndarray, leaves: np.ndarray, /) -> bool:
+        """Return whether all priorities, float64, are from 0 on, and leaves, float32, above 0.
+
+        Both are contiguous [n]; leaves must be normal numbers, too.
+        """
+
+    def set_leaves(self, table: bytes, slots: np.ndarray, leaves: np.ndarray, /) -> None:
+        """Set leaves, float32 [n], of the ``slots``, int64 [n], and sum them up; see `SumTree`.
+
+        Both are contiguous, and the slots are used up.
+
+        Raises:
+            IndexError: a slot is not in the tree; nothing is changed.
+        """
+
+    def put_leaves(
+        self,
+        table: bytes,
+        rows: np.ndarray,
+        leaves: np.ndarray,
+        ring: int,
+        base: int,
+        first: int,
+        stop: int,
+        most: int,
+        /,
+    ) -> int:
+        """Set leaves, float32 [n], of rows, int64 [n], if they have leaves above 0; see `SumTree`.
+
+        Both are contiguous, and are used up. Rows ``[first, stop)`` may have leaves: in slot
+        r % ring, and where ``ring`` is 0 in r - base.
+
+        Returns:
+            How many rows have none.
+
+        Raises:
+            IndexError: a row is below 0, or not below ``most``; nothing is changed.
+        """
+
+    def renew_sums(self, table: bytes, first: int, stop: int, /) -> None:
+        """Sum up the leaves of the slots ``[first, stop)`` again; see `SumTree`.
+
+        Raises:
+            IndexError: a slot is not in the tree.
+        """
+
+    def draw_rows(
+        self,
+        table: bytes,
+        uniform: np.ndarray,
+        rows: np.ndarray,
+        leaves: np.ndarray,
+        ring: int,
+        base: int,
+        stop: int,
+        /,
+    ) -> None:
+        """Draw rows in proportion to their leaves; see `SumTree`. Arrays are contiguous.
+
+        Args:
+            table: of the tree.
+            uniform: numbers from 0 to below 1, float64 [n], which are used up.
+            rows: where the rows are written, int64 [n].
+            leaves: where their leaves are written, float32 [n].
+            ring: slots of the ring, 0 without one; see `put_leaves`.
+            base: the row in slot 0 without a ring.
+            stop: one more than the newest row.
+
+        Raises:
+            ValueError: all leaves are 0.
+        """
+
+
+class Kernel(TreeKernel, Protocol):
     """The functions. :func:`table_of` makes a table; the caller keeps its arrays alive."""
 
     def copy_rows(self, table: bytes, slot: int, first: int, count: int, /) -> None:
@@ -211,78 +287,6 @@ class Kernel(Protocol):
 
         Raises:
             ValueError: their rows differ; nothing is written.
-        """
-
-    def are_leaves(self, priorities: np.ndarray, leaves: np.ndarray, /) -> bool:
-        """Return whether all priorities, float64, are from 0 on, and leaves, float32, above 0.
-
-        Both are contiguous [n]; leaves must be normal numbers, too.
-        """
-
-    def set_leaves(self, table: bytes, slots: np.ndarray, leaves: np.ndarray, /) -> None:
-        """Set leaves, float32 [n], of the ``slots``, int64 [n], and sum them up; see `SumTree`.
-
-        Both are contiguous, and the slots are used up.
-
-        Raises:
-            IndexError: a slot is not in the tree; nothing is changed.
-        """
-
-    def put_leaves(
-        self,
-        table: bytes,
-        rows: np.ndarray,
-        leaves: np.ndarray,
-        ring: int,
-        base: int,
-        first: int,
-        stop: int,
-        most: int,
-        /,
-    ) -> int:
-        """Set leaves, float32 [n], of rows, int64 [n], if they have leaves above 0; see `SumTree`.
-
-        Both are contiguous, and are used up. Rows ``[first, stop)`` may have leaves: in slot
-        r % ring, and where ``ring`` is 0 in r - base.
-
-        Returns:
-            How many rows have none.
-
-        Raises:
-            IndexError: a row is below 0, or not below ``most``; nothing is changed.
-        """
-
-    def renew_sums(self, table: bytes, first: int, stop: int, /) -> None:
-        """Sum up the leaves of the slots ``[first, stop)`` again; see `SumTree`.
-
-        Raises:
-            IndexError: a slot is not in the tree.
-        """
-
-    def draw_rows(
-        self,
-        table: bytes,
-        uniform: np.ndarray,
-        rows: np.ndarray,
-        leaves: np.ndarray,
-        ring: int,
-        base: int,
-        stop: int,
-        /,
-    ) -> None:
-        """Draw rows in proportion to their leaves; see `SumTree`. Arrays are contiguous.
-
-        Args:
-            table: of the tree.
-            uniform: numbers from 0 to below 1, float64 [n], which are used up.
-            rows: where the rows are written, int64 [n].
-            leaves: where their leaves are written, float32 [n].
-            ring: slots of the ring, 0 without one; see `put_leaves`.
-            base: the row in slot 0 without a ring.
-            stop: one more than the newest row.
-
-        Raises:
-            ValueError: all leaves are 0.
         """
 
 

@@ -25,7 +25,7 @@ from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
-BESIDE: Final = ("episodes.npy", "content.leaves", "priorities")
+BESIDE: Final = ("episodes.npy", "content.leaves", "priorities.leaves")
 """Files that are kept beside the rows, each of which says how far it goes, and can be lost without
 losing rows: the table of episodes, hashes of the content, and priorities of a sampler."""
 

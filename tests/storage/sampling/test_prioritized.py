@@ -383,7 +383,7 @@ def test_a_file_that_is_not_of_these_rows_is_not_used(tmp_path: Path, name: str)
         PrioritizedSampler(storage).update_priority(range(20), np.arange(1.0, 21.0))
         sampler = PrioritizedSampler(storage)
         sampler.update_priority(range(20), np.arange(1.0, 21.0))
-    file = tmp_path / "rows" / "priorities"
+    file = tmp_path / "rows" / "priorities.leaves"
     file.write_bytes(change(file.read_bytes()))
     with open_storage(tmp_path / "rows", "append") as storage:
         with pytest.warns(UserWarning, match=f"(?s)is not used.*{why}"):
@@ -398,7 +398,7 @@ def test_a_file_of_another_kind_is_not_used(tmp_path: Path, kind: str) -> None:
     with filled(tmp_path / "rows", count=5) as storage:
         sampler = PrioritizedSampler(storage)
         sampler.update_priority(range(5), np.arange(5.0))
-    file, elsewhere = tmp_path / "rows" / "priorities", tmp_path / "elsewhere"
+    file, elsewhere = tmp_path / "rows" / "priorities.leaves", tmp_path / "elsewhere"
     file.rename(elsewhere)
     before = elsewhere.read_bytes()
     match kind:
@@ -464,11 +464,11 @@ def test_states_and_dumps(tmp_path: Path) -> None:
 def test_a_sampler_that_is_gone_is_not_kept_by_its_storage(tmp_path: Path) -> None:
     with filled(tmp_path / "rows") as storage:
         PrioritizedSampler(storage).sample(3)
-    assert not (tmp_path / "rows" / "priorities").exists()
+    assert not (tmp_path / "rows" / "priorities.leaves").exists()
     with filled() as temporary:
         sampler = PrioritizedSampler(temporary)
         sampler.save()  # it goes with the storage
-        assert not (temporary.path / "priorities").exists()
+        assert not (temporary.path / "priorities.leaves").exists()
 
 
 # --- bad input ------------------------------------------------------------------------------------
