@@ -71,7 +71,7 @@ class Overlay:
         return len(self._reader.span)
 
     def get(self, index: Any = None, *, rows: Any = None) -> torch.Tensor:
-        """Return copies of values [*, *shape], by an index or by the numbers of rows.
+        """Return copies of values, one a row, by an index or by the numbers of rows.
 
         Args:
             index: as `DiskStorage.get` takes it.
@@ -103,8 +103,8 @@ class Overlay:
 
         Args:
             index: as `DiskStorage.get` takes it.
-            values: a tensor or array [*, *shape] of the overlay's dtype, on any device; or one
-                number for all. Where a row is named twice, it has the last value.
+            values: a tensor or array with a value a row, of the overlay's dtype, on any device;
+                or one number for all. Where a row is named twice, it has the last value.
             rows: numbers of rows, as in `get`. Those that are gone from a ring are left out, and
                 are not counted: the writer may have overwritten them since they were drawn.
 
