@@ -20,9 +20,9 @@ from tallyroll.storage import ways
 from tallyroll.storage.engine import kernel
 from tallyroll.storage.engine.slot_rows import HeldCounts, LogCounts, RunCounts
 from tallyroll.storage.errors import ExtensionMismatch
-from tallyroll.storage.trajectories.blocks.extension import KINDS
 from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.files.counts import counts_of
+from tallyroll.storage.trajectories.blocks.extension import KINDS
 
 BLOCKS: dict[str, tuple[str, ...]] = {
     "EPISODE": EPISODE.names or (),
