@@ -94,7 +94,7 @@ def parse() -> Args:
     for each in fields(Args):
         name, text = "--" + each.name.replace("_", "-"), each.metadata["help"]
         if isinstance(each.default, bool):
-            parser.add_argument(name, action="store_true", help=text)
+            parser.add_argument(name, action="store_true", help=f"{text} (default: no)")
             continue
         text += f" (default: {each.default or 'none'})"
         parser.add_argument(name, type=type(each.default), default=each.default, help=text)

@@ -212,7 +212,7 @@ def test_storages_and_checkpoints_go_on_within_an_opening(
 @pytest.mark.parametrize("kind", ["lanes", "groups"])
 def test_what_a_killed_worker_took_is_drawn_again(kind: str, mode: Any) -> None:
     given = {"supervision": Supervision(on_worker_death="respawn", max_respawns=3)}
-    given |= {"total_frames": 220, "frames_per_batch": 11}
+    given |= {"total_frames": 1100, "frames_per_batch": 11}  # workers have work left when killed
     lanes = kind == "lanes"
     make = (
         partial(by_lane, 2, NEXT, mode) if lanes else partial(by_group, 2, policies(70, 33), mode)
