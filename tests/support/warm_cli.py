@@ -155,7 +155,7 @@ class WarmServer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)  # on a busy machine it may still import what it was started for
         self._process.stdout.close()
 
 
