@@ -368,6 +368,12 @@ def explore_apart() -> None:
     _own.mode = place._mode
 
 
+def gpus_in_use() -> range:
+    """GPUs that this process uses: to ask others takes memory of theirs, and seconds."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return range(torch.cuda.device_count() if begun else 0)
+
+
 def generator_states(devices: Sequence[int] = ()) -> list[torch.Tensor]:
     """States of torch's generators: the CPU's, and those of CUDA ``devices``.
 

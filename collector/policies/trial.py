@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
 from torchrl.data import Bounded
 
-from tallyroll.collector.compat import generator_states
+from tallyroll.collector.compat import generator_states, gpus_in_use
 from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.policies.action_forms import form_of
 from tallyroll.collector.policies.plain_modules import inputs_of, outputs_of
@@ -232,12 +232,6 @@ def leave_generators() -> None:
     _here.left = True
 
 
-def _devices_in_use() -> range:
-    """GPUs that this process uses: to ask others takes memory of theirs, and seconds."""
-    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return range(torch.cuda.device_count() if begun else 0)
-
-
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """A context that leaves torch's, NumPy's and Python's global generators as they were.
@@ -248,7 +242,7 @@ def generators_restored() -> Iterator[None]:
         yield
         return
     saved = np.random.get_state(), random.getstate()
-    devices = _devices_in_use()
+    devices = gpus_in_use()
     own, *of_devices = generator_states(devices)
     try:
         yield
@@ -257,7 +251,7 @@ def generators_restored() -> Iterator[None]:
         for device, state in zip(devices, of_devices, strict=True):
             torch.cuda.set_rng_state(state, device)
         if not devices:  # those that came into use meanwhile begin as they would have begun
-            for generator in map(torch.cuda.default_generators.__getitem__, _devices_in_use()):
+            for generator in map(torch.cuda.default_generators.__getitem__, gpus_in_use()):
                 generator.manual_seed(generator.initial_seed())
         np.random.set_state(saved[0])
         random.setstate(saved[1])

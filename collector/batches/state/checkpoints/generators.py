@@ -6,14 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tallyroll.collector.compat import generator_states
+from tallyroll.collector.compat import generator_states, gpus_in_use
 
 
 def states() -> dict[str, Any]:
     """Return the states of all of them."""
-    begun = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if begun else ()
-    cpu, *cuda = generator_states(list(devices))
+    cpu, *cuda = generator_states(gpus_in_use())
     kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": cpu,
