@@ -41,14 +41,10 @@ from tallyroll.storage.sampling.priority_file import (
     write_priorities,
 )
 from tallyroll.storage.sampling.starts import Starts
+from tallyroll.storage.sampling.trajectory_slices import end_marks
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_writer import RowWriter
-from tallyroll.storage.trajectories.mapping import (
-    done_keys,
-    init_keys,
-    slice_marks,
-)
-from tallyroll.storage.trajectories.windows import check_positive
+from tallyroll.storage.trajectories.windows import Slices, check_positive
 
 ROW: Final[Key] = ("collector", "row")
 WEIGHT: Final = "priority_weight"
@@ -240,15 +236,7 @@ class PrioritizedSampler(Sampler):
 
     def _marks(self, rows: np.ndarray) -> dict[Any, torch.Tensor]:
         """Return values at both ends of sequences [n, length] that differ from the stored ones."""
-        reader, keys = self._reader, done_keys(self._reader.schema)
-        flat = rows.reshape(-1)
-        dones = dict(zip(keys, reader.copies(flat, keys), strict=True))
-        marks: dict[Any, torch.Tensor] = {**slice_marks(dones, *rows.shape)}
-        inits = init_keys(reader.schema)
-        for key, begins in zip(inits, reader.copies(flat, inits), strict=True):
-            begins[:: rows.shape[1]] = True
-            marks[key] = torch.from_numpy(begins)
-        return marks
+        return end_marks(self._reader, Slices(rows, np.ones(rows.shape, np.bool_)))
 
     def _sample(self, count: int) -> TensorDict:
         reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS

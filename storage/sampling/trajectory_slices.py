@@ -82,31 +82,12 @@ class TrajectorySliceSampler(Sampler):
 
     def _info(self, reader: RowReader, rows: np.ndarray, slices: Slices) -> dict[Key, Any]:
         info: dict[Key, Any] = {}
-        shape = (len(slices.rows), self.windows.length)
         if self.windows.padded:
             mask = slices.mask.reshape(-1)
             if not mask.all():
                 info |= _emptied(reader, rows, mask)
             info[MASK] = torch.from_numpy(mask)
-        keys = done_keys(reader.schema)
-        dones = dict(zip(keys, self._copies(reader, rows, keys, slices), strict=True))
-        info |= slice_marks(dones, *shape, slices.last)
-        inits = init_keys(reader.schema)
-        every, first = np.arange(shape[0]), slices.first
-        for key, begins in zip(inits, self._copies(reader, rows, inits, slices), strict=True):
-            begins.reshape(*shape, *begins.shape[1:])[every, first] = True
-            info[key] = torch.from_numpy(begins)
-        return info
-
-    def _copies(
-        self, reader: RowReader, rows: np.ndarray, keys: list[Key], slices: Slices
-    ) -> list[np.ndarray]:
-        """Return copies of flags, False where there is no row."""
-        found = reader.copies(rows, keys)
-        if self.windows.padded:
-            for array in found:
-                array[~slices.mask.reshape(-1)] = False
-        return found
+        return info | end_marks(reader, slices)
 
     def _check(self, storage: Any) -> None:
         if not isinstance(storage, DiskStorage):
@@ -166,3 +147,27 @@ def _emptied(reader: RowReader, rows: np.ndarray, mask: np.ndarray) -> dict[Key,
         array[~mask] = 0
     found = reader.nest(arrays, rows.shape)
     return {key: found.get(key) for key in reader.keys}
+
+
+def end_marks(reader: RowReader, slices: Slices) -> dict[Key, Any]:
+    """Return values [n * length] at both ends of slices that differ from the stored ones, by key.
+
+    Flags are False where there is no row.
+    """
+    count, length = slices.rows.shape
+    rows, empty = slices.rows.reshape(-1), ~slices.mask.reshape(-1)
+
+    def copies(keys: list[Key]) -> dict[Key, np.ndarray]:
+        found = reader.copies(rows, keys)
+        for array in found:
+            array[empty] = False
+        return dict(zip(keys, found, strict=True))
+
+    marks: dict[Key, Any] = {
+        **slice_marks(copies(done_keys(reader.schema)), count, length, slices.last)
+    }
+    every, first = np.arange(count), slices.first
+    for key, begins in copies(init_keys(reader.schema)).items():
+        begins.reshape(count, length, *begins.shape[1:])[every, first] = True
+        marks[key] = torch.from_numpy(begins)
+    return marks

@@ -356,7 +356,7 @@ def slice_marks(
     dones: Mapping[Key, np.ndarray],
     num_slices: int,
     slice_len: int,
-    last: np.ndarray | None = None,
+    last: np.ndarray,
 ) -> dict[Key, torch.Tensor]:
     """Return values at the last row of each slice that differ from the stored ones, by key.
 
@@ -364,10 +364,10 @@ def slice_marks(
         dones: copies of what is stored, bool [num_slices * slice_len, ...], which are written.
         num_slices: how many slices.
         slice_len: rows a slice.
-        last: the place of the last row of each slice, [num_slices]; None: the last place.
+        last: the place of the last row of each slice, [num_slices].
     """
     marks: dict[Key, torch.Tensor] = {}
-    at = np.arange(num_slices), slice_len - 1 if last is None else last
+    at = np.arange(num_slices), last
     for key, done in dones.items():
         flags = done.reshape(num_slices, slice_len, -1)
         if key == DONE:
