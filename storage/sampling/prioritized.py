@@ -125,6 +125,7 @@ class PrioritizedSampler(Sampler):
         generator: torch.Generator | None = None,
     ) -> None:
         _require_storage(storage)
+        self._saved = False
         if slice_len is not None:
             check_positive("slice_len", slice_len)
         if reduction not in _REDUCTIONS:
@@ -468,11 +469,11 @@ class PrioritizedSampler(Sampler):
                 kept, leaves = self._kept()
                 files = writer.files
                 write_priorities(files.inside, files.priorities_path, kept, leaves)
-                self._priorities.changed = False
+                self._priorities.changed, self._saved = False, True
 
     def _save_at_the_end(self) -> None:
         with self._lock:
-            if self._priorities.most:  # it was used
+            if self._priorities.most or self._saved:  # it was used, or its file is to be newer
                 self._priorities.follow()
                 if self._priorities.changed:
                     self.save()
