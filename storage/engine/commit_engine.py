@@ -78,6 +78,8 @@ class Engine:
             if self.ring and header.reserve == header.head + self.ring:
                 header.set_floor(header.head)  # a writer was killed before it did
             lock.when_lost = self._follow
+        self._kept = self.space.columns.room if header.rewinds or header.undone else 0
+        """Slots whose place stays in the files: readers may look at rows that were taken back."""
 
     def _follow(self) -> None:
         # In a forked child: its parent goes on writing.
@@ -219,6 +221,7 @@ class Engine:
                 header.sync()
             # Other libraries must not see rows that will be written over.
             self._format.publish(in_use(rewind.rows, self.ring))
+            self._kept = max(self._kept, in_use(header.head, self.ring))
             header.head = rewind.rows
             if self._power:
                 header.sync()
@@ -316,7 +319,7 @@ class Engine:
     def _leave(self) -> None:
         with self.space.mutex:
             slots = in_use(self.counts.head, self.ring)
-            self._format.trim(slots)
+            self._format.trim(slots, self._kept)
             self._format.publish(slots)
             if self._power:
                 self._format.settle()

@@ -247,8 +247,12 @@ class Format(ABC):
         return iter(())
 
     @abstractmethod
-    def trim(self, rows: int) -> None:
-        """Give back the space beyond ``rows`` rows."""
+    def trim(self, rows: int, kept: int) -> None:
+        """Give back the space beyond ``rows`` rows.
+
+        Processes may have mapped the files up to ``kept`` rows, and look there for rows that come
+        later: those files must not be cut, or the system kills them, nor be replaced.
+        """
 
     @abstractmethod
     def sync(self, start: int = 0) -> None:

@@ -216,10 +216,10 @@ class MemmapFormat(DirectoryFormat):
         return {self.path / directory / _META: meta for directory, meta in shown}
 
     @told
-    def trim(self, rows: int) -> None:
-        """Cut the files to ``rows`` rows."""
+    def trim(self, rows: int, kept: int) -> None:
+        """Cut the files to ``rows`` rows, or to ``kept`` if these are more."""
         for file, column in zip(self._files, self.schema.columns, strict=True):
-            os.ftruncate(file, rows * column.row_nbytes)
+            os.ftruncate(file, max(rows, kept) * column.row_nbytes)
 
     @told
     def sync(self, start: int = 0) -> None:

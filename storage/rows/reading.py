@@ -63,6 +63,10 @@ class Reading(Protocol):
         """How often rows were taken back, so that numbers from there on mean other rows."""
 
     @property
+    def rewinding(self) -> bool:
+        """True if a writer has taken rows back, and has not tidied up after that."""
+
+    @property
     def runs(self) -> list[dict[str, Any]]:
         """The runs that wrote the rows."""
 

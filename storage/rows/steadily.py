@@ -15,19 +15,27 @@ class Rewound(Protocol):
     def rewinds(self) -> int:
         """How often rows were taken back."""
 
+    @property
+    def rewinding(self) -> bool:
+        """True while rows are taken back; and until the next writer, if this one was killed."""
+
 
 def steadily(reader: Rewound, read: Callable[[], Found]) -> Found:
     """Return what ``read`` returns, called again if rows were taken back while it read.
 
     An error that it raises meanwhile may be of rows that are not there any more: once more, too.
     """
+    begun: int | None = None
     while True:
         rewinds = reader.rewinds
         try:
             found = read()
         except Exception:
             if reader.rewinds == rewinds:
-                raise
+                # The rows may be gone, and the rewind not counted yet: the next try knows of it.
+                if begun == rewinds or not reader.rewinding:
+                    raise
+                begun = rewinds
         else:
             if reader.rewinds == rewinds:
                 return found

@@ -180,15 +180,17 @@ class Trajectories(Mapping[int, TensorDict]):
         return _Values(self, self._each)
 
     def _each(self) -> Iterator[tuple[int, TensorDict]]:
-        reader, table, rewinds = self._reader, self.table, self._reader.rewinds
+        reader = self._reader
+        rewinds = reader.rewinds  # before the table: rows may be taken back between the two
+        table = self.table
         for id, last in zip(table["id"].tolist(), table["last_row"].tolist(), strict=True):
             with self._index.lock:
                 index, first = self._index.rows(reader), reader.span.start
-                rows = np.empty(0, np.int64)
-                if first <= last and rewinds == reader.rewinds:
-                    rows = index.back_from(last, first)
+                taken_back = last >= index.seen or rewinds != reader.rewinds
+                left = first <= last and not taken_back
+                rows = index.back_from(last, first) if left else np.empty(0, np.int64)
             found = self._rows(rows) if len(rows) else None
-            if rewinds != reader.rewinds:  # the table is of rows that were taken back
+            if taken_back or rewinds != reader.rewinds:  # the table is of rows that are gone
                 found = self.get(id)
             if found is not None and len(found):
                 yield id, found

@@ -383,7 +383,7 @@ class H5Format(Format):
             raise differs(self.path, f"its attribute rows is {rows}")
         require_committed(rows, head, self.path)
 
-    def trim(self, rows: int) -> None:
+    def trim(self, rows: int, kept: int) -> None:
         """Do nothing: the file keeps its capacity until `finish` replaces it."""
 
     @told

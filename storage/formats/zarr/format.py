@@ -291,10 +291,10 @@ class ZarrFormat(DirectoryFormat):
         return wrong_documents(self.inside, lambda _: self._header_document, lambda: HEADER_NBYTES)
 
     @told
-    def trim(self, rows: int) -> None:
-        """Remove chunks without rows, those of a killed writer too."""
+    def trim(self, rows: int, kept: int) -> None:
+        """Remove chunks beyond, those of a killed writer too."""
         for column in self._columns:
-            column.trim(rows)
+            column.trim(max(rows, kept))
 
     @told
     def sync(self, start: int = 0) -> None:
