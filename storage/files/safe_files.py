@@ -75,10 +75,17 @@ class Inside:
         if held >= 0:
             os.close(held)
 
+    def _below(self, path: Path) -> tuple[str, ...]:
+        """Return the parts of a path below the root."""
+        parts, root = path.parts, self.root.parts
+        if parts[: len(root)] != root:
+            raise ValueError(f"{str(path)!r} is not in the subpath of {str(self.root)!r}")
+        return parts[len(root) :]
+
     @contextlib.contextmanager
     def _above(self, path: Path) -> Iterator[tuple[int, str]]:
         """Yield a descriptor of the directory that ``path`` lies in, and its name there."""
-        *above, name = path.relative_to(self.root).parts
+        *above, name = self._below(path)
         _require_short(path)
         held = self._held
         directory = open_any(self.root, _DIRECTORY) if held < 0 else held

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +38,7 @@ _MANIFEST, _META = "manifest.json", "meta.json"
 _ASIDE = ".tmp"
 _WHOLE = {_MANIFEST, _META, *BESIDE, EVENTS_FILE}
 _OURS = {_HEADER, _LOCK, *_WHOLE, *(name + _ASIDE for name in _WHOLE)}
+_TAKEN = {Path(name): f"the file {name}" for name in sorted(_OURS)}
 _LONGEST_NAME = 255
 _LOOKS = 100
 
@@ -72,7 +73,7 @@ class MemmapFormat(DirectoryFormat):
     def check(self, schema: Schema) -> None:
         """Refuse names that collide with files or with fields of tensordict's metadata."""
         super().check(schema)
-        taken = {Path(name): f"the file {name}" for name in sorted(_OURS)}
+        taken = dict(_TAKEN)
         for column in schema.columns:
             for depth, part in enumerate(column.key):
                 if part in _META_FIELDS:
@@ -247,6 +248,7 @@ def _encode(name: str) -> str:
     return "".join(f"%{ord(char):02X}" if char in _ENCODED else char for char in name)
 
 
+@lru_cache(maxsize=2**10)
 def _place_of(key: Key, *, leaf: bool) -> Path:
     """Return the path of a column (``leaf``) or a group of columns, from the root."""
     *groups, name = map(_encode, key)
