@@ -48,7 +48,7 @@ class Beginning:
     ) -> None:
         self._options, self._writer, self._lanes = options, writer, lanes
         self.policy, self.envs = policy, envs
-        self.ledger = writer.stored_run.resumed(lanes) or Ledger(seed=options.seed)
+        self.ledger = writer.stored_run.resumed(lanes, options.seed) or Ledger(seed=options.seed)
         if options.seed not in (None, self.ledger.seed):
             raise StateError(
                 f"the run to be continued has the seed {self.ledger.seed}, got {options.seed}; "

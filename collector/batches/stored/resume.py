@@ -9,12 +9,13 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.policies.several.openings import Counts
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
 from tallyroll.storage.files.run_record import RunRecord, is_count
-from tallyroll.storage.rows.keys import DONE, LANE, POLICY_VERSION, RANDOM_VERSION
+from tallyroll.storage.rows.keys import DONE, LANE, POLICY_ID, POLICY_VERSION, RANDOM_VERSION
 from tallyroll.storage.storages import DiskStorage, storage_class
 
 Resume: TypeAlias = bool | Literal["auto"]
@@ -119,6 +120,26 @@ def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> 
     return LastRun(last["first_row_of_run"], last["seed"], last["incarnation"], environment, lanes)
 
 
+def without_rows(
+    storage: DiskStorage, lanes: int, seed: int | None
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return the runs of a storage, without those at its end that do not matter; and these.
+
+    A run at the end that has no row matters only to a collector with its lanes and its seed.
+    """
+    entries, record = list(storage.manifest["runs"]), whole_record(storage)
+    passed: list[Mapping[str, Any]] = []
+    while entries:
+        last = last_run_of(entries, storage.path, storage.head)
+        elsewhere = record is not None and record.first_row == last.first_row
+        if last.first_row < storage.head or (elsewhere and record.stored_before):
+            break
+        if last.lanes in (None, lanes) and seed in (None, last.seed):
+            break
+        passed.append(entries.pop())
+    return entries, passed
+
+
 def _damaged(path: Path, name: str, value: Any) -> StateError:
     return StateError(
         f"the last run in the manifest of {path} is damaged: {name} is {value!r}; restore it, or "
@@ -207,22 +228,28 @@ def opening_rows(
     Raises:
         StateError: the storage is a ring that lost rows, so that it cannot be known.
     """
-    openings = policies.openings
-    rows = np.arange(max(first_row, storage.span.start), storage.span.stop)
-    lane = storage.reader.column(LANE).take(rows)
+    openings, reader = policies.openings, storage.reader
+    start, stop = max(first_row, storage.span.start), storage.span.stop
+    others, rows = _always_at_random(storage, first_row, policies), np.arange(start, stop)
+    lane = reader.column(LANE).take(rows)
     stored, over = np.zeros_like(openings.asked), openings.asked == 0
     for policy in np.flatnonzero(~over).tolist():
-        version = storage.reader.column(openings.versions[policy]).take(rows)
-        mine = openings.acts_in[policy][lane]
+        mine: Mask = openings.acts_in[policy][lane]
+        if POLICY_ID in reader.keys:  # by lane: others may have acted in its lanes before
+            mine = reader.column(POLICY_ID).take(rows) == policy
+        for each in others[policy]:
+            mine[max(0, each.start - start) : max(0, each.stop - start)] = False
+        version = reader.column(openings.versions[policy]).take(rows)
         drawn = mine & (version == RANDOM_VERSION)
         stored[policy], over[policy] = np.count_nonzero(drawn), np.any(mine & ~drawn)
-    if storage.span.start <= first_row:
+    if start == first_row:
         return stored
     # Of the rows that are gone those of an opening came first: it is over where its policy acted.
     stored[over], going = openings.asked[over], np.flatnonzero(~over)
     if openings.acts_in.all():  # groups of agents act in every row
-        stored[going] = storage.span.stop - first_row
-    elif len(going) == 1 and all(part.policy is not None for part in policies.parts):
+        for policy in going.tolist():
+            stored[policy] = stop - first_row - sum(map(len, others[policy]))
+    elif len(going) == 1 and not any(others) and all(part.policy for part in policies.parts):
         stored[going] = ledger.random - stored[over].sum()
     elif len(going):
         raise StateError(
@@ -231,3 +258,24 @@ def opening_rows(
             "state of the run, or leave them out"
         )
     return stored
+
+
+def _always_at_random(
+    storage: DiskStorage, first_row: int, policies: SeveralPolicies
+) -> list[list[range]]:
+    """Return for each policy the rows of the run in whose entries it has no weights."""
+    entries, found = storage.manifest["runs"], [list[range]() for _ in policies.parts]
+    stops = [entry["first_row"] for entry in entries[1:]] + [storage.span.stop]
+    for entry, stop in zip(entries, stops, strict=True):
+        if entry.get("first_row_of_run") != first_row:
+            continue
+        call = entry.get("call")
+        known = call.get("policies") if isinstance(call, dict) else None
+        known = (
+            [each for each in known if isinstance(each, dict)] if isinstance(known, list) else []
+        )
+        drawing = [each.get("id") for each in known if each.get("policy", "") is None]
+        for rows, part in zip(found, policies.parts, strict=True):
+            if part.id in drawing:
+                rows.append(range(entry["first_row"], stop))
+    return found

@@ -1,6 +1,6 @@
 """A run in its storage: its claim, its entry in the manifest, its rows, ids and record."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tallyroll.collector.batches.stored.buffer_items import BufferIds
@@ -11,6 +11,7 @@ from tallyroll.collector.batches.stored.resume import (
     same_lanes,
     same_source,
     whole_record,
+    without_rows,
 )
 from tallyroll.collector.batches.stored.run_events import RunEvents
 from tallyroll.collector.counting.ledger import COUNTS, Ledger
@@ -53,6 +54,8 @@ class StoredRun:
         self._reader = None if storage is None else storage.reader
         self._resumes = resumes
         self._last: LastRun | None = None
+        self._without_rows: Sequence[Mapping[str, Any]] = ()
+        """Entries of runs that made no row, which are removed when this one begins."""
         self.ready = False
         """True once the storage, or the buffer, was made ready for rows."""
         self.first_row = self._stored_before = 0
@@ -73,10 +76,11 @@ class StoredRun:
 
     # --- how it goes on ---------------------------------------------------------------------------
 
-    def resumed(self, lanes: int) -> Ledger | None:
+    def resumed(self, lanes: int, seed: int | None = None) -> Ledger | None:
         """The ledger of the run to be continued, up to its last row; None: a new one begins.
 
-        ``lanes`` are as many as it has.
+        ``lanes`` are as many as it has. A later run without rows, of other ``lanes`` or another
+        ``seed``, is forgotten.
         """
         storage = self._storage
         if not self._resumes or storage is None:
@@ -86,7 +90,10 @@ class StoredRun:
                 f'{storage.path} was opened with mode="create", which has no run yet; open the one '
                 'to be continued with mode="append"'
             )
-        self._last = last_run_of(storage.manifest["runs"], storage.path, storage.head)
+        entries, self._without_rows = without_rows(storage, lanes, seed)
+        if self._without_rows and not entries:
+            return None
+        self._last = last_run_of(entries, storage.path, storage.head)
         same_lanes(self._last, lanes)
         ledger, self._stored_before = resumed_ledger(storage, self._last)
         return ledger
@@ -208,6 +215,9 @@ class StoredRun:
         if self.events.entry is not None:
             runs.withdraw(self.events.entry)
             self.events.entry = None
+        for entry in self._without_rows:
+            runs.withdraw(entry)
+        self._without_rows = ()
         if storage.reader.initialised and storage.head != self._drawn_at:
             self._reserve(storage, schema)
         run, at = {**provenance, "first_row_of_run": self.first_row}, self._stored_before
@@ -296,7 +306,8 @@ class StoredRun:
                 f"the run, in the storage's record, and {left:,} transitions that waited for the "
                 f"next batch. {self.committed}. {_GO_ON}"
             )
-        storage.writer.put_record(self.record(ledger, 0))
+        if ledger.stored or not self.first_row:  # or another run may go on, with its record
+            storage.writer.put_record(self.record(ledger, 0))
         storage.flush()
         self.end()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchrl.envs import RewardSum, TransformedEnv, VecNormV2
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.errors import ArgumentError, StateError
-from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import NotAStorage
 
 from collect_kit import (
@@ -298,6 +299,35 @@ def test_a_run_of_another_seed_environment_or_lanes_is_not_resumed(tmp_path: Any
         SyncCollector(GymnasiumVectorEnv(make_oracle_vec(2, LENGTHS, ends="mixed")), **kwargs)
     with MemmapStorage(tmp_path / "s", mode="read") as storage:
         assert (len(storage), len(storage.manifest["runs"])) == (7, 1)
+
+
+def test_a_run_without_rows_binds_no_later_one(tmp_path: Any) -> None:
+    """Where lanes or seed are others, the run before it goes on; or one begins."""
+    next_step = AutoresetMode.NEXT_STEP
+
+    def run(lanes: int, seed: int | None, total: int, batches: int | None = None) -> Any:
+        env = GymnasiumVectorEnv(make_oracle_vec(lanes, LENGTHS, mode=next_step, ends="mixed"))
+        more: dict[str, Any] = {"resume": "auto", "storage": tmp_path / "s"}
+        with SyncCollector(env, seed=seed, frames_per_batch=7, total_frames=total, **more) as made:
+            list(islice(made, batches))
+        return made.ledger
+
+    assert run(2, 1, 14, 0).stored == 0
+    assert run(3, 4, 14).stored == 14
+    with MemmapStorage(tmp_path / "s", mode="append") as storage:
+        assert [(each["lanes"], each["seed"]) for each in storage.runs] == [(3, 4)]
+        again = GymnasiumVectorEnv(make_oracle_vec(2, LENGTHS, ends="mixed"))
+        kwargs: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 14, "storage": storage}
+        with SyncCollector(again, seed=9, **kwargs):
+            pass
+    ledger = run(3, None, 28)
+    assert (ledger.stored, ledger.seed, ledger.incarnation) == (28, 4, 1)
+    assert ledger.reset_slots  # of both: its record was kept
+    with MemmapStorage(tmp_path / "s", mode="read") as storage:
+        assert [(each["first_row"], each["lanes"]) for each in storage.runs] == [(0, 3), (14, 3)]
+        for half in (slice(14), slice(14, None)):
+            check_rows(storage[half], LENGTHS, ends="mixed", contiguous=False)
+    assert not verify(tmp_path / "s").findings
 
 
 def test_a_state_belongs_to_a_collector_of_its_kind() -> None:

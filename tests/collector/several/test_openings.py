@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from groups_kit import GroupsEnv, check_groups, drawn_of, in_slot_order, told, version
+from groups_kit import GroupsEnv, Told, check_groups, drawn_of, in_slot_order, told, version
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
 
 from tallyroll.collector import (
     OnePolicy,
@@ -34,6 +35,7 @@ from worker_kit import (
     in_threads,
     lanes_of_workers,
     start,
+    sync_collector,
     worker_collector,
 )
 from worker_kit import LENGTHS as LENGTHS_BY_LANE
@@ -268,3 +270,47 @@ def test_a_ring_that_lost_rows_of_an_opening(tmp_path: Path) -> None:
         run("unknown", two, 35)
         with pytest.raises(StateError, match=r"of the policies \[0, 1\], so that nothing says"):
             run("unknown", two, 140)
+
+
+class Acting(Told):
+    """Actions of blue alone, and nothing beside them, as random ones have it."""
+
+    def __init__(self) -> None:
+        super().__init__("blue")
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(observation)[0]
+
+
+def test_openings_count_what_each_policy_drew(tmp_path: Path) -> None:
+    """Not what others drew in its lanes before, nor a policy that drew all the time."""
+
+    def run(given: Any, total: int, **ring: Any) -> Any:
+        mode: Any = "append" if path.exists() else "create"
+        with (
+            MemmapStorage(path, mode=mode, **ring) as storage,
+            sync_collector(DISABLED, given, storage=storage, resume="auto", **budget) as collector,
+        ):
+            collector.collect(total)
+            return storage[:] if not ring else None
+
+    path, budget = tmp_path / "lanes", {"frames_per_batch": 7, "total_frames": 140}
+    first, other = OnePolicy(Versioned(), init_random_frames=30), Versioned()
+    run([([0, 3], first), ("rest", None)], 35)  # 14 of the first's
+    second = OnePolicy(other, init_random_frames=25)
+    rows = run([([0, 1], first), ("rest", second)], 105)
+    random = rows["collector", "policy_version"] == -1
+    found = [random & (rows["collector", "policy_id"] == each) for each in range(2)]
+    assert [int(each.sum()) for each in found] == [30, 21 + 25]
+    path = tmp_path / "groups"
+    blue = partial(by_group, 0, storage=path, resume="auto")
+    with blue({"red": told("red"), "blue": None}, total_frames=16) as collector:
+        list(collector)
+    acting = TensorDictModule(Acting(), in_keys=["observation"], out_keys=["action"])
+    opened = {"red": told("red"), "blue": OnePolicy(acting, init_random_frames=11)}
+    with blue(opened, total_frames=48) as collector:
+        assert drawn_of(joined([each.clone() for each in collector]))["blue"] == 11
+    path = tmp_path / "ring"
+    run([([0, 3], None), ("rest", first)], 35, max_size=20)
+    with pytest.raises(StateError, match=r"of the policies \[1\], so that nothing says"):
+        run([([0, 3], other), ("rest", first)], 35, max_size=20)
