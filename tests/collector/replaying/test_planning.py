@@ -1,0 +1,43 @@
+"""The plan of a replay without seeds, of tables made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tallyroll.collector.evaluation.replaying.planning import History, plan_of
+from tallyroll.storage.trajectories.episodes import END_OPEN, END_TERMINATED
+
+_LINE = [(name, np.int64) for name in ("id", "lane", "first_row", "first_step", "end")]
+
+
+def planned(*lines: tuple[int, int, int, int]) -> tuple[list[tuple[int, ...]], dict[int, str]]:
+    """What is stepped, and what is refused, of a run of two lanes with trajectories ``lines``.
+
+    Each is an id, a lane, its first step, and how it ended; rows are in their order.
+    """
+    rows = [(id, lane, row, step, end) for row, (id, lane, step, end) in enumerate(lines)]
+    entry = {"first_row": 0, "first_row_of_run": 0, "seed": 1, "incarnation": 0, "lanes": 2}
+    history = History(np.array(rows, _LINE), range(len(rows)), [entry], False, {})
+    plan = plan_of(history, [id for id, *_ in lines])
+    stepped = [line.trajectories for group in plan.groups for line in group.lines]
+    return stepped, plan.refused
+
+
+@pytest.mark.parametrize("first", [3, 5])
+def test_a_lane_is_stepped_from_its_first_trajectory_alone(first: int) -> None:
+    whole = [(10, 0, 0, END_TERMINATED), (12, 0, 0, END_TERMINATED), (14, 0, 0, END_OPEN)]
+    stepped, refused = planned(*whole, (10 + first, 1, 0, END_TERMINATED))
+    assert stepped == [(10, 12, 14)]
+    assert list(refused) == [10 + first]
+    assert "its lane's first trajectory of the run is not stored" in refused[10 + first]
+
+
+def test_a_lane_is_stepped_until_something_is_missing() -> None:
+    lines = [(10, 0, 0, END_TERMINATED), (11, 1, 0, END_TERMINATED), (12, 0, 0, END_OPEN)]
+    stepped, refused = planned(*lines, (15, 1, 0, END_TERMINATED), (14, 0, 0, END_TERMINATED))
+    assert stepped == [(10, 12), (11,)]
+    assert {id: why.split(" was left")[0] for id, why in refused.items()} == {
+        15: "trajectory 11 of its lane",
+        14: "trajectory 12 of its lane",
+    }
