@@ -131,8 +131,9 @@ def without_rows(
     passed: list[Mapping[str, Any]] = []
     while entries:
         last = last_run_of(entries, storage.path, storage.head)
-        elsewhere = record is not None and record.first_row == last.first_row
-        if last.first_row < storage.head or (elsewhere and record.stored_before):
+        same = record is not None and record.first_row == last.first_row
+        elsewhere = record.stored_before if record is not None and same else 0
+        if last.first_row < storage.head or elsewhere:
             break
         if last.lanes in (None, lanes) and seed in (None, last.seed):
             break
