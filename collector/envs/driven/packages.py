@@ -82,6 +82,11 @@ def packages_of(env: EnvBase) -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
+def version_here(name: str) -> str:
+    """Return the version here of a package that `packages_of` names so; empty without it."""
+    return _version(next((each for each in _NAMED.values() if each[0] == name), (name,)))
+
+
 def _parts(env: EnvBase) -> Iterator[Any]:
     """Yield what an environment is within its wrappers, of many the first; or its class."""
     base: Any = [*chain(env)][-1]

@@ -15,6 +15,7 @@ from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.envs.driven.make import CreateEnv
+from tallyroll.collector.envs.driven.packages import version_here
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.evaluation.replaying.calls import Call, calls_of
@@ -43,7 +44,7 @@ from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.storage.errors import ColumnsMissing, UnknownTrajectory
 from tallyroll.storage.files.run_record import RunRecord
-from tallyroll.storage.package.versions import installed, versions
+from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import COLLECTOR, CONTEXT, RESET_SEED, Key, spell
 from tallyroll.storage.storages import DiskStorage, open_storage
 
@@ -239,7 +240,7 @@ class _Replay:
     def _note_versions(self, entry: Mapping[str, Any]) -> None:
         said, here = entry.get("versions"), versions()
         for name, version in (said if isinstance(said, dict) else {}).items():
-            found = here.get(name) or installed(name) or "not installed"
+            found = here.get(name) or version_here(name) or "not installed"
             if found != version:
                 self._versions[name] = (str(version), found)
 

@@ -111,6 +111,18 @@ def test_a_replay_names_those_that_differ(tmp_path: Path) -> None:
     }
 
 
+def test_a_package_of_two_names_is_not_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Procgen is installed as procgen-mirror."""
+    games = type("Games", (Bare,), {"__module__": "procgen.games"})
+    monkeypatch.setattr(
+        "tallyroll.collector.envs.driven.packages.installed", {"procgen-mirror": "0.10.7"}.get
+    )
+    assert found(games, tmp_path / "a") == {"procgen": "0.10.7"}
+    assert replay(tmp_path / "a", "all", create_env_fn=games).versions == {}
+
+
 def test_within_torchrl(tmp_path: Path) -> None:
     pytest.importorskip("mujoco")
     said = found(lambda: GymEnv("InvertedPendulum-v5"), tmp_path / "a")
