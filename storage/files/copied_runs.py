@@ -107,7 +107,7 @@ def without_copy(entry: Mapping[str, Any]) -> Entry:
 
 def makers(runs: Sequence[Mapping[str, Any]], span: range) -> tuple[list[Any], range]:
     """Return the entries of ``runs`` that made rows of ``span``, and all rows of these entries."""
-    stops = [*(run["first_row"] for run in runs[1:]), 2**62]
+    stops = [*(run["first_row"] for run in runs), 2**62][1:]
     found = [
         (run, stop)
         for run, stop in zip(runs, stops, strict=True)

@@ -74,7 +74,7 @@ def _first_row(run: Mapping[str, Any]) -> int:
 
 def shown(runs: Sequence[Mapping[str, Any]], head: int) -> list[dict[str, Any]]:
     """Return entries with whole events, of ``head`` rows; those of runs that were copied too."""
-    stops = [*(run["first_row"] for run in runs[1:]), head]
+    stops = [*(run["first_row"] for run in runs), head][1:]
     return [_shown(run, stop) for run, stop in zip(runs, stops, strict=True)]
 
 

@@ -125,14 +125,17 @@ def without_rows(
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Return the runs of a storage, without those at its end that do not matter; and these.
 
-    A run at the end that has no row matters only to a collector with its lanes and its seed.
+    A run at the end that has no row matters only to a collector with its lanes and its seed; or
+    where its record has replaced that of the run before it, which could not go on exactly.
     """
     entries, record = list(storage.manifest["runs"]), whole_record(storage)
     passed: list[Mapping[str, Any]] = []
     while entries:
         last = last_run_of(entries, storage.path, storage.head)
-        same = record is not None and record.first_row == last.first_row
-        elsewhere = record.stored_before if record is not None and same else 0
+        mine = record is not None and record.first_row == last.first_row
+        elsewhere = record.stored_before if record is not None and mine else 0
+        if last.first_row < storage.head and passed and not mine:
+            return [*entries, *reversed(passed)], []
         if last.first_row < storage.head or elsewhere:
             break
         if last.lanes in (None, lanes) and seed in (None, last.seed):
@@ -266,7 +269,7 @@ def _always_at_random(
 ) -> list[list[range]]:
     """Return for each policy the rows of the run in whose entries it has no weights."""
     entries, found = storage.manifest["runs"], [list[range]() for _ in policies.parts]
-    stops = [entry["first_row"] for entry in entries[1:]] + [storage.span.stop]
+    stops = [*(entry["first_row"] for entry in entries), storage.span.stop][1:]
     for entry, stop in zip(entries, stops, strict=True):
         if entry.get("first_row_of_run") != first_row:
             continue

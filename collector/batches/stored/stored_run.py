@@ -79,8 +79,8 @@ class StoredRun:
     def resumed(self, lanes: int, seed: int | None = None) -> Ledger | None:
         """The ledger of the run to be continued, up to its last row; None: a new one begins.
 
-        ``lanes`` are as many as it has. A later run without rows, of other ``lanes`` or another
-        ``seed``, is forgotten.
+        ``lanes`` are as many as it has. A later run that has no rows, and other lanes or another
+        ``seed``, is passed over.
         """
         storage = self._storage
         if not self._resumes or storage is None:
@@ -306,8 +306,7 @@ class StoredRun:
                 f"the run, in the storage's record, and {left:,} transitions that waited for the "
                 f"next batch. {self.committed}. {_GO_ON}"
             )
-        if ledger.stored or not self.first_row:  # or another run may go on, with its record
-            storage.writer.put_record(self.record(ledger, 0))
+        storage.writer.put_record(self.record(ledger, 0))
         storage.flush()
         self.end()
 

@@ -153,7 +153,7 @@ def _episodes(storage: DiskStorage, span: range, runs: list[dict[str, Any]]) -> 
         return {"trajectories": None, **nothing, "by_policy_version": []}
     table, whole = found
     lines, end = table[whole], table["end"]
-    stops = [*(run["first_row"] for run in runs[1:]), span.stop]
+    stops = [*(run["first_row"] for run in runs), span.stop][1:]
     for run, stop in zip(runs, stops, strict=True):
         own = (lines["first_row"] >= run["first_row"]) & (lines["first_row"] < stop)
         run.update(spreads(storage, lines[own]))

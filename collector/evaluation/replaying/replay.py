@@ -301,8 +301,8 @@ class _Replay:
                 f"the function {found.unknown_sampler} drew what resets are given, and no seed of "
                 "them is stored: pass it, resets=Resets(sampler=...)"
             )
-        first = 0
-        workers = len(found.lanes) > 1 or "num_workers" in entry.get("call", {})
+        first, call = 0, entry.get("call")
+        workers = len(found.lanes) > 1 or (isinstance(call, dict) and "num_workers" in call)
         for worker, count in enumerate(found.lanes):
             lanes = range(first, first + count)
             first += count

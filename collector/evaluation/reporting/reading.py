@@ -105,6 +105,8 @@ def read_runs(
         runs = runs_of([exported(run) for run in storage.runs], span)
         if not storage.head:
             problem("no rows are in it yet")
+        elif not runs:
+            problem("its manifest names no run that made its rows")
         lines, why = _episodes(storage, span, progress)
         record = RunRecord.parse(storage.record)
         last_state = _state(storage)

@@ -52,7 +52,7 @@ def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str,
         run.update({EVENTS: events} if events else {})
         resumed = max(0, whole_number(run, "incarnation") - whole_number(run, "respawned"))
         runs.append({**run, "resumed": resumed, "resumed_at": at})
-    ends = [run["first_row"] for run in runs[1:]] + [span.stop]
+    ends = [*(run["first_row"] for run in runs), span.stop][1:]
     for run, end in zip(runs, ends, strict=True):
         run["rows"] = len(range(max(run["first_row"], span.start), min(end, span.stop)))
     return runs

@@ -314,12 +314,14 @@ def test_a_run_without_rows_binds_no_later_one(tmp_path: Any) -> None:
 
     assert run(2, 1, 14, 0).stored == 0
     assert run(3, 4, 14).stored == 14
-    with MemmapStorage(tmp_path / "s", mode="append") as storage:
-        assert [(each["lanes"], each["seed"]) for each in storage.runs] == [(3, 4)]
-        again = GymnasiumVectorEnv(make_oracle_vec(2, LENGTHS, ends="mixed"))
-        kwargs: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 14, "storage": storage}
-        with SyncCollector(again, seed=9, **kwargs):
-            pass
+    storage = MemmapStorage(tmp_path / "s", mode="append")
+    assert [(each["lanes"], each["seed"]) for each in storage.runs] == [(3, 4)]
+    again = GymnasiumVectorEnv(make_oracle_vec(2, LENGTHS, ends="mixed"))
+    kwargs: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 14, "storage": storage}
+    left = SyncCollector(again, seed=9, **kwargs)
+    storage.close()  # as if it was killed: its record is not written
+    with pytest.warns(UserWarning, match="was closed before its collector"):
+        left.shutdown()
     ledger = run(3, None, 28)
     assert (ledger.stored, ledger.seed, ledger.incarnation) == (28, 4, 1)
     assert ledger.reset_slots  # of both: its record was kept
@@ -328,6 +330,11 @@ def test_a_run_without_rows_binds_no_later_one(tmp_path: Any) -> None:
         for half in (slice(14), slice(14, None)):
             check_rows(storage[half], LENGTHS, ends="mixed", contiguous=False)
     assert not verify(tmp_path / "s").findings
+    with MemmapStorage(tmp_path / "s", mode="append") as storage:
+        again = GymnasiumVectorEnv(make_oracle_vec(2, LENGTHS, ends="mixed"))
+        SyncCollector(again, seed=9, **kwargs | {"storage": storage}).shutdown()
+    with pytest.raises(StateError, match="has 2 lanes, got 3"):  # its record is the newest
+        run(3, None, 35)
 
 
 def test_a_state_belongs_to_a_collector_of_its_kind() -> None:

@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.collector import ArgumentError, MissingExtra, SyncCollector, report
+from tallyroll.collector.cli import main
 from tallyroll.collector.evaluation.reporting.curves import mean_of_last
 from tallyroll.collector.evaluation.reporting.grouping import label_of
 from tallyroll.collector.evaluation.reporting.statistics import interquartile_mean
@@ -231,6 +232,15 @@ def _manifest(path: Path) -> None:
     (path / "manifest.json").write_text("{")
 
 
+def _no_run(path: Path) -> None:
+    collected(path, "left", 9)
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["crc32"]
+    file.write_text(json.dumps(manifest | {"runs": []}))
+    assert main(["inspect", str(path)]) == 0
+
+
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: None, "does not exist"),
     "an empty folder": (_empty_folder, "not a Tallyroll storage"),
@@ -241,6 +251,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "NaN": (_rewards(np.nan), "returns are no finite numbers"),
     "infinity": (_rewards(np.inf), "returns are no finite numbers"),
     "a column that was cut": (_cut_short, "wrong-9"),
+    "no run": (_no_run, "names no run that made its rows"),
     "a damaged manifest": (_manifest, "not JSON any more"),
 }
 

@@ -113,6 +113,8 @@ def test_a_manifest_that_cannot_be(tmp_path: Path) -> None:
         changed(path, **{"lanes": 8, "call": {}} | parts)
         with pytest.raises((CorruptStorage, ArgumentError)):
             replay(path)
+    changed(path, call=7, lanes=8)
+    assert replay(path).rows
     changed(path, call={}, lanes=8, environment=None)
     with pytest.raises(EnvironmentUnknown):
         replay(path)
