@@ -31,6 +31,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.replay.disk_storage import storage_of_rows
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.sampling.powers import powers_of
@@ -151,8 +152,8 @@ class PrioritizedSampler(Sampler):
         self._written: tuple[Any, np.ndarray] | None = None
         """The index that a buffer wrote to last, and the rows there."""
         self._load()
-        if isinstance(storage.writer, RowWriter):
-            storage.writer.closing.append(_called(weakref.WeakMethod(self._save_at_the_end)))
+        if isinstance(writer := storage_of_rows(storage).writer, RowWriter):
+            writer.closing.append(_called(weakref.WeakMethod(self._save_at_the_end)))
 
     # --- draws ------------------------------------------------------------------------------------
 
@@ -486,7 +487,7 @@ class PrioritizedSampler(Sampler):
             ReadOnlyStorage: this process only reads; `dumps` writes to another place.
             StorageFull: no space; an older file stays.
         """
-        writer, reader = self.storage.writer, self._reader
+        writer, reader = storage_of_rows(self.storage).writer, self._reader
         if not isinstance(writer, RowWriter) or self.storage.mode == "read":
             raise ReadOnlyStorage(
                 f"{self.storage.path} is only read by this process, and priorities lie beside its "
@@ -526,7 +527,7 @@ class PrioritizedSampler(Sampler):
 
     def _load(self) -> None:
         """Take over what is kept beside the rows."""
-        reader = self._reader
+        reader = storage_of_rows(self.storage).reader
         if not isinstance(reader, FileReader) or not reader.initialised:
             return
         files = reader.format
