@@ -32,6 +32,8 @@
                                                       LaneResults (finals, entries of infos)
      set_leaves, renew_sums  SumTree._table           SumTree: its leaves, and the levels above them
      put_leaves, draw_rows   the same                 the same
+     put_priorities          the same                 the same; powers: Powers._table; numbers in a
+                                                      tuple: the caller's tensors
      spots_of, rows_at       LaneBlocks._table        LaneBlocks: its piles, shelves and tail
      walk_onward, bounds_of  the same                 the same */
 
@@ -1822,7 +1824,7 @@ static PyMethodDef functions[] = {
     {"put_leaves", (PyCFunction)(void (*)(void))put_leaves, METH_FASTCALL, NULL},
     {"renew_sums", (PyCFunction)(void (*)(void))renew_sums, METH_FASTCALL, NULL},
     {"draw_rows", (PyCFunction)(void (*)(void))draw_rows, METH_FASTCALL, NULL},
-    {"are_leaves", (PyCFunction)(void (*)(void))are_leaves, METH_FASTCALL, NULL},
+    {"put_priorities", (PyCFunction)(void (*)(void))put_priorities, METH_FASTCALL, NULL},
     {"set_leaves", (PyCFunction)(void (*)(void))set_leaves, METH_FASTCALL, NULL},
     {"spots_of", (PyCFunction)(void (*)(void))spots_of, METH_FASTCALL, NULL},
     {"rows_at", (PyCFunction)(void (*)(void))rows_at, METH_FASTCALL, NULL},

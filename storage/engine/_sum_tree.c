@@ -5,6 +5,10 @@
    groups, one after the other, in float64, and a sum of a group that of its children. SumTree keeps the arrays at the addresses of its
    table, and the table; the buffers of a call belong to its caller. */
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #define FAN_OUT 16
 #define GROUPS 4
 #define AHEAD 8 /* nodes that are fetched while one is summed up */
@@ -42,66 +46,116 @@ static int open_tree(PyObject *object, Table *table, Tree *tree)
     return -1;
 }
 
-/* Sum up groups of children, which are numbers of either type. */
-#define SUM_GROUPS(child, group)                                                                   \
-    double group[GROUPS];                                                                          \
-    for (int j = 0; j < GROUPS; j++)                                                               \
-        group[j] = (child)[j];                                                                     \
-    for (int i = GROUPS; i < FAN_OUT; i += GROUPS)                                                 \
-        for (int j = 0; j < GROUPS; j++)                                                           \
-            group[j] += (child)[i + j]
+/* Four numbers, or two, side by side, as GCC and Clang know them for any processor. */
+typedef float Four __attribute__((vector_size(16)));
+typedef float Two __attribute__((vector_size(8)));
+typedef double Pair __attribute__((vector_size(16)));
 
-static inline double sum_of(const double *group)
+static inline Four four_of(const float *number)
 {
-    return ((group[0] + group[1]) + group[2]) + group[3];
+    Four found;
+    memcpy(&found, number, sizeof found);
+    return found;
 }
 
-static inline float lower(float one, float other)
+/* The sums of the groups of 16 children. */
+typedef struct { Pair first, last; } Groups;
+
+static inline Pair nodes_at(const double *child)
 {
-    return one < other ? one : other;
+    Pair found;
+    memcpy(&found, child, sizeof found);
+    return found;
 }
 
-static inline float higher(float one, float other)
+static inline Pair leaves_at(const float *child)
 {
-    return one > other ? one : other;
+#ifdef __SSE2__ /* compilers convert them one by one */
+    return _mm_cvtps_pd(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)child)));
+#else
+    Two found;
+    memcpy(&found, child, sizeof found);
+    return __builtin_convertvector(found, Pair);
+#endif
+}
+
+#define SUM_GROUPS(child, at, groups)                                                              \
+    Groups groups = {at(child), at((child) + 2)};                                                  \
+    for (int i = GROUPS; i < FAN_OUT; i += GROUPS) {                                               \
+        groups.first += at((child) + i);                                                           \
+        groups.last += at((child) + i + 2);                                                        \
+    }
+
+static inline double sum_of(Groups groups)
+{
+    return ((groups.first[0] + groups.first[1]) + groups.last[0]) + groups.last[1];
+}
+
+static inline Four lower(Four one, Four other)
+{
+#ifdef __SSE2__
+    return _mm_min_ps(one, other);
+#else
+    for (int i = 0; i < 4; i++)
+        one[i] = one[i] < other[i] ? one[i] : other[i];
+    return one;
+#endif
+}
+
+static inline Four higher(Four one, Four other)
+{
+#ifdef __SSE2__
+    return _mm_max_ps(one, other);
+#else
+    for (int i = 0; i < 4; i++)
+        one[i] = one[i] > other[i] ? one[i] : other[i];
+    return one;
+#endif
+}
+
+/* Return leaves, but infinity in the place of 0. */
+static inline Four above_0(Four leaf)
+{
+    typedef int32_t Bits __attribute__((vector_size(16)));
+    const Bits empty = {0x7f800000, 0x7f800000, 0x7f800000, 0x7f800000};
+    return (Four)((Bits)leaf | ((leaf == 0) & empty));
 }
 
 /* Write a node of which the leaves, or nodes, are known four by four. */
-static inline void write_node(Block *blocks, int64_t node, double sum, const float *least,
-                              const float *most)
+static inline void write_node(Block *blocks, int64_t node, Groups groups, Four least, Four most)
 {
     Block *block = blocks + node / FAN_OUT;
-    block->sum[node % FAN_OUT] = sum;
-    block->least[node % FAN_OUT] = lower(lower(least[0], least[1]), lower(least[2], least[3]));
-    block->most[node % FAN_OUT] = higher(higher(most[0], most[1]), higher(most[2], most[3]));
+    least = lower(least, (Four){least[2], least[3], least[2], least[3]});
+    most = higher(most, (Four){most[2], most[3], most[2], most[3]});
+    block->sum[node % FAN_OUT] = sum_of(groups);
+    block->least[node % FAN_OUT] = least[0] < least[1] ? least[0] : least[1];
+    block->most[node % FAN_OUT] = most[0] > most[1] ? most[0] : most[1];
 }
 
 /* Sum up the leaves of a node of the lowest level. */
-static void renew_lowest(Block *blocks, int64_t node, const float *leaf)
+static inline void renew_lowest(Block *blocks, int64_t node, const float *leaf)
 {
-    float least[4] = {INFINITY, INFINITY, INFINITY, INFINITY}, most[4] = {0, 0, 0, 0};
     leaf += node * FAN_OUT;
-    SUM_GROUPS(leaf, group);
-    for (int i = 0; i < FAN_OUT; i += 4)
-        for (int j = 0; j < 4; j++) {
-            least[j] = lower(leaf[i + j] > 0 ? leaf[i + j] : INFINITY, least[j]);
-            most[j] = higher(leaf[i + j], most[j]);
-        }
-    write_node(blocks, node, sum_of(group), least, most);
+    SUM_GROUPS(leaf, leaves_at, groups);
+    Four most = four_of(leaf), least = above_0(most);
+    for (int i = 4; i < FAN_OUT; i += 4) {
+        least = lower(above_0(four_of(leaf + i)), least);
+        most = higher(four_of(leaf + i), most);
+    }
+    write_node(blocks, node, groups, least, most);
 }
 
 /* Sum up the nodes of a node of a higher level. */
-static void renew_higher(Block *blocks, int64_t node, const Block *child)
+static inline void renew_higher(Block *blocks, int64_t node, const Block *child)
 {
-    float least[4] = {INFINITY, INFINITY, INFINITY, INFINITY}, most[4] = {0, 0, 0, 0};
     child += node;
-    SUM_GROUPS(child->sum, group);
-    for (int i = 0; i < FAN_OUT; i += 4)
-        for (int j = 0; j < 4; j++) {
-            least[j] = lower(child->least[i + j], least[j]);
-            most[j] = higher(child->most[i + j], most[j]);
-        }
-    write_node(blocks, node, sum_of(group), least, most);
+    SUM_GROUPS(child->sum, nodes_at, groups);
+    Four least = four_of(child->least), most = four_of(child->most);
+    for (int i = 4; i < FAN_OUT; i += 4) {
+        least = lower(four_of(child->least + i), least);
+        most = higher(four_of(child->most + i), most);
+    }
+    write_node(blocks, node, groups, least, most);
 }
 
 static inline void renew(const Table *table, const Tree *tree, int64_t level, int64_t node)
@@ -121,6 +175,12 @@ static inline void fetch_below(const Table *table, const Tree *tree, int64_t lev
         fetch((const char *)(blocks_of(table, level - 1) + node), sizeof(Block));
 }
 
+/* Fetch the block of a node, in which its sum is. */
+static inline void fetch_above(const Table *table, int64_t level, int64_t node)
+{
+    fetch((const char *)(blocks_of(table, level) + node / FAN_OUT), sizeof(Block));
+}
+
 /* Sum up all nodes from `level` on that are above the nodes [first, last] of that level. */
 static void renew_range(const Table *table, const Tree *tree, int64_t level, int64_t first,
                         int64_t last)
@@ -133,49 +193,111 @@ static void renew_range(const Table *table, const Tree *tree, int64_t level, int
     }
 }
 
-/* Take a buffer of `count` numbers of `size` bytes each; the caller must release it. */
-static int open_numbers(PyObject *object, Py_buffer *buffer, Py_ssize_t size, Py_ssize_t *count)
+/* A tree and the arrays of a call, which have as many numbers; `close_arrays` releases them. */
+enum { MOST_ARRAYS = 3 };
+typedef struct {
+    Table table;
+    Tree tree;
+    Py_buffer buffers[MOST_ARRAYS];
+    int opened;
+    Py_ssize_t count;
+} Arrays;
+
+static void close_arrays(Arrays *arrays)
 {
-    if (PyObject_GetBuffer(object, buffer, PyBUF_CONTIG) < 0)
+    while (arrays->opened)
+        PyBuffer_Release(&arrays->buffers[--arrays->opened]);
+    PyBuffer_Release(&arrays->table.buffer);
+}
+
+/* Open the tree of the first argument, and the arrays of the next ones, which have numbers of these
+   sizes. Return 0; -1 after an error, with nothing open. */
+static int open_arrays(PyObject *const *args, Arrays *arrays, const Py_ssize_t *sizes, int given)
+{
+    arrays->opened = 0;
+    arrays->count = 0;
+    if (open_tree(args[0], &arrays->table, &arrays->tree) < 0)
         return -1;
-    if (*count < 0)
-        *count = buffer->len / size;
-    if (buffer->len == *count * size)
-        return 0;
-    PyBuffer_Release(buffer);
-    PyErr_SetString(PyExc_ValueError, "arrays differ in length");
+    for (int i = 0; i < given; i++) {
+        Py_buffer *buffer = &arrays->buffers[i];
+        if (PyObject_GetBuffer(args[1 + i], buffer, PyBUF_CONTIG) < 0)
+            goto wrong;
+        arrays->opened++;
+        if (i == 0)
+            arrays->count = buffer->len / sizes[0];
+        if (buffer->len != arrays->count * sizes[i]) {
+            PyErr_SetString(PyExc_ValueError, "arrays differ in length");
+            goto wrong;
+        }
+    }
+    return 0;
+wrong:
+    close_arrays(arrays);
     return -1;
 }
 
-/* Set leaves of slots of the tree, and sum them up; the slots are used up. */
+/* Nodes that changed, at a level with few of them: one bit each. */
+enum { WORD_BITS = 64, MARKS = 4096 };
+
+static inline void mark_node(uint64_t *marks, int64_t node)
+{
+    marks[node / WORD_BITS] |= (uint64_t)1 << node % WORD_BITS;
+}
+
+/* Sum up the marked nodes, and mark those above them in their place. Mark 0 is the node `first`. */
+static void renew_marked(const Table *table, const Tree *tree, int64_t level, uint64_t *marks,
+                         int64_t first, int64_t last)
+{
+    for (int64_t word = 0; word <= (last - first) / WORD_BITS; word++) {
+        uint64_t left = marks[word];
+        marks[word] = 0;
+        for (; left; left &= left - 1) {
+            const int64_t node = first + word * WORD_BITS + __builtin_ctzll(left);
+            renew(table, tree, level, node);
+            mark_node(marks, node / FAN_OUT - first / FAN_OUT);
+        }
+    }
+}
+
+/* Set leaves of slots of the tree, and sum them up, each node once; the slots are used up. */
 static void put(const Table *table, const Tree *tree, int64_t *slot, const float *number,
                 Py_ssize_t count)
 {
     float *leaf = (float *)at(tree->leaves);
-    int64_t first = tree->slots, last = -1;
+    int64_t first = tree->slots, last = -1, level = 0;
+    if (!count)
+        return;
     for (Py_ssize_t i = 0; i < count; i++) {
         first = slot[i] < first ? slot[i] : first;
         last = slot[i] > last ? slot[i] : last;
         leaf[slot[i]] = number[i];
     }
-    for (int64_t level = 0; count && level < tree->levels; level++) {
+    for (; level < tree->levels; level++) {
         first /= FAN_OUT;
         last /= FAN_OUT;
-        if (last - first < count) { /* nearly every node is above some of them */
-            renew_range(table, tree, level, first, last);
+        if (last - first < MARKS || last - first < count)
             break;
-        }
         int64_t before = -1;
         for (Py_ssize_t i = 0; i < count; i++) {
-            if (i + AHEAD < count) {
-                const int64_t later = slot[i + AHEAD] / FAN_OUT;
-                fetch((const char *)(blocks_of(table, level) + later / FAN_OUT), sizeof(Block));
-            }
+            if (i + AHEAD < count)
+                fetch_above(table, level, slot[i + AHEAD] / FAN_OUT);
             slot[i] /= FAN_OUT;
             if (slot[i] != before)
                 renew(table, tree, level, slot[i]);
             before = slot[i];
         }
+    }
+    if (last - first < count) { /* nearly every node is above some of them */
+        renew_range(table, tree, level, first, last);
+        return;
+    }
+    uint64_t marks[MARKS / WORD_BITS + 1] = {0};
+    for (Py_ssize_t i = 0; i < count; i++)
+        mark_node(marks, slot[i] / FAN_OUT - first);
+    for (; level < tree->levels; level++) {
+        renew_marked(table, tree, level, marks, first, last);
+        first /= FAN_OUT;
+        last /= FAN_OUT;
     }
 }
 
@@ -191,89 +313,86 @@ static int whole_numbers(PyObject *const *args, int64_t *numbers, int count)
    have leaves, and `most` is one more than the largest row that there ever was. */
 enum { N_RING, N_BASE, N_FIRST, N_STOP, N_MOST, NUMBERING_WORDS_OF_ROWS };
 
+static inline int fits_tree(const Tree *tree, const int64_t *where)
+{
+    const int64_t ring = where[N_RING], base = where[N_BASE], first = where[N_FIRST];
+    return ring ? ring > 0 && ring <= tree->slots && first >= 0
+                : first >= base && where[N_STOP] - base <= tree->slots;
+}
+
+/* Return the slot of a row, -1 without a leaf; and fetch what a change of it needs. */
+static inline int64_t fetch_slot(const Table *table, const Tree *tree, const int64_t *where,
+                                 int64_t row)
+{
+    if (row < where[N_FIRST] || row >= where[N_STOP])
+        return -1;
+    const int64_t slot = where[N_RING] ? row % where[N_RING] : row - where[N_BASE];
+    FETCH((const float *)at(tree->leaves) + slot);
+    fetch_above(table, 0, slot / FAN_OUT);
+    return slot;
+}
+
+/* Set the leaves of the slots that have one above 0. Return how many have not. */
+static Py_ssize_t put_above_0(const Table *table, const Tree *tree, int64_t *slot, float *number,
+                              Py_ssize_t count)
+{
+    const float *leaf = (const float *)at(tree->leaves);
+    Py_ssize_t left = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (slot[i] >= 0 && leaf[slot[i]] > 0) {
+            slot[left] = slot[i];
+            number[left++] = number[i];
+        }
+    put(table, tree, slot, number, left);
+    return count - left;
+}
+
 /* put_leaves(table, rows, leaves, ring, base, first, stop, most): the rows are used up. */
 static PyObject *put_leaves(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
+    static const Py_ssize_t sizes[] = {sizeof(int64_t), sizeof(float)};
     (void)self;
-    Table table;
-    Tree tree;
-    Py_buffer places, numbers;
+    Arrays open;
     PyObject *result = NULL;
-    Py_ssize_t count = -1, left = 0;
     int64_t where[NUMBERING_WORDS_OF_ROWS];
     if (want(given, 3 + NUMBERING_WORDS_OF_ROWS) < 0 ||
         whole_numbers(args + 3, where, NUMBERING_WORDS_OF_ROWS) < 0 ||
-        open_tree(args[0], &table, &tree) < 0)
+        open_arrays(args, &open, sizes, 2) < 0)
         return NULL;
-    if (open_numbers(args[1], &places, sizeof(int64_t), &count) < 0)
-        goto no_places;
-    if (open_numbers(args[2], &numbers, sizeof(float), &count) < 0)
-        goto no_numbers;
-    const int64_t ring = where[N_RING], first = where[N_FIRST], stop = where[N_STOP];
-    const float *leaf = (const float *)at(tree.leaves);
-    int64_t *row = places.buf;
-    float *number = numbers.buf;
-    int wrong = ring ? ring < 0 || ring > tree.slots || first < 0
-                     : first < where[N_BASE] || stop - where[N_BASE] > tree.slots;
-    for (Py_ssize_t i = 0; i < count; i++)
-        wrong |= row[i] < 0 || row[i] >= where[N_MOST];
-    if (wrong) {
+    int64_t *row = open.buffers[0].buf;
+    int right = fits_tree(&open.tree, where);
+    for (Py_ssize_t i = 0; i < open.count; i++)
+        right &= row[i] >= 0 && row[i] < where[N_MOST];
+    if (right) {
+        for (Py_ssize_t i = 0; i < open.count; i++)
+            row[i] = fetch_slot(&open.table, &open.tree, where, row[i]);
+        result = PyLong_FromSsize_t(
+            put_above_0(&open.table, &open.tree, row, open.buffers[1].buf, open.count));
+    } else
         PyErr_SetString(PyExc_IndexError, "a row is not in the tree");
-        goto done;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const int there = row[i] >= first && row[i] < stop;
-        row[i] = there ? ring ? row[i] % ring : row[i] - where[N_BASE] : -1;
-        FETCH(leaf + (there ? row[i] : 0));
-    }
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (row[i] >= 0 && leaf[row[i]] > 0) {
-            row[left] = row[i];
-            number[left++] = number[i];
-        }
-    put(&table, &tree, row, number, left);
-    result = PyLong_FromSsize_t(count - left);
-done:
-    PyBuffer_Release(&numbers);
-no_numbers:
-    PyBuffer_Release(&places);
-no_places:
-    PyBuffer_Release(&table.buffer);
+    close_arrays(&open);
     return result;
 }
 
 /* set_leaves(table, slots, leaf): the slots are used up. */
 static PyObject *set_leaves(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
+    static const Py_ssize_t sizes[] = {sizeof(int64_t), sizeof(float)};
     (void)self;
-    Table table;
-    Tree tree;
-    Py_buffer places, numbers;
+    Arrays open;
     PyObject *result = NULL;
-    Py_ssize_t count = -1;
-    if (want(given, 3) < 0 || open_tree(args[0], &table, &tree) < 0)
+    if (want(given, 3) < 0 || open_arrays(args, &open, sizes, 2) < 0)
         return NULL;
-    if (open_numbers(args[1], &places, sizeof(int64_t), &count) < 0)
-        goto no_places;
-    if (open_numbers(args[2], &numbers, sizeof(float), &count) < 0)
-        goto no_numbers;
-    int64_t *slot = places.buf;
-    int wrong = 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        wrong |= slot[i] < 0 || slot[i] >= tree.slots;
-    if (wrong) {
+    int64_t *slot = open.buffers[0].buf;
+    int right = 1;
+    for (Py_ssize_t i = 0; i < open.count; i++)
+        right &= slot[i] >= 0 && slot[i] < open.tree.slots;
+    if (right) {
+        put(&open.table, &open.tree, slot, open.buffers[1].buf, open.count);
+        result = Py_NewRef(Py_None);
+    } else
         PyErr_SetString(PyExc_IndexError, "a slot is not in the tree");
-        goto done;
-    }
-    put(&table, &tree, slot, numbers.buf, count);
-    Py_INCREF(Py_None);
-    result = Py_None;
-done:
-    PyBuffer_Release(&numbers);
-no_numbers:
-    PyBuffer_Release(&places);
-no_places:
-    PyBuffer_Release(&table.buffer);
+    close_arrays(&open);
     return result;
 }
 
@@ -332,7 +451,12 @@ static inline int part_of(const double *part, double *mass)
 
 /* Choose the child of a node in which a `mass` of it lies, as `part_of` does. */
 #define CHOOSE(child, mass)                                                                        \
-    SUM_GROUPS(child, group);                                                                      \
+    double group[GROUPS];                                                                          \
+    for (int j = 0; j < GROUPS; j++)                                                               \
+        group[j] = (child)[j];                                                                     \
+    for (int i = GROUPS; i < FAN_OUT; i += GROUPS)                                                 \
+        for (int j = 0; j < GROUPS; j++)                                                           \
+            group[j] += (child)[i + j];                                                            \
     const int j = part_of(group, mass);                                                            \
     const double part[GROUPS] = {(child)[j], (child)[GROUPS + j], (child)[2 * GROUPS + j],         \
                                  (child)[3 * GROUPS + j]};                                         \
@@ -345,28 +469,24 @@ static inline int choose_leaf(const float *child, double *mass) { CHOOSE(child, 
    ring, rows are the newest ones below `stop` in their slots. */
 static PyObject *draw_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
+    static const Py_ssize_t sizes[] = {sizeof(double), sizeof(int64_t), sizeof(float)};
     (void)self;
-    Table table;
-    Tree tree;
-    Py_buffer masses, places, numbers;
-    PyObject *result = NULL;
-    Py_ssize_t count = -1;
+    Arrays open;
     int64_t where[3];
-    if (want(given, 7) < 0 || whole_numbers(args + 4, where, 3) < 0 || open_tree(args[0], &table, &tree) < 0)
+    if (want(given, 7) < 0 || whole_numbers(args + 4, where, 3) < 0 ||
+        open_arrays(args, &open, sizes, 3) < 0)
         return NULL;
-    if (open_numbers(args[1], &masses, sizeof(double), &count) < 0)
-        goto no_masses;
-    if (open_numbers(args[2], &places, sizeof(int64_t), &count) < 0)
-        goto no_places;
-    if (open_numbers(args[3], &numbers, sizeof(float), &count) < 0)
-        goto no_numbers;
-    double *mass = masses.buf;
-    int64_t *node = places.buf;
-    float *leaf = numbers.buf;
-    const double total = blocks_of(&table, tree.levels - 1)->sum[0];
+    const Table *table = &open.table;
+    const Tree *tree = &open.tree;
+    const Py_ssize_t count = open.count;
+    double *mass = open.buffers[0].buf;
+    int64_t *node = open.buffers[1].buf;
+    float *leaf = open.buffers[2].buf;
+    const double total = blocks_of(table, tree->levels - 1)->sum[0];
     if (!(total > 0)) {
         PyErr_SetString(PyExc_ValueError, "a tree without leaves above 0");
-        goto done;
+        close_arrays(&open);
+        return NULL;
     }
     const double most = just_below(total);
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -375,15 +495,15 @@ static PyObject *draw_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
         node[i] = 0;
     }
     /* Level by level, so that many nodes are on their way from memory at once. */
-    for (int64_t level = tree.levels - 2; level >= 0; level--) {
-        const Block *blocks = blocks_of(&table, level);
+    for (int64_t level = tree->levels - 2; level >= 0; level--) {
+        const Block *blocks = blocks_of(table, level);
         for (Py_ssize_t i = 0; i < count; i++) {
             node[i] = node[i] * FAN_OUT + choose_node(blocks[node[i]].sum, &mass[i]);
-            fetch_below(&table, &tree, level, node[i]);
+            fetch_below(table, tree, level, node[i]);
         }
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        const float *child = (const float *)at(tree.leaves) + node[i] * FAN_OUT;
+        const float *child = (const float *)at(tree->leaves) + node[i] * FAN_OUT;
         const int number = choose_leaf(child, &mass[i]);
         leaf[i] = child[number];
         node[i] = node[i] * FAN_OUT + number;
@@ -391,38 +511,160 @@ static PyObject *draw_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
     const int64_t ring = where[0], base = where[1], last = where[2] - 1;
     for (Py_ssize_t i = 0; i < count; i++) /* a slot is below the ring, and none is above 0 beyond */
         node[i] = ring > 0 ? last - ((last - node[i]) % ring + ring) % ring : node[i] + base;
-    Py_INCREF(Py_None);
-    result = Py_None;
-done:
-    PyBuffer_Release(&numbers);
-no_numbers:
-    PyBuffer_Release(&places);
-no_places:
-    PyBuffer_Release(&masses);
-no_masses:
-    PyBuffer_Release(&table.buffer);
-    return result;
+    close_arrays(&open);
+    Py_RETURN_NONE;
 }
 
-/* are_leaves(priorities, leaves): return whether all priorities, float64, are 0 or above, and all
-   leaves, float32, are normal numbers above 0. */
-static PyObject *are_leaves(PyObject *self, PyObject *const *args, Py_ssize_t given)
+/* Powers of one exponent, by a table that `sampling/powers.py` makes and describes, and reads in the
+   same way. */
+enum { SERIES = 6, PARTS = 128, EXPONENTS = 2048, FRACTION_BITS = 52, PART_BITS = 45 };
+typedef struct {
+    double added, series[SERIES], inverse[PARTS], middle[PARTS], whole[EXPONENTS];
+} Powers;
+
+static inline double power_of(const Powers *powers, double number)
+{
+    uint64_t bits, part_bits;
+    double fraction, centre;
+    memcpy(&bits, &number, sizeof bits);
+    const int part = (int)(bits >> PART_BITS) & (PARTS - 1);
+    const double *whole = &powers->whole[bits >> FRACTION_BITS & (EXPONENTS - 1)];
+    bits = (bits & (((uint64_t)1 << FRACTION_BITS) - 1)) | (uint64_t)0x3ff << FRACTION_BITS;
+    part_bits = (bits >> PART_BITS << PART_BITS) | (uint64_t)1 << (PART_BITS - 1);
+    memcpy(&fraction, &bits, sizeof fraction);
+    memcpy(&centre, &part_bits, sizeof centre);
+    const double off = (fraction - centre) * powers->inverse[part];
+    double found = powers->series[SERIES - 1];
+    for (int i = SERIES - 2; i >= 0; i--)
+        found = found * off + powers->series[i];
+    return found * powers->middle[part] * *whole;
+}
+
+/* Given of a call: an array of one stride, or a tuple of an address, a count and a size. */
+typedef struct {
+    Py_buffer buffer;
+    const char *first;
+    Py_ssize_t count, stride, size;
+    int opened;
+} Given;
+
+/* Open numbers of a format of `struct` among `formats`, or of any size in a tuple. Return 0; 1 if
+   they are others. */
+static int open_given(PyObject *object, Given *numbers, const char *formats)
+{
+    Py_buffer *buffer = &numbers->buffer;
+    numbers->opened = 0;
+    if (PyTuple_Check(object)) {
+        if (PyTuple_Size(object) != 3)
+            return 1;
+        numbers->first = PyLong_AsVoidPtr(PyTuple_GetItem(object, 0));
+        numbers->count = PyLong_AsSsize_t(PyTuple_GetItem(object, 1));
+        numbers->size = numbers->stride = PyLong_AsSsize_t(PyTuple_GetItem(object, 2));
+    } else if (PyObject_GetBuffer(object, buffer, PyBUF_STRIDED_RO | PyBUF_FORMAT) == 0) {
+        const char *format = buffer->format;
+        numbers->opened = 1;
+        numbers->first = buffer->buf;
+        numbers->size = numbers->stride = buffer->itemsize;
+        numbers->count = buffer->itemsize ? buffer->len / buffer->itemsize : 0;
+        if (!format || !format[0] || format[1] || !strchr(formats, format[0]))
+            return 1;
+        if (!PyBuffer_IsContiguous(buffer, 'C')) {
+            if (buffer->ndim != 1)
+                return 1;
+            numbers->stride = buffer->strides[0];
+        }
+    }
+    if (!PyErr_Occurred())
+        return 0;
+    PyErr_Clear();
+    return 1;
+}
+
+static void close_given(Given *numbers)
+{
+    if (numbers->opened)
+        PyBuffer_Release(&numbers->buffer);
+}
+
+static inline int64_t whole_at(const Given *numbers, Py_ssize_t i)
+{
+    int64_t found;
+    memcpy(&found, numbers->first + i * numbers->stride, sizeof found);
+    return found;
+}
+
+static inline double real_at(const Given *numbers, Py_ssize_t i)
+{
+    double found;
+    float single;
+    if (numbers->size == sizeof found) {
+        memcpy(&found, numbers->first + i * numbers->stride, sizeof found);
+        return found;
+    }
+    memcpy(&single, numbers->first + i * numbers->stride, sizeof single);
+    return single;
+}
+
+/* Priorities of a call that can be put at once; there are few enough for the stack. */
+enum { MOST_PUT = 1024 };
+
+/* Return how many rows are gone; -1 with nothing done if any is a matter for Python. */
+static Py_ssize_t put_given(const Table *table, const Tree *tree, const Powers *powers,
+                              const Given *drawn, const Given *index, const Given *priority,
+                              const int64_t *where)
+{
+    int64_t slot[MOST_PUT];
+    float leaf[MOST_PUT];
+    const Py_ssize_t count = index->count;
+    if (count != priority->count || count > MOST_PUT || index->size != sizeof(int64_t) ||
+        (priority->size != sizeof(double) && priority->size != sizeof(float)) ||
+        !fits_tree(tree, where))
+        return -1;
+    int right = 1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        slot[i] = whole_at(index, i);
+        if (drawn->first) {
+            if (slot[i] < 0 || slot[i] >= drawn->count)
+                return -1;
+            FETCH(drawn->first + slot[i] * drawn->stride);
+        }
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const int64_t row = drawn->first ? whole_at(drawn, slot[i]) - 1 : slot[i];
+        right &= row >= 0 && row < where[N_MOST];
+        slot[i] = fetch_slot(table, tree, where, row);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const double given = real_at(priority, i), number = given + powers->added;
+        leaf[i] = (float)power_of(powers, number);
+        right &= (given >= 0) & (number >= DBL_MIN) & (number <= DBL_MAX) & (leaf[i] >= FLT_MIN) &
+                 (leaf[i] <= FLT_MAX);
+    }
+    return right ? put_above_0(table, tree, slot, leaf, count) : -1;
+}
+
+/* put_priorities(table, powers, drawn, index, priorities, ring, base, first, stop, most): see
+   `TreeKernel`. */
+static PyObject *put_priorities(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
-    Py_buffer priorities, leaves;
-    Py_ssize_t count = -1;
-    if (want(given, 2) < 0 || open_numbers(args[0], &priorities, sizeof(double), &count) < 0)
+    Table table;
+    Tree tree;
+    Given drawn = {0}, index = {0}, priority = {0};
+    Py_ssize_t found = -1;
+    int64_t where[NUMBERING_WORDS_OF_ROWS];
+    if (want(given, 5 + NUMBERING_WORDS_OF_ROWS) < 0 ||
+        whole_numbers(args + 5, where, NUMBERING_WORDS_OF_ROWS) < 0)
         return NULL;
-    if (open_numbers(args[1], &leaves, sizeof(float), &count) < 0) {
-        PyBuffer_Release(&priorities);
+    const Powers *powers = PyLong_AsVoidPtr(args[1]);
+    if (PyErr_Occurred() || open_tree(args[0], &table, &tree) < 0)
         return NULL;
-    }
-    const double *priority = priorities.buf;
-    const float *leaf = leaves.buf;
-    int right = 1;
-    for (Py_ssize_t i = 0; i < count; i++)
-        right &= (priority[i] >= 0) & (leaf[i] >= FLT_MIN) & (leaf[i] <= FLT_MAX);
-    PyBuffer_Release(&leaves);
-    PyBuffer_Release(&priorities);
-    return PyBool_FromLong(right);
+    if ((args[2] == Py_None || open_given(args[2], &drawn, "ql") == 0) &&
+        open_given(args[3], &index, "ql") == 0 && open_given(args[4], &priority, "df") == 0)
+        found = put_given(&table, &tree, powers, &drawn, &index, &priority, where);
+    close_given(&priority);
+    close_given(&index);
+    close_given(&drawn);
+    PyBuffer_Release(&table.buffer);
+    return PyLong_FromSsize_t(found);
 }

@@ -21,12 +21,6 @@ from tallyroll.storage.files.commit_header import CommitCounts
 class TreeKernel(Protocol):
     """The functions of sum trees; see `SumTree`."""
 
-    def are_leaves(self, priorities: np.ndarray, leaves: np.ndarray, /) -> bool:
-        """Return whether all priorities, float64, are from 0 on, and leaves, float32, above 0.
-
-        Both are contiguous [n]; leaves must be normal numbers, too.
-        """
-
     def set_leaves(self, table: bytes, slots: np.ndarray, leaves: np.ndarray, /) -> None:
         """Set leaves, float32 [n], of the ``slots``, int64 [n], and sum them up; see `SumTree`.
 
@@ -58,6 +52,32 @@ class TreeKernel(Protocol):
 
         Raises:
             IndexError: a row is below 0, or not below ``most``; nothing is changed.
+        """
+
+    def put_priorities(
+        self,
+        table: bytes,
+        powers: int,
+        drawn: np.ndarray | None,
+        index: np.ndarray | tuple[int, int, int],
+        priorities: np.ndarray | tuple[int, int, int],
+        ring: int,
+        base: int,
+        first: int,
+        stop: int,
+        most: int,
+        /,
+    ) -> int:
+        """Set the leaves of rows to powers of priorities; see `SumTree.put_priorities`.
+
+        Numbers are an array, or the address, the count and the bytes a number of contiguous ones:
+        int64 for the index, float32 or float64 for priorities. ``powers`` is the address of the
+        table of `Powers`; for the other numbers see `put_leaves`.
+
+        Returns:
+            How many rows have none; -1, with nothing done, if an array is of another dtype, has
+            several dimensions and gaps, or has more than 1024 numbers, if their counts differ, if a
+            row never was, or if a priority, or its power, is negative, infinite, 0 or no number.
         """
 
     def renew_sums(self, table: bytes, first: int, stop: int, /) -> None:

@@ -445,7 +445,7 @@ class _Overlaid(DiskStorage):
         for name in names:
             rows.overlay(name, writable=False)
         reader = rows.reader_with([*rows.reader.keys, *names])
-        self._of, self._names = rows, names
+        self.of_rows, self._names = rows, names
         self.path, self.mode, self.reader = rows.path, rows.mode, reader
         self.writer = _WritesElsewhere(reader)
         self.overlay_files = rows.overlay_files
@@ -456,7 +456,7 @@ class _Overlaid(DiskStorage):
 
     def flush(self) -> None:
         """Flush the storage that has the rows."""
-        self._of.flush()
+        self.of_rows.flush()
 
     def drop_overlay(self, name: str | Key) -> None:
         """Refuse: it may be one of those that are read here."""
@@ -464,14 +464,19 @@ class _Overlaid(DiskStorage):
 
     def dumps(self, path: Any) -> None:
         """Write a checkpoint of the storage that has the rows, overlays included."""
-        self._of.dumps(path)
+        self.of_rows.dumps(path)
 
     def with_overlays(self, *names: str | Key) -> DiskStorage:
         """Return the rows with these overlays, too."""
-        return self._of.with_overlays(*self._names, *names)
+        return self.of_rows.with_overlays(*self._names, *names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _with_overlays, (self._of, self._names)
+        return _with_overlays, (self.of_rows, self._names)
+
+
+def storage_of_rows(storage: DiskStorage) -> DiskStorage:
+    """Return the storage that has the rows, where overlays are read together with them."""
+    return storage.of_rows if isinstance(storage, _Overlaid) else storage
 
 
 def _with_overlays(rows: DiskStorage, names: tuple[str | Key, ...]) -> DiskStorage:

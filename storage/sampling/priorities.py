@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.engine import kernel
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import IndexOutOfRange
 from tallyroll.storage.files.rewind_history import least_kept
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.sampling.powers import Powers, powers_of
 from tallyroll.storage.sampling.starts import Starts
-from tallyroll.storage.sampling.sum_tree import Numbering, SumTree, tree_nbytes
+from tallyroll.storage.sampling.sum_tree import Numbering, Plain, SumTree, tree_nbytes
 
 _FIRST_ROOM: Final = 2**12
 _FLOAT32: Final = np.finfo(np.float32)
@@ -185,6 +185,23 @@ class Priorities:
             self._twice[self._slots(found[0])] = False
         return found
 
+    def put_at_once(
+        self, drawn: np.ndarray | None, index: Plain, priority: Plain, powers: Powers
+    ) -> int | None:
+        """Set priorities of rows; return how many are gone. See `SumTree.put_priorities`.
+
+        Return None, with nothing done, if `put` must do that, or say what is wrong with them.
+        """
+        if self._twice is not None or self._starts is not None:
+            return None
+        gone = self._tree.put_priorities(
+            powers.address, drawn, index, priority, self.there, self.most
+        )
+        if gone < 0:
+            return None
+        self.changed = True
+        return gone
+
     def put(self, rows: np.ndarray, leaves: np.ndarray, *, sure: bool = False) -> int:
         """Set the leaves, float32 [n], of ``rows``, int64 [n]; return how many are gone.
 
@@ -268,17 +285,14 @@ def leaves_of(priority: np.ndarray, alpha: float, eps: float) -> np.ndarray:
         ValueError: a priority that is negative, infinite or no number, or too large; or 0, with
             an ``eps`` of 0.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        found = np.power(priority + eps, alpha).astype(np.float32)
-    if (compiled := kernel.compiled()) is not None:
-        if compiled.are_leaves(priority, found):
-            return found
-    elif not len(found) or (
+    found = powers_of(alpha, eps).of(priority)
+    if not len(found) or (
         priority.min() >= 0 and found.min() >= _FLOAT32.tiny and found.max() <= _FLOAT32.max
     ):
         return found
     _refuse(priority, found, alpha, eps)
-    return np.maximum(found, _FLOAT32.tiny)
+    raised: np.ndarray = np.maximum(found, _FLOAT32.tiny)
+    return raised
 
 
 def _refuse(priority: np.ndarray, leaves: np.ndarray, alpha: float, eps: float) -> None:

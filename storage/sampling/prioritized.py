@@ -31,8 +31,10 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.replay.disk_storage import storage_of_rows
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.sampling.powers import powers_of
 from tallyroll.storage.sampling.priorities import Priorities, leaves_of, moved, number
 from tallyroll.storage.sampling.priority_file import (
     Kept,
@@ -41,6 +43,7 @@ from tallyroll.storage.sampling.priority_file import (
     write_priorities,
 )
 from tallyroll.storage.sampling.starts import Starts
+from tallyroll.storage.sampling.sum_tree import Plain
 from tallyroll.storage.sampling.trajectory_slices import end_marks
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_writer import RowWriter
@@ -149,8 +152,8 @@ class PrioritizedSampler(Sampler):
         self._written: tuple[Any, np.ndarray] | None = None
         """The index that a buffer wrote to last, and the rows there."""
         self._load()
-        if isinstance(storage.writer, RowWriter):
-            storage.writer.closing.append(_called(weakref.WeakMethod(self._save_at_the_end)))
+        if isinstance(writer := storage_of_rows(storage).writer, RowWriter):
+            writer.closing.append(_called(weakref.WeakMethod(self._save_at_the_end)))
 
     # --- draws ------------------------------------------------------------------------------------
 
@@ -284,6 +287,8 @@ class PrioritizedSampler(Sampler):
             self.update_rows(rows, priority)
             return
         with self._lock:
+            if self._put_at_once(index, priority, self._drawn, self._reader.span.start):
+                return
             joining, self._joining = self._joining, False
             at, rows = _whole("index", index), self._just_written(index)
             if joining and self._is_all(at, priority):
@@ -299,8 +304,34 @@ class PrioritizedSampler(Sampler):
         See `update_priority` for the arguments and errors.
         """
         with self._lock:
-            self._joining = False
-            self._update(_whole("rows", rows), priority)
+            if not self._put_at_once(rows, priority):
+                self._joining = False
+                self._update(_whole("rows", rows), priority)
+
+    def _put_at_once(
+        self, index: Any, priority: Any, drawn: np.ndarray | None = None, first: int = 0
+    ) -> bool:
+        """Set priorities of rows in one call into the extension; return False if that cannot be.
+
+        Args:
+            index: of the rows.
+            priority: theirs.
+            drawn: one more than the row of each index; None: the index is the row.
+            first: the row of index 0, without ``drawn``.
+        """
+        written = None if self._written is None else self._written[0]
+        if self._joining or (first and drawn is None) or type(written) is int:
+            return False
+        if written is not None and written is index:
+            return False
+        at, given = _plain(index, torch.int64), _plain(priority, torch.float32, torch.float64)
+        if at is None or given is None:
+            return False
+        self._priorities.follow()
+        gone = self._priorities.put_at_once(drawn, at, given, powers_of(self._alpha, self._eps))
+        if gone is not None:
+            self.gone += gone
+        return gone is not None
 
     def _is_all(self, index: np.ndarray, priority: Any) -> bool:
         given, default = _numbers(priority), np.float32(self.default_priority)
@@ -456,7 +487,7 @@ class PrioritizedSampler(Sampler):
             ReadOnlyStorage: this process only reads; `dumps` writes to another place.
             StorageFull: no space; an older file stays.
         """
-        writer, reader = self.storage.writer, self._reader
+        writer, reader = storage_of_rows(self.storage).writer, self._reader
         if not isinstance(writer, RowWriter) or self.storage.mode == "read":
             raise ReadOnlyStorage(
                 f"{self.storage.path} is only read by this process, and priorities lie beside its "
@@ -496,7 +527,7 @@ class PrioritizedSampler(Sampler):
 
     def _load(self) -> None:
         """Take over what is kept beside the rows."""
-        reader = self._reader
+        reader = storage_of_rows(self.storage).reader
         if not isinstance(reader, FileReader) or not reader.initialised:
             return
         files = reader.format
@@ -634,6 +665,18 @@ def _whole(name: str, given: Any) -> np.ndarray:
             raise ValueError(f"{name}: expected whole numbers, got {found.dtype}.")
         found = found.astype(np.int64)
     return found.reshape(-1).astype(np.int64)
+
+
+def _plain(given: Any, *dtypes: torch.dtype) -> Plain | None:
+    """Return numbers as the extension reads them where they are; None if it cannot."""
+    if isinstance(given, np.ndarray):
+        return given
+    if type(given) is not torch.Tensor or not given.is_cpu or given.dtype not in dtypes:
+        return None
+    if given.is_contiguous():
+        return given.data_ptr(), given.numel(), given.element_size()
+    found: np.ndarray = given.numpy(force=True)
+    return found
 
 
 def _numbers(priority: Any) -> np.ndarray:

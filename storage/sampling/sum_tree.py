@@ -33,6 +33,10 @@ _BLOCK: Final = np.dtype(
 kernel.require_names("TREE", ("leaves", "slots", "levels"))
 
 
+Plain = np.ndarray | tuple[int, int, int]
+"""Numbers [n]: an array, or the address, the count and the bytes a number of contiguous ones."""
+
+
 class Numbering(NamedTuple):
     """The rows that have leaves, and their slots."""
 
@@ -169,6 +173,35 @@ class SumTree:
         alive = self.leaves[slots] > 0
         self._set(slots[alive], leaves[known[alive]])
         return len(rows) - int(alive.sum())
+
+    def put_priorities(
+        self,
+        powers: int | None,
+        drawn: np.ndarray | None,
+        index: Plain,
+        priority: Plain,
+        there: Numbering,
+        most: int,
+    ) -> int:
+        """Set the leaves of rows to powers of priorities, as `put` does, in one call.
+
+        Args:
+            powers: the address of the table of `Powers`.
+            drawn: one more than the row that each ``index`` means; None: it is the row itself.
+            index: of the rows, int64 [n].
+            priority: float32 or float64 [n].
+            there: which rows have leaves, and where.
+            most: one more than the largest row that there ever was.
+
+        Returns:
+            How many rows have no leaf above 0; -1, with nothing done, without the extension, and
+            where an argument is another one, or has a number that is wrong.
+        """
+        if self._kernel is None or powers is None:
+            return -1
+        return self._kernel.put_priorities(
+            self._table, powers, drawn, index, priority, *there, most
+        )
 
     def fill(self, first: int, stop: int, leaf: float | np.ndarray) -> None:
         """Set the leaves of the slots ``[first, stop)``."""

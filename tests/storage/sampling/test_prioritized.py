@@ -318,6 +318,44 @@ def test_a_restart_goes_on_with_them(tmp_path: Path, kind: Any) -> None:
         assert leaves(other)[:50] == pytest.approx(expected.tolist(), rel=1e-5, abs=2e-8)
 
 
+def test_rows_with_overlays_have_the_priorities_of_the_rows(tmp_path: Path) -> None:
+    """They are drawn with their overlays, alone and under a buffer; the file is theirs too."""
+    with MemmapStorage(tmp_path / "rows", max_size=60) as storage:
+        storage.extend(rows(0, 50))
+        tens = storage.overlay("tens", torch.int64, fill=-1)
+        overlaid = storage.with_overlays("tens")
+        sampler = PrioritizedSampler(overlaid, alpha=1, eps=0)
+        tens.set(rows=np.arange(50), values=np.arange(50) * 10)
+        buffer = buffer_of(sampler, 30)
+        for batch in (sampler.sample(30), buffer.sample()):
+            assert torch.equal(batch["tens"], batch["number"] * 10)
+            sampler.update_priority(batch, batch["number"] + 1.0)
+        storage.extend(rows(50, 70))  # into the second lap
+        batch = sampler.sample(200)
+        assert torch.equal(batch["tens"], batch["number"].where(batch["number"] < 50, -0.1) * 10)
+        sampler.update_rows(range(10, 70), range(1, 61))
+        sampler.update_rows([9], [1.0])
+        assert sampler.gone == 1
+        sampler.save()
+        sampler.update_rows([10], [100.0])
+    with open_storage(tmp_path / "rows", "append") as storage:
+        for each in (storage, storage.with_overlays("tens")):
+            assert leaves(PrioritizedSampler(each, alpha=1, eps=0)) == [100.0, *range(2, 61)]
+    with pytest.raises(SlotsMayChange), open_storage(tmp_path / "rows") as storage:
+        PrioritizedSampler(storage.with_overlays("tens"))
+
+
+def test_an_emptied_ring_that_was_saved_is_saved_again(tmp_path: Path) -> None:
+    """The save of no rows is older than rows that came since: at closing it is made newer."""
+    with filled(tmp_path / "rows", count=10, max_size=10) as storage:
+        storage._empty()
+        sampler = PrioritizedSampler(storage, alpha=1, eps=0)
+        sampler.save()
+        storage.extend(rows(10, 13))
+    with open_storage(tmp_path / "rows", "append") as storage:  # any warning is an error here
+        assert leaves(PrioritizedSampler(storage, alpha=1, eps=0)) == [1.0] * 3
+
+
 def test_a_checkpoint_that_takes_rows_back_leaves_the_others(tmp_path: Path) -> None:
     with filled(tmp_path / "rows", count=20) as storage:
         sampler = PrioritizedSampler(storage, alpha=1, eps=0)
