@@ -229,15 +229,17 @@ def test_a_ring_may_go_round_meanwhile() -> None:
 def test_rows_that_are_gone_since_they_were_drawn_are_drawn_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parts = [*rows_of(Model.random(np.random.default_rng(7), rows=600, lanes=2)).split(60)]
+    parts = [*rows_of(Model.random(np.random.default_rng(7), rows=900, lanes=2)).split(60)]
     with MemmapStorage(max_size=120) as storage:
-        storage.extend(parts.pop(0), ids="fresh")
+        for _ in range(2):
+            storage.extend(parts.pop(0), ids="fresh")
+        left = 8
         sampler = HindsightSampler(storage, near, strategy="final")
         drawn, draw = [], sampler._draw
 
         def overtaken(count: int, random: torch.Generator | None) -> Any:
             drawn.append(draw(count, random))
-            if len(parts) > 3:
+            if len(parts) > left:
                 storage.extend(parts.pop(0), ids="fresh")
             return drawn[-1]
 
@@ -248,7 +250,7 @@ def test_rows_that_are_gone_since_they_were_drawn_are_drawn_again(
         assert row.min() >= storage.span.start
         assert torch.equal(batch["observation"][:, 0], row.double())
         assert torch.equal(batch["desired_goal"][goal >= 0, 0], goal[goal >= 0].double())
-        parts += [*rows_of(Model.random(np.random.default_rng(8), rows=600, lanes=2)).split(60)]
+        left = 0
         monkeypatch.setattr("tallyroll.storage.sampling.hindsight._PATIENCE_SECONDS", 0.0)
         with pytest.raises(Overrun, match="64 rows and their goals"):
             sampler.sample(64)
