@@ -5,6 +5,8 @@ from tallyroll.storage.overlays.overlay import Overlay as Overlay
 from tallyroll.storage.readers.row_reader import RowReader as RowReader
 from tallyroll.storage.replay.loader import Loader as Loader
 from tallyroll.storage.rows.schema import Schema as Schema
+from tallyroll.storage.sampling.hindsight import HindsightSampler as HindsightSampler
+from tallyroll.storage.sampling.mixed import MixedSampler as MixedSampler
 from tallyroll.storage.sampling.n_steps import n_step as n_step
 from tallyroll.storage.sampling.prioritized import PrioritizedSampler as PrioritizedSampler
 from tallyroll.storage.sampling.trajectory_slices import (
