@@ -44,6 +44,8 @@ class Entry:
     torchrl: Callable[[int], EnvBase] | None = None
     masked: bool = False
     """The raw step draws legal actions itself."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the collector that the task needs."""
     costs: int = 1
     """How many times fewer steps a batch has, because a step is costly."""
 
@@ -469,6 +471,7 @@ ENTRIES = (
         "Snake-v1",
         {"unbounded": ["step_count"]},
         masked=True,
+        options={"validate": "warn"},  # a snake that is trapped has no legal move
         torchrl=lambda lanes: seeded(
             torchrl_envs.JumanjiEnv("Snake-v1", batch_size=[lanes], jit=True)
         ),

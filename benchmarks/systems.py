@@ -120,7 +120,9 @@ def contenders(entry: Entry, lanes: int, args: argparse.Namespace) -> tuple[list
     options = {"frames_per_batch": lanes * steps, "total_frames": -1}
     env = entry.ours(lanes)
     made: list[Loop] = [Raw(entry, env, lanes, steps)]
-    made.append(Collecting("tallyroll", SyncCollector(env, None, **options), lanes, steps))
+    made.append(
+        Collecting("tallyroll", SyncCollector(env, None, **options, **entry.options), lanes, steps)
+    )
     if entry.torchrl is None or args.no_peers:
         return made, ""
     try:

@@ -22,6 +22,7 @@ from tensordict import TensorDictBase
 from torchrl.data import MultiCategorical
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
 from tallyroll.collector.envs.kinds import functional
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.systems.jumanji import JumanjiSystem
@@ -259,6 +260,28 @@ def test_a_spec_that_lies() -> None:
     ) as collector:
         (rows,) = list(collector)
     assert int(rows["next", "clock", "time"].max()) == 8
+
+
+def test_a_trapped_snake_has_no_legal_move() -> None:
+    """It is refused by default, as a mask that allows nothing; let pass, it ends in that step."""
+    kwargs: dict[str, Any] = {"num_rows": 3, "num_cols": 3, "unbounded": ["step_count"]}
+    options: dict[str, Any] = {"num_envs": 8, "frames_per_batch": 800, "total_frames": 800}
+    options |= {"seed": 0, "env_kwargs": kwargs}
+    with (
+        pytest.raises(TransitionError, match=r'one value that is legal.* validate "warn"'),
+        SyncCollector("jumanji:Snake-v1", None, **options) as collector,
+    ):
+        list(collector)
+    with (
+        pytest.warns(OutOfRangeWarning, match="at least one value that is legal"),
+        SyncCollector("jumanji:Snake-v1", None, validate="warn", **options) as collector,
+    ):
+        (rows,) = list(collector)
+    trapped = ~rows["action_mask"].any(-1)
+    assert len(rows) == 800
+    assert trapped.any()
+    assert rows["next", "terminated"][trapped].all()
+    assert (rows["action_mask"].gather(-1, rows["action"][:, None])[:, 0] | trapped).all()
 
 
 def test_specs_that_cannot_be() -> None:
