@@ -14,8 +14,10 @@ from tallyroll.collector.policies.several.openings import Counts
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
 from tallyroll.storage.files.run_record import RunRecord, is_count
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import DONE, LANE, POLICY_VERSION, RANDOM_VERSION
 from tallyroll.storage.storages import DiskStorage, storage_class
+from tallyroll.storage.stores.row_sink import RowSink
 
 Resume: TypeAlias = bool | Literal["auto"]
 """Whether a run is continued; ``"auto"``: if there is one, or else a run begins."""
@@ -74,11 +76,11 @@ def opened_target(path: str | Path, resume: Resume, frames: int | None) -> DiskS
     return storage
 
 
-def has_begun(storage: DiskStorage) -> bool:
+def has_begun(storage: RowSink) -> bool:
     """Return whether ``storage`` holds rows or a run."""
-    if storage.head:
+    if storage.reader.head:
         return True
-    return storage.mode != "create" and bool(storage.manifest["runs"])
+    return storage.mode != "create" and bool(storage.reader.manifest["runs"])
 
 
 @dataclass(frozen=True)
@@ -149,16 +151,16 @@ def same_lanes(before: LastRun, lanes: int) -> None:
 # --- what its last record and its rows say --------------------------------------------------------
 
 
-def whole_record(storage: DiskStorage) -> RunRecord | None:
+def whole_record(reader: RowReader) -> RunRecord | None:
     """Return the newest record, if a collector wrote it and it has all numbers."""
-    record = RunRecord.parse(storage.record)
+    record = RunRecord.parse(reader.record)
     return record if record is not None and record.is_whole else None
 
 
-def resumed_ledger(storage: DiskStorage, last: LastRun) -> tuple[Ledger, int]:
+def resumed_ledger(reader: RowReader, last: LastRun) -> tuple[Ledger, int]:
     """Return the ledger of a run up to its last row, and the rows that it has elsewhere."""
     ledger, at = Ledger(seed=last.seed, incarnation=last.incarnation), last.first_row
-    record, stored_before = whole_record(storage), 0
+    record, stored_before = whole_record(reader), 0
     if record is not None and record.first_row == last.first_row:
         at, stored_before = record.at, record.stored_before
         ledger.load({**record.ledger, "incarnation": last.incarnation})
@@ -168,7 +170,7 @@ def resumed_ledger(storage: DiskStorage, last: LastRun) -> tuple[Ledger, int]:
             ledger.seed, ledger.incarnation = record.seed, record.incarnation
     ledger.incarnation += 1
     # The record may be older than the rows, or newer.
-    stored = stored_before + storage.head - last.first_row
+    stored = stored_before + reader.head - last.first_row
     unknown, ledger.stored = stored - ledger.stored, stored
     ledger.slots += max(0, unknown)
     ledger.executed += max(0, unknown)
@@ -176,29 +178,29 @@ def resumed_ledger(storage: DiskStorage, last: LastRun) -> tuple[Ledger, int]:
     ledger.lost += max(0, -unknown) + ledger.carried
     ledger.carried = 0
     # In a ring, only the rows that it still has.
-    rows = np.arange(max(at, storage.span.start), storage.span.stop)
-    ended = storage.reader.column(DONE).take(rows) if len(rows) else rows
+    rows = np.arange(max(at, reader.span.start), reader.span.stop)
+    ended = reader.column(DONE).take(rows) if len(rows) else rows
     ledger.episodes_complete += int(ended.sum())
     return ledger, stored_before
 
 
-def newest_version(storage: DiskStorage, first_row: int) -> int:
+def newest_version(reader: RowReader, first_row: int) -> int:
     """Return the largest policy version of a run's rows, also of rows taken back; -1 without any.
 
     ``first_row`` is the first of the run.
     """
-    rows = np.arange(max(first_row, storage.span.start), storage.span.stop)
-    own = storage.reader.column(POLICY_VERSION).take(rows)
-    record = whole_record(storage)
+    rows = np.arange(max(first_row, reader.span.start), reader.span.stop)
+    own = reader.column(POLICY_VERSION).take(rows)
+    record = whole_record(reader)
     known = [RANDOM_VERSION if record is None else record.policy_version]
-    for entry in storage.manifest["runs"]:
+    for entry in reader.manifest["runs"]:
         if entry.get("first_row_of_run") == first_row and is_count(entry.get("after_version")):
             known.append(entry["after_version"])
     return max(int(own.max(initial=RANDOM_VERSION)), *known)
 
 
 def opening_rows(
-    storage: DiskStorage, first_row: int, policies: SeveralPolicies, ledger: Ledger
+    reader: RowReader, first_row: int, policies: SeveralPolicies, ledger: Ledger
 ) -> Counts:
     """Return the number of rows of a run with which each of several policies began at random.
 
@@ -208,20 +210,20 @@ def opening_rows(
         StateError: the storage is a ring that lost rows, so that it cannot be known.
     """
     openings = policies.openings
-    rows = np.arange(max(first_row, storage.span.start), storage.span.stop)
-    lane = storage.reader.column(LANE).take(rows)
+    rows = np.arange(max(first_row, reader.span.start), reader.span.stop)
+    lane = reader.column(LANE).take(rows)
     stored, over = np.zeros_like(openings.asked), openings.asked == 0
     for policy in np.flatnonzero(~over).tolist():
-        version = storage.reader.column(openings.versions[policy]).take(rows)
+        version = reader.column(openings.versions[policy]).take(rows)
         mine = openings.acts_in[policy][lane]
         drawn = mine & (version == RANDOM_VERSION)
         stored[policy], over[policy] = np.count_nonzero(drawn), np.any(mine & ~drawn)
-    if storage.span.start <= first_row:
+    if reader.span.start <= first_row:
         return stored
     # Of the rows that are gone those of an opening came first: it is over where its policy acted.
     stored[over], going = openings.asked[over], np.flatnonzero(~over)
     if openings.acts_in.all():  # groups of agents act in every row
-        stored[going] = storage.span.stop - first_row
+        stored[going] = reader.span.stop - first_row
     elif len(going) == 1 and all(part.policy is not None for part in policies.parts):
         stored[going] = ledger.random - stored[over].sum()
     elif len(going):
