@@ -436,34 +436,29 @@ static inline double just_below(double number)
 /* Return the number of the part in which `mass` lies of four; and keep in `mass` where it lies in that part, below its end, however that is rounded. */
 static inline int part_of(const double *part, double *mass)
 {
+    double until[GROUPS + 1];
     int number = 0;
-    double sum = 0, before = 0;
-    for (int i = 0; i < GROUPS; i++) {
-        sum += part[i];
-        const int passed = sum <= *mass;
-        number += passed;
-        before = passed ? sum : before;
-    }
-    const double left = *mass - before, end = part[number];
-    *mass = left < end ? left : just_below(end);
+    until[0] = 0;
+    for (int i = 0; i < GROUPS; i++)
+        until[i + 1] = until[i] + part[i];
+    for (int i = 1; i <= GROUPS; i++) /* without a branch, which nothing could predict */
+        number += until[i] <= *mass;
+    const double left = *mass - until[number], end = just_below(part[number]);
+    *mass = left < end ? left : end;
     return number;
 }
 
 /* Choose the child of a node in which a `mass` of it lies, as `part_of` does. */
-#define CHOOSE(child, mass)                                                                        \
-    double group[GROUPS];                                                                          \
-    for (int j = 0; j < GROUPS; j++)                                                               \
-        group[j] = (child)[j];                                                                     \
-    for (int i = GROUPS; i < FAN_OUT; i += GROUPS)                                                 \
-        for (int j = 0; j < GROUPS; j++)                                                           \
-            group[j] += (child)[i + j];                                                            \
+#define CHOOSE(child, at, mass)                                                                    \
+    SUM_GROUPS(child, at, sums);                                                                   \
+    const double group[GROUPS] = {sums.first[0], sums.first[1], sums.last[0], sums.last[1]};       \
     const int j = part_of(group, mass);                                                            \
     const double part[GROUPS] = {(child)[j], (child)[GROUPS + j], (child)[2 * GROUPS + j],         \
                                  (child)[3 * GROUPS + j]};                                         \
     return GROUPS * part_of(part, mass) + j
 
-static inline int choose_node(const double *child, double *mass) { CHOOSE(child, mass); }
-static inline int choose_leaf(const float *child, double *mass) { CHOOSE(child, mass); }
+static inline int choose_node(const double *child, double *mass) { CHOOSE(child, nodes_at, mass); }
+static inline int choose_leaf(const float *child, double *mass) { CHOOSE(child, leaves_at, mass); }
 
 /* draw_rows(table, uniform, rows, leaves, ring, base, stop): the uniform numbers are used up. Of a
    ring, rows are the newest ones below `stop` in their slots. */
