@@ -280,8 +280,6 @@ class StoringTraits:
     """A lane's rewards are one column of at most `FEW_REWARDS` float32 or float64."""
     surplus: str
     """The fate of transitions that a call does not want; empty: they open the next one."""
-    masked_agents: bool
-    """Masks say which agents of a group are there."""
     counts_agents: bool
     """The budget is one of agent transitions."""
     counts_ticks: bool
@@ -362,7 +360,6 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
             f"a lane's rewards are not one column of up to {FEW_REWARDS} float32 or float64",
         ),
         (bool(run.surplus), run.surplus),
-        (run.masked_agents, "masks of agents are counted"),
         (run.counts_agents, 'budget_unit="agent_transitions"'),
         (run.counts_ticks, "frame_skip= is a column"),
         (run.follows_flags, "TorchRL's layout follows flags below the root"),

@@ -178,7 +178,7 @@ class OneCall:
             slab=few.table(),
             held=few.held.counts,
             log=ring.counts,
-            amounts=amounts(self._counts.of_rows(1)).tobytes(),
+            amounts=amounts(self._counts.of_rows(1)).tobytes() + table.places(self._counts.masks),
         )
         self._made = plain = PlainSlots(
             rows,

@@ -52,9 +52,12 @@ class MaskRule:
             empty = nothing.all(-1)
         return np.asarray(empty), "at least one value that is legal"
 
-    def quick(self, marks: Array, *, zeros_and_ones: bool) -> Callable[[], bool]:
+    def quick(
+        self, marks: Array, live: Array | None, *, zeros_and_ones: bool
+    ) -> Callable[[], bool]:
         """Return a quick check of memory: True if all masks in it are good for any actor.
 
+        ``live``: only agents that it marks act; None: all of them may.
         ``zeros_and_ones``: other values are checked elsewhere.
         """
         if zeros_and_ones and marks.dtype.itemsize == 1:
@@ -64,13 +67,20 @@ class MaskRule:
         assert parts is not None
         if marks.dtype == np.bool_:
             every, some = np.logical_and.reduce, np.logical_or.reduce
+            if live is not None:
+                return lambda: all(every(some(p, -1) >= live, None) for p in parts)
             if len(parts) == 1:
                 (only,) = parts
                 return lambda: bool(every(some(only, -1), None))
             return lambda: all(every(some(part, -1), None) for part in parts)
+        least = 1 if live is None else live
         if marks.dtype.kind in "iu":
-            return lambda: all((p.max(-1) == 1).all() and p.min() >= 0 for p in parts)
-        return lambda: all((p.max(-1) == 1).all() and ((p == 0) | (p == 1)).all() for p in parts)
+            return lambda: all(
+                (p.max(-1) >= least).all() and p.max() <= 1 and p.min() >= 0 for p in parts
+            )
+        return lambda: all(
+            (p.max(-1) >= least).all() and ((p == 0) | (p == 1)).all() for p in parts
+        )
 
     def forbids(self, actions: Array, marks: Array, live: Array | None) -> Mask:
         """``[time, lane]`` where the mask does not allow the action of some agent that acts."""

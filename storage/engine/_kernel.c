@@ -20,6 +20,7 @@
      are_inside              _SlotChecks.table        _SlotCheck: values in the slab, and bounds
      SLAB, in store_slots    SlotRows.slab            the slab (rows, transitions), its driver's board
                                                       (used), Rollout (held, marks), lanes (pending)
+     masks of agents, in store_slots  SlotRows.amounts  the slab
      a batch, in store_slots SlotRows.batch           targets: its tensors, which SlotRows.batch keeps
                                                       too; sources: the slab's columns
      store_slots             SlotRows.plan: a tuple   as the tables in the plan, listed above
@@ -729,6 +730,9 @@ enum { P_NUMBERING, P_CHECKS, P_SLAB, P_COLUMNS, P_HEADER, P_AMOUNTS, P_BLOCKS, 
        P_RECORD = P_TABLES, P_RING, P_PARTS };
 enum { COMMIT_BLOCK, RUN_BLOCK, LEDGER_BLOCK, HELD_BLOCK, LOG_BLOCK, BLOCKS };
 
+/* Behind the amounts of a row: for each mask of agents its address and the bytes of a row. */
+enum { M_SOURCE, M_NBYTES, MASK_WORDS };
+
 /* A plan while it is used. SlotRows owns the plan, and keeps its tables and blocks alive. */
 typedef struct {
     Table tables[P_TABLES];
@@ -780,7 +784,8 @@ static int open_plan(PyObject *parts, Plan *plan)
         PyBytes_AsStringAndSize(PyTuple_GetItem(parts, P_RECORD), &record, &plan->length) < 0)
         goto failed;
     plan->record = record;
-    if (plan->tables[P_AMOUNTS].count == LEDGER_WORDS &&
+    if (plan->tables[P_AMOUNTS].count >= LEDGER_WORDS &&
+        (plan->tables[P_AMOUNTS].count - LEDGER_WORDS) % MASK_WORDS == 0 &&
         can_spell(record, plan->length, RECORD_NUMBERS))
         return 0;
     PyErr_SetString(PyExc_ValueError, "a plan has other numbers");
@@ -894,6 +899,22 @@ static int add_to(Ledger *ledger, const Plan *plan, const Slots *slots)
     return ledger->slots == ledger->executed + ledger->reset_slots &&
            ledger->executed ==
                ledger->stored + ledger->discarded + ledger->carried + ledger->lost;
+}
+
+/* Return how many agents the masks mark in the first `cells` rows, or in those of them that `rows`
+   marks. The slab owns the masks. */
+static int64_t count_agents(const Plan *plan, const char *rows, int64_t cells)
+{
+    const Table *table = &plan->tables[P_AMOUNTS];
+    const int64_t *mask = table->words + LEDGER_WORDS, *end = table->words + table->count;
+    int64_t agents = 0;
+    for (; mask < end; mask += MASK_WORDS) {
+        const char *row = at(mask[M_SOURCE]);
+        for (int64_t cell = 0; cell < cells; cell++, row += mask[M_NBYTES])
+            for (int64_t i = 0; (!rows || rows[cell]) && i < mask[M_NBYTES]; i++)
+                agents += row[i] != 0;
+    }
+    return agents;
 }
 
 /* Let the last observations, and the whole last slot if rows of it are left, begin the slab, and say
@@ -1076,7 +1097,7 @@ static void note(const Plan *plan, int64_t ended, int64_t stored, int by_lane)
 
 /* Number, commit and count the rows, lay the `batch` out where there is one, and return how many
    episodes ended. Nothing fails here, and no handler of a signal runs. `ledger` has the counts after
-   it, but for episodes. */
+   it, but for episodes and agents. */
 static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64_t version,
                      const Batch *batch)
 {
@@ -1089,6 +1110,7 @@ static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64
         ((int64_t *)at(t->version))[i] = version;
     if (rows)
         mark(plan, slots);
+    ledger->agent_transitions += count_agents(plan, rows, cells);
     const int64_t ended = number(t, slots->used, rows) & 0xFFFFFFFF;
     const int64_t largest = *(int64_t *)at(t->largest);
     const int64_t next_id = largest < plan->run->next_id ? plan->run->next_id : largest + 1;

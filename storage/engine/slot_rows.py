@@ -62,7 +62,8 @@ class SlotRows(NewRows):
     """A block of `LogCounts`; the caller keeps the ring itself alive."""
     amounts: bytes
     """The number that a row adds to each count of the ledger, int64; slots, resets, episodes and
-    carried rows are counted by the kernel."""
+    carried rows are counted by the kernel. Then the address and the bytes of a row of each mask of
+    agents: the marked ones are agent transitions."""
     count: int = 0
     """The number of rows."""
     used: int = 1

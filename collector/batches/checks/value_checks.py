@@ -119,7 +119,11 @@ class RangeChecks:
             return lambda: False
         narrow = {each.key for each in self._ranges if each.low.min() >= 0 and each.high.max() <= 1}
         looks = [
-            rule.quick(slab.array(rule.mask)[:used], zeros_and_ones=rule.mask in narrow)
+            rule.quick(
+                slab.array(rule.mask)[:used],
+                None if rule.live not in slab.flat else slab.array(rule.live)[:used],
+                zeros_and_ones=rule.mask in narrow,
+            )
             for rule in self._masks
         ]
         return looks[0] if len(looks) == 1 else lambda: all(look() for look in looks)

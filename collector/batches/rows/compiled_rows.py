@@ -1,5 +1,7 @@
 """Rows that lie in a slab, and that the extension numbers."""
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from tallyroll.storage.rows.keys import (
     TERMINATED,
     TRAJ_IDS,
     TRUNCATED,
+    Key,
 )
 
 
@@ -66,6 +69,12 @@ class CompiledRows(SlabRows):
         if state is not self._state:
             self._state, self._table = state, self._table_for(state)
         return self._table
+
+    def places(self, keys: Iterable[Key]) -> bytes:
+        """Return the address of each column, and the bytes of a row of it, as a table."""
+        columns = [self.columns[key] for key in keys]
+        words = ((_address_of(each), each.nbytes // len(each)) for each in columns)
+        return table_of(chain.from_iterable(words))
 
     def _table_for(self, state: LaneState) -> bytes:
         """Return the addresses and numbers that the kernel needs, in the order of its words.

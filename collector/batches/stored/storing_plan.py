@@ -67,7 +67,6 @@ def traits_of(
         extension=is_built(),
         few_float_rewards=plan.few_float_rewards,
         surplus=_surplus(options, rollout),
-        masked_agents=bool(counts.masks),
         counts_agents=options.by_agent,
         counts_ticks=counts.column is not None,
         follows_flags=torchrl is not None and torchrl.follows,

@@ -53,7 +53,6 @@ RUN = StoringTraits(
     extension=True,
     few_float_rewards=True,
     surplus="",
-    masked_agents=False,
     counts_agents=False,
     counts_ticks=False,
     follows_flags=False,
@@ -64,7 +63,7 @@ RUN = StoringTraits(
     arranged="",
 )
 NO_COMMIT_IN_ONE = {"replay_buffer", "postproc", "elsewhere", "by_lane", "arrivals", "surplus"}
-NO_COMMIT_IN_ONE |= {"masked_agents", "counts_ticks", "follows_flags", "resets_batches"}
+NO_COMMIT_IN_ONE |= {"counts_ticks", "follows_flags", "resets_batches"}
 NO_COMMIT_IN_ONE |= {"counts_agents", "few_float_rewards"}
 NO_COMMIT_IN_ONE |= {"wide_bounds", "waits_for_disk", "has_engine", "extension"}
 

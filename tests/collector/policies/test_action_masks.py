@@ -459,11 +459,34 @@ def test_a_quick_look_finds_what_is_wrong(laid: str, kind: Any) -> None:
         empty = [any(not part.any() for part in parts_of(laid, each)) for each in every]
         assert rule.wrong(marks, None)[0].reshape(-1).tolist() == (odd if spoilt else empty)
         right = not any(odd) and not any(empty)
-        assert rule.quick(marks, zeros_and_ones=False)() is right
+        assert rule.quick(marks, None, zeros_and_ones=False)() is right
         if not spoilt:
-            assert rule.quick(marks, zeros_and_ones=True)() is right
+            assert rule.quick(marks, None, zeros_and_ones=True)() is right
         seen.add((right, spoilt))
     assert len(seen) == (3 if others else 2)
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.uint8, np.float32])
+@pytest.mark.parametrize("laid", LAID)
+def test_a_quick_look_passes_over_agents_that_do_not_act(laid: str, kind: Any) -> None:
+    choices, shape = LAID[laid]
+    rule = MaskRule(("team", "action"), ("team", "action_mask"), choices, (2,), ("team", "mask"))
+    rng, seen = np.random.default_rng(2), set()
+    for number in range(60):
+        marks = (rng.random((2, 3, 2, *shape)) < (0.5, 0.9)[number % 2]).astype(kind)
+        live = rng.random((2, 3, 2)) < 0.3
+        marks[~live & (rng.random(live.shape) < 0.5)] = 0
+        if spoilt := kind is not np.bool_ and number % 7 == 0:
+            marks[~live] = 2
+        bad = [
+            any(not part.any() for part in parts_of(laid, each)) and alive
+            for each, alive in zip(marks.reshape(12, *shape), live.reshape(-1), strict=True)
+        ]
+        right = not any(bad) and not (spoilt and bool((~live).any()))
+        assert rule.quick(marks, live, zeros_and_ones=False)() is right
+        assert (not rule.wrong(marks, live)[0].any()) is right
+        seen.add(right)
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("laid", LAID)
