@@ -297,9 +297,11 @@ def _notes(groups: Iterable[Group]) -> Iterable[Problem]:
 
 
 def _checked_paths(paths: Path | Iterable[Path]) -> list[str]:
-    given = [paths] if isinstance(paths, str | os.PathLike) else [*paths]
+    one = isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable)
+    given: list[Any] = [paths] if one else [*paths]  # type: ignore[misc]
     for each in given:
-        if not isinstance(each, str | os.PathLike) or not isinstance(os.fspath(each), str):
+        path = os.fspath(each) if isinstance(each, str | os.PathLike) else None
+        if not isinstance(path, str) or "\0" in path:
             raise ArgumentError(f"paths: expected paths of storages, got {each!r}")
     if not given or not all(os.fspath(each) for each in given):
         raise ArgumentError("paths: expected at least one path of a storage, got none")

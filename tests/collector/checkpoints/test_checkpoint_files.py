@@ -158,7 +158,7 @@ def damaged(path: Path, how: str, tmp_path: Path) -> None:
     [
         ("bit", "fails its check"),
         ("short", "bytes were written|were written"),
-        ("gone", "state.pt"),
+        ("gone", "state.pt is missing"),
         ("link", "link"),
         ("json", "no JSON"),
         ("other", "another program's"),

@@ -324,6 +324,8 @@ def test_refused_with_nothing_changed(saved: Path, tmp_path: Path) -> None:
             optimizer=Step(),
         )
         refused(ArgumentError, r"number: .* \.values", collector=collector, number=Step())
+        other_net = torch.nn.Linear(3, 3)
+        refused(StateError, "learner: it cannot take", collector=collector, learner=other_net)
         refused(ArgumentError, "has a state_dict", collector=Step())
         refused(ArgumentError, "storage: expected one", storage=Step())
         other = MemmapStorage(tmp_path / "other")

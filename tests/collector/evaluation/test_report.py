@@ -312,6 +312,8 @@ def test_two_runs_of_a_storage_and_a_ring(tmp_path: Path) -> None:
         ([], {}, "paths: expected at least one path of a storage, got none"),
         ("", {}, "paths: expected at least one path of a storage, got none"),
         ([3], {}, "paths: expected paths of storages, got 3"),
+        (3, {}, "paths: expected paths of storages, got 3"),
+        ("a\0b", {}, "paths: expected paths of storages, got 'a\\x00b'"),
         ("x", {"window": 0}, "window: expected a number of episodes above 0, got 0"),
         ("x", {"group_by": ""}, "group_by: expected names such as environment, label, got"),
         ("x", {"scale": {"A": (2, 1)}}, "scale: expected two numbers, the lower first, for A"),

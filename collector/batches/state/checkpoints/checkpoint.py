@@ -158,7 +158,8 @@ def load_checkpoint(
         What was done; print it.
 
     Raises:
-        StateError: no checkpoint, a damaged one, or one that does not fit; nothing changed.
+        StateError: no checkpoint, a damaged one, or one that does not fit; nothing changed, but
+            for parts that were loaded before one that cannot take its state.
         StateMismatch: it belongs to other rows, or the storage cannot go back; nothing changed.
         RunUnderWay: another collector writes to the storage; nothing changed.
         ArgumentError: ``rows`` is neither.
@@ -313,15 +314,21 @@ def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:
     wanted = _kind_of(part)
     if wanted != kind:
         raise StateError(f"{name}: expected what was saved, a {kind}, got a {wanted}")
-    if kind == "torch":
-        part.set_state(state)
-    elif kind == "numpy":
-        part.bit_generator.state = state
-    elif kind == "python":
-        version, numbers, gauss = state
-        part.setstate((version, tuple(numbers), gauss))
-    else:
-        part.load_state_dict(state)
+    try:
+        if kind == "torch":
+            part.set_state(state)
+        elif kind == "numpy":
+            part.bit_generator.state = state
+        elif kind == "python":
+            version, numbers, gauss = state
+            part.setstate((version, tuple(numbers), gauss))
+        else:
+            part.load_state_dict(state)
+    except Exception as error:  # each has its own
+        raise StateError(
+            f"{name}: it cannot take what was saved: {error}. Rows and counts are as before; make "
+            "it as the one that was saved"
+        ) from error
 
 
 def _values(saved: Mapping[str, Any]) -> dict[str, Any]:

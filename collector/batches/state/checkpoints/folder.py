@@ -148,7 +148,11 @@ def read(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     inside = Inside(Path(os.path.abspath(chosen)))
     with translated(chosen):
         about = _about(inside, chosen)
-        with os.fdopen(inside.open(inside.root / STATE, os.O_RDONLY), "rb") as file:
+        try:
+            opened = inside.open(inside.root / STATE, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise _damaged(chosen, f"{STATE} is missing") from error
+        with os.fdopen(opened, "rb") as file:
             size, nbytes = os.fstat(file.fileno()).st_size, about.get("nbytes")
             if size != nbytes:
                 raise _damaged(chosen, f"{STATE} has {size} bytes, and {nbytes} were written")
