@@ -684,7 +684,7 @@ CLONED = {"frames": 1001, "num_envs": 3, "epochs": 2, "minibatch": 100, "eval_ep
 
 
 def test_clone_dataloader_reads_each_row_once_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run_here("clone_dataloader.py", capsys, workers=0, **CLONED)
+    out = run_here("batches/clone_dataloader.py", capsys, workers=0, **CLONED)
     assert re.search(r"^1001 transitions; return of the data [\d.]+$", out, re.MULTILINE)
     rows = re.findall(r"^epoch +(\d)  rows +(\d+)  return of the clone", out, re.MULTILINE)
     assert rows == [("0", "0"), ("1", "1001"), ("2", "1001")]
@@ -695,13 +695,27 @@ def test_clone_dataloader_learns_the_same_from_two_workers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = CLONED | {"epochs": 1}
-    alone = run_here("clone_dataloader.py", capsys, workers=0, **options)
+    alone = run_here("batches/clone_dataloader.py", capsys, workers=0, **options)
     # Workers send tensors by sockets in the temporary directory, with paths of 107 bytes at most.
     with tempfile.TemporaryDirectory() as short:
         for start_method in ("fork", "spawn"):
-            out = run("clone_dataloader.py", Path(short), start_method=start_method, **options)
+            out = run(
+                "batches/clone_dataloader.py", Path(short), start_method=start_method, **options
+            )
             assert out.splitlines()[:-1] == alone.splitlines()[:-1]  # the last one has the seconds
         assert list(Path(short).iterdir()) == []  # its temporary directory would be here
+
+
+@pytest.mark.slow
+def test_goals_in_hindsight_and_old_rows_are_compared_with_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = run_here("batches/hindsight_bits.py", capsys, quick=True)
+    assert out.startswith("5 bits, 2000 transitions; share of episodes with success\n")
+    ((without, hindsight),) = re.findall(r"^1 +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+    assert float(hindsight) > float(without) + 0.3
+    out = run_here("batches/offline_to_online.py", capsys, quick=True, eval_episodes=5)
+    assert re.search(r"^1 +[\d.]+ +[\d.]+ +[\d.]+$", out, re.MULTILINE)
 
 
 @pytest.mark.slow

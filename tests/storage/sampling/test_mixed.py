@@ -82,16 +82,17 @@ def test_rows_are_drawn_uniformly_and_again_by_a_generator(three: Any) -> None:
 
 
 def test_samplers_buffers_and_functions_are_parts(three: Any) -> None:
-    one, two, three_ = three
+    one, _, three_ = three
     prioritized = PrioritizedSampler(one)
     prioritized.update_priority(range(20), [0.0] * 19 + [1.0])
-    buffer = TensorDictReplayBuffer(storage=two, batch_size=10)
     kept = three_.get(range(20))
-    mixed = MixedSampler(
-        [(prioritized, 1), (buffer, 1), (lambda n: kept[:n], 1)],
-        fill={"priority_weight": 1.0, ("collector", "row"): -1, "index": -1},
-    )
-    batch = mixed.sample(30)
+    with filled(1) as two:
+        buffer = TensorDictReplayBuffer(storage=two, batch_size=10)
+        mixed = MixedSampler(
+            [(prioritized, 1), (buffer, 1), (lambda n: kept[:n], 1)],
+            fill={"priority_weight": 1.0, ("collector", "row"): -1, "index": -1},
+        )
+        batch = mixed.sample(30)
     assert counts(batch) == [10, 10, 10]
     assert (batch["number"][:10] == 19).all()
     assert batch["collector", "row"].tolist() == [19] * 10 + [-1] * 20

@@ -1,6 +1,6 @@
 """Two workers of a `DataLoader` read a storage, from which a network learns to balance the pole.
 
-    python examples/clone_dataloader.py --seed 1
+    python examples/batches/clone_dataloader.py --seed 1
 
 A teacher, half of whose actions are random, writes exactly 5000 transitions of CartPole to disk.
 Behaviour cloning learns which action is taken where: noise has no direction, so the most likely
