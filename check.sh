@@ -194,6 +194,7 @@ without_extension() { # as where there is no C compiler: the tests of what it do
         tests/collector/{batches,collectors,envs,rollout,workers} tests/storage/{engine,replay}
         # Of faults those that meet rows as they are written: the others are of files and processes.
         tests/storage/faults/test_{copies,failing_calls,kill*,power_cuts,system_errors}.py
+        tests/storage/faults/rewinds/test_kill*.py
         tests/storage/formats/test_memmap_storage.py tests/project/test_golden.py
     )
     TALLYROLL_PLAN=-kernel $bin/pytest "${several[@]}" -m "not slow" "${its[@]}" "$@"
