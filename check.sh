@@ -191,9 +191,13 @@ run_tests() { # what fails is printed again at the end: much is printed meanwhil
 }
 without_extension() { # as where there is no C compiler: the tests of what it does
     local its=(
-        tests/collector/{batches,collectors,envs,rollout,workers} tests/storage/{engine,replay}
+        tests/collector/{batches,collectors,envs,rollout} tests/storage/{engine,replay}
+        # Of workers what they make: how they start and die, and what they share, is Python's alone.
+        tests/collector/workers/test_{few_slots_of_workers,weights_in_a_lease}.py
+        tests/collector/workers/test_multiprocess_{async,episodes,state,sync}.py
         # Of faults those that meet rows as they are written: the others are of files and processes.
         tests/storage/faults/test_{copies,failing_calls,kill*,power_cuts,system_errors}.py
+        tests/storage/faults/rewinds/test_kill*.py
         tests/storage/formats/test_memmap_storage.py tests/project/test_golden.py
     )
     TALLYROLL_PLAN=-kernel $bin/pytest "${several[@]}" -m "not slow" "${its[@]}" "$@"

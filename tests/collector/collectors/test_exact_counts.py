@@ -44,7 +44,7 @@ runs = given(
     driver=st.sampled_from(DRIVERS),
 )
 few = settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -127,7 +127,7 @@ def test_a_row_lies_in_the_batch_of_its_slot(
 
 
 @runs
-@settings(few, max_examples=30)
+@settings(few, max_examples=20)
 def test_a_trajectory_id_says_lane_and_ordinal(
     frames: int, lanes: int, per_batch: int, lengths: Any, driver: Driver
 ) -> None:

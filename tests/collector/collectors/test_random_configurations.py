@@ -25,7 +25,7 @@ from random_lanes import LaneKind
 from random_more import extended
 from random_verdicts import examined
 
-COUNT = int(os.environ.get("TALLYROLL_CONFIGURATIONS", "40"))
+COUNT = int(os.environ.get("TALLYROLL_CONFIGURATIONS", "24"))
 HERE = "tests/collector/collectors/test_random_configurations.py"
 ALONE = os.environ.get("TALLYROLL_CONFIGURATION")
 NUMBERS = range(COUNT) if ALONE is None else [int(ALONE)]

@@ -65,7 +65,7 @@ from worker_kit import (
 pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no compiler")
 
 FRAMES = 60
-PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "6"))
+PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "3"))
 PACKAGE = str(Path(tallyroll.storage.__file__).parents[1])
 
 

@@ -1,6 +1,6 @@
 """An exception from a signal's handler, anywhere: stored rows have no gap, and the ledger balances.
 
-``TALLYROLL_INTERRUPTS`` says at how many places of each run, 6 by default.
+``TALLYROLL_INTERRUPTS`` says at how many places of each run, 3 by default.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from worker_kit import (
     worker_collector,
 )
 
-PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "6"))
+PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "3"))
 INSIDE = str(Path(package.__file__).parent)
 
 

@@ -18,6 +18,7 @@ from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.storages import DiskStorage
 
 from killed_storages_kit import CASES, Case, check, record_of, tensors
+from pairs import in_gate
 
 WAIT_SECONDS = 60
 
@@ -63,7 +64,7 @@ def at_work(*acts: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("how", ["close", "finalize"])
-@pytest.mark.parametrize("trial", range(6))
+@pytest.mark.parametrize("trial", in_gate(range(6), every=3))
 def test_closing_while_another_thread_writes(
     case: Case, tmp_path: Path, how: str, trial: int
 ) -> None:

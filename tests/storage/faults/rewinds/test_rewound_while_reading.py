@@ -30,7 +30,7 @@ from tallyroll.storage.stores.rewinds import take_back
 
 from killed_storages_kit import CASES, MOST, STEPS, Key, assert_whole, forked, in_a_process, oracle
 
-LINES = int(os.environ.get("TALLYROLL_REWINDS", "24"))
+LINES = int(os.environ.get("TALLYROLL_REWINDS", "12"))
 KEPT, ALL, LATER = 20 * STEPS + 5, 30 * STEPS, 3000 * STEPS
 ENDED = set(range(KEPT // STEPS))
 """Trajectories of which no row is taken back."""
