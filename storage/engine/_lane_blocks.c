@@ -49,6 +49,7 @@ typedef struct {
 } Piece;
 
 #define NONE (-1) /* of an array, beyond its end; no number here is below 0 */
+#define TOO_LARGE 56 /* bits; no number has as many, so that sums of damaged ones do not overflow */
 
 static inline int64_t entry(const Numbers *of, int64_t i)
 {
@@ -58,7 +59,10 @@ static inline int64_t entry(const Numbers *of, int64_t i)
     case 1: return ((const uint8_t *)at(of->address))[i];
     case 2: return ((const uint16_t *)at(of->address))[i];
     case 4: return ((const uint32_t *)at(of->address))[i];
-    default: return ((const int64_t *)at(of->address))[i];
+    default: {
+        uint64_t number = ((const uint64_t *)at(of->address))[i];
+        return number >> TOO_LARGE ? NONE : (int64_t)number;
+    }
     }
 }
 
@@ -336,6 +340,8 @@ static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_
     const Blocks *blocks = index->blocks;
     int64_t which = entry(&blocks->shelf, block), slot = entry(&blocks->slot, block);
     int64_t row_first = entry(&blocks->first, block), done = 0, first, sweeps;
+    int64_t rows = (block + 1 < blocks->first.count ? entry(&blocks->first, block + 1)
+                                                    : blocks->tail_first) - row_first;
     if (which < 0 || which >= blocks->shelves || slot < 0 || row_first < 0 || rank < 0)
         return -1;
     const ShelfWords *shelf = index->shelves + which;
@@ -344,7 +350,7 @@ static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_
         int64_t begin = entry(&shelf->of_back, slot);
         for (; begin >= 0 && place >= rank && done < count; done++) {
             int64_t offset = entry(&shelf->back, begin + place + done);
-            if (offset < 0)
+            if (offset < 0 || offset >= rows)
                 return -1;
             row[done * stride] = row_first + offset;
         }
@@ -362,8 +368,12 @@ static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_
             int64_t stop = sweep + 1 < sweeps ? entry(&shelf->back, ranks + sweep + 1) : INT64_MAX;
             if (begin < 0 || before < 0)
                 return -1;
-            for (; done < count && rank + done < stop; done++)
-                row[done * stride] = row_first + begin + rank + done - before;
+            for (; done < count && rank + done < stop; done++) {
+                int64_t offset = begin + rank + done - before;
+                if (offset < 0 || offset >= rows)
+                    return -1;
+                row[done * stride] = row_first + offset;
+            }
         }
         return done == count ? 0 : -1;
     }
@@ -387,6 +397,8 @@ static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_
                 for (int64_t w = 0; w * STEP <= lane; w++)
                     offset += ones(layer_word(shelf, sweep * shelf->layers + j, w) &
                                    low_bits(lane - w * STEP));
+            if (offset >= rows)
+                return -1;
             row[done * stride] = row_first + offset;
         }
     }
@@ -474,7 +486,8 @@ static int stretch_at(const Index *index, int64_t lane, int64_t position, int64_
                                                     : starts->rungs.count;
     int64_t after = next < end ? position - rank + entry(&starts->rungs, next) - first : stop;
     found->stop = after < stop ? after : stop;
-    return found->start < 0 || found->start > position || found->stop <= position ? -1 : 0;
+    return found->start < 0 || found->start > position || found->stop <= position ||
+           found->stop > total ? -1 : 0;
 }
 
 /* Open an array that is written to, of at least so many numbers. The caller must release it. */

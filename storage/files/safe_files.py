@@ -145,10 +145,16 @@ class Inside:
         return json.loads(self.read(path, JSON_LIMIT))
 
     def write_aside(
-        self, path: Path, content: bytes, *, synced: bool = False, durable: bool = False
+        self,
+        path: Path,
+        content: bytes | Iterable[bytes | memoryview],
+        *,
+        synced: bool = False,
+        durable: bool = False,
     ) -> None:
         """Write a file beside ``path`` and rename it, so that ``path`` is always whole.
 
+        ``content`` is bytes, or pieces of them one after the other.
         With ``synced`` it is whole after a power cut, too; with ``durable`` the call returns when
         the new content would survive one.
         """
@@ -156,7 +162,8 @@ class Inside:
             aside = name + _ASIDE
             try:
                 with open(_made(directory, aside), "wb") as file:
-                    file.write(content)
+                    for piece in [content] if isinstance(content, bytes) else content:
+                        file.write(piece)
                     if synced or durable:
                         file.flush()
                         os.fsync(file.fileno())

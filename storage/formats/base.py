@@ -25,9 +25,15 @@ from tallyroll.storage.formats.space import Footprint
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Schema
 
-BESIDE: Final = ("episodes.npy", "content.leaves", "priorities.leaves")
+BESIDE: Final = (
+    "episodes.npy",
+    "content.leaves",
+    "priorities.leaves",
+    "trajectories.blocks",
+)
 """Files that are kept beside the rows, each of which says how far it goes, and can be lost without
-losing rows: the table of episodes, hashes of the content, and priorities of a sampler."""
+losing rows: the table of episodes, hashes of the content, priorities of a sampler, and the index of
+trajectories."""
 
 EVENTS_FILE: Final = "run.events"
 """The file of calls of environments, see `tallyroll.storage.readers.event_file`."""
@@ -96,6 +102,11 @@ class Format(ABC):
     def priorities_path(self) -> Path:
         """The file for the priorities of a sampler."""
         return self.beside[2]
+
+    @property
+    def index_path(self) -> Path:
+        """The file for the index of trajectories."""
+        return self.beside[3]
 
     def open_header(self, flags: int) -> int:
         """Open the file that begins with the header; return a descriptor."""

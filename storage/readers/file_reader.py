@@ -28,8 +28,10 @@ from tallyroll.storage.rows.origin import Origin, came_from
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.slot_order import in_all_slots
 from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.index import TrajectoryIndex
+from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex, read_index
 
 Mode: TypeAlias = Literal["create", "append", "read"]
 
@@ -254,6 +256,15 @@ class FileReader(RowReader):
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         files = self.format
         return read_table(files.inside, files.episodes_path, dtype, self.running().counts.head)
+
+    def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
+        owner = Owner(self.id, self.ring, self.rewinds)
+        found = read_index(self.format.inside, self.format.index_path, owner, whole=whole)
+        if found is not None and found.seen > (head := self.running().counts.head):
+            raise UnusableIndex(
+                f"{self.format.index_path} is of {found.seen} rows, and there are {head}."
+            )
+        return found
 
     def event_faults(self) -> Iterator[str]:
         _ = self.manifest

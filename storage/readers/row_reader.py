@@ -24,6 +24,7 @@ from tallyroll.storage.rows.nesting import Nest
 from tallyroll.storage.rows.origin import Origin, came_from
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
 from tallyroll.storage.trajectories.index import TrajectoryIndex
 from tallyroll.storage.trajectories.mapping import Trajectories
 
@@ -171,6 +172,16 @@ class RowReader(ABC):
 
         Raises:
             DamagedTable: the table is damaged.
+        """
+        return None
+
+    def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
+        """Return the index of trajectories that is kept beside the rows; None without one.
+
+        It may end before the last row. With ``whole`` all of it is checked, however large it is.
+
+        Raises:
+            UnusableIndex: it cannot be used.
         """
         return None
 

@@ -96,5 +96,8 @@ class Reading(Protocol):
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         """Return the table of episodes that is stored beside the rows; None without one."""
 
+    def kept_index(self, *, whole: bool = False) -> Any:
+        """Return the index of trajectories that is kept beside the rows; None without one."""
+
     def overrun(self, what: str) -> Overrun:
         """Return the error for rows that a writer overwrites before they are read."""

@@ -17,12 +17,16 @@ from tallyroll.storage.rows.keys import REWARD, TERMINATED, TRAJ_IDS, Key
 from tallyroll.storage.rows.reading import Reading
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.trajectories.blocks.tail import least_block
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing, numbers_of, unread
 from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.episodes import Episodes, runs_of
+from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex, write_index
 from tallyroll.storage.trajectories.row_index import RowIndex
 
 _COUNTED = (*WHOSE, TERMINATED)
+_LANES_LOOKED_AT = 256
 
 
 class TrajectoryIndex:
@@ -38,7 +42,8 @@ class TrajectoryIndex:
         self._rows: RowIndex | None = None
         self.counted: Episodes | None = None
         """The table of episodes, up to the rows of the last question; None before the first."""
-        self._in_file = -1
+        # The rows that the files beside the rows know.
+        self._in_file = self._in_index = -1
         self._rewinds = 0
 
     def rows(self, reader: Reading) -> RowIndex:
@@ -49,16 +54,35 @@ class TrajectoryIndex:
             CorruptStorage: a number that no lane can have.
         """
         with self.lock:
-            self._forget_rewound(reader)
-            if self._rows is None:
-                _require(reader, WHOSE)
-                self._rows = RowIndex(reader.ring)
-            rows = self._rows
+            rows = self._begun(reader)
             if reader.head > rows.seen:
                 order = self._order_of(reader)
                 for start, stop in unread(reader, rows):
                     rows.extend(order.chunk(reader, start, stop))
             return rows
+
+    def _begun(self, reader: Reading) -> RowIndex:
+        """Return the index of the rows that it knows, or that are known beside the rows."""
+        self._forget_rewound(reader)
+        rows = self._rows
+        if rows is None or rows.damaged:
+            _require(reader, WHOSE)
+            rows = self._rows = RowIndex(reader.ring, self._kept(reader, again=rows is not None))
+        return rows
+
+    def _kept(self, reader: Reading, *, again: bool) -> KeptBlocks | None:
+        """Return the blocks that are kept beside the rows, unless they turned out to be damaged."""
+        self._in_index = -1
+        if again:
+            return None
+        try:
+            kept: KeptBlocks | None = reader.kept_index()
+            if kept is None or not _fits(kept, reader):
+                return None
+        except (UnusableIndex, CorruptStorage):
+            return None  # the rows say the same as the file; `verify` reports the damage
+        self._in_index = kept.seen
+        return kept
 
     def episodes(
         self, reader: Reading, progress: Callable[[int], object] = lambda rows: None
@@ -93,7 +117,7 @@ class TrajectoryIndex:
         seen = max(self._rows.seen if self._rows else 0, self.counted.seen if self.counted else 0)
         if (rewinds := reader.rewinds) != self._rewinds or reader.head < seen:
             self._rows = self.counted = None
-            self._rewinds, self._in_file = rewinds, -1
+            self._rewinds, self._in_file, self._in_index = rewinds, -1, -1
 
     def _order_of(self, reader: Reading) -> RowOrder:
         if self._order is None:
@@ -150,6 +174,25 @@ class TrajectoryIndex:
                     files = reader.format
                     write_table(files.inside, files.episodes_path, table, synced=synced)
                     self._in_file = episodes.seen
+            with contextlib.suppress(CorruptStorage):
+                self._save_rows(reader, synced=synced)
+
+    def _save_rows(self, reader: InFiles, *, synced: bool) -> None:
+        """Write the index beside the rows, where there are blocks that it does not have there.
+
+        Do without it where it cannot be written.
+        """
+        if missing(reader.schema, WHOSE) or len(reader.span) < least_block():
+            return
+        rows = self._begun(reader)
+        if reader.head - max(rows.in_blocks, reader.span.start) >= least_block():
+            self.rows(reader)
+        if rows.in_blocks > self._in_index:
+            owner = Owner(reader.id, reader.ring, self._rewinds)
+            files = reader.format
+            with contextlib.suppress(OSError):
+                write_index(files.inside, files.index_path, owner, rows.state(), synced=synced)
+                self._in_index = rows.in_blocks
 
 
 class Indexed(Reading, Protocol):
@@ -164,6 +207,24 @@ class InFiles(Reading, Protocol):
     """A reader of rows in files of ours."""
 
     format: Format
+
+    @property
+    def id(self) -> str | None:
+        """The storage's id."""
+
+
+def _fits(kept: KeptBlocks, reader: Reading) -> bool:
+    """Return whether the last rows of lanes, of many those of some, are what kept blocks say."""
+    base, _, ids, steps = kept.tail.state
+    lane = np.flatnonzero(base > 0)
+    lane = lane[:: max(1, len(lane) // _LANES_LOOKED_AT)]
+    rows = kept.rows(lane, base[lane] - 1, np.full(len(lane), kept.seen))
+    there = rows >= reader.span.start
+    lane, rows = lane[there], rows[there]
+    return all(
+        (numbers_of(reader.column(key).take(rows)) == says).all()
+        for key, says in zip(WHOSE, (ids[lane], steps[lane], kept.number_of(lane)), strict=True)
+    )
 
 
 def _active_from(reader: Reading) -> int | None:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tallyroll.storage.errors import NoSlices
+from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
 from tallyroll.storage.trajectories.blocks.lane_blocks import LaneBlocks, Segments
+from tallyroll.storage.trajectories.blocks.state import BlockState
 from tallyroll.storage.trajectories.by_lane import RowChunk
 
 _ROUNDS, _MOST_TRIED = 8, 2**14
@@ -26,10 +28,11 @@ class RowIndex:
 
     Args:
         ring: slots of the ring, or 0.
+        kept: what it goes on from.
     """
 
-    def __init__(self, ring: int = 0) -> None:
-        self._blocks = LaneBlocks(ring)
+    def __init__(self, ring: int = 0, kept: KeptBlocks | None = None) -> None:
+        self._blocks: LaneBlocks = kept or LaneBlocks(ring)
         # By length: first rows of blocks, and how many slices end in each.
         self._counts: dict[int, deque[tuple[int, int]]] = {}
 
@@ -37,6 +40,20 @@ class RowIndex:
     def seen(self) -> int:
         """The number of rows that are known, over all that were ever written."""
         return self._blocks.seen
+
+    @property
+    def damaged(self) -> bool:
+        """True if it turned out that what it went on from is damaged."""
+        return isinstance(self._blocks, KeptBlocks) and self._blocks.damaged
+
+    @property
+    def in_blocks(self) -> int:
+        """The number of rows, of `seen`, up to the end of the last block; 0 without one."""
+        return self._blocks.tail.first if len(self._blocks.blocks) > 1 else 0
+
+    def state(self, first: int = 0) -> BlockState:
+        """Return the blocks whose rows are all from ``first`` on."""
+        return self._blocks.state(first)
 
     @property
     def nbytes(self) -> int:

@@ -27,6 +27,7 @@ from tallyroll.storage.trajectories.leaves import kept_of
 from tallyroll.storage.verification.content_checks import check_content
 from tallyroll.storage.verification.event_checks import check_events
 from tallyroll.storage.verification.findings import Finding, Findings, Place, Report
+from tallyroll.storage.verification.index_checks import check_index
 from tallyroll.storage.verification.overlay_checks import check_overlays
 from tallyroll.storage.verification.record_checks import check_ledger, check_record, check_runs
 from tallyroll.storage.verification.row_checks import RowChecks
@@ -47,6 +48,7 @@ CHECKS: Mapping[str, str] = {
     "nan": "no NaN, and no infinity in observations and rewards",
     "zeros": "no rows that look as if they were never written",
     "episodes": "the table of episodes says what the rows say",
+    "index": "the index of trajectories says what the rows say",
     "checksums": "the bytes are those of a finalized storage",
     "content": "the bytes are those whose hashes `content_hash` kept",
     "overlays": "every overlay can be used, and names rows that were written",
@@ -152,6 +154,8 @@ class _Verification:
             self._check_sums(sums)
         if hashes is not None:
             self._check_content(*hashes)
+        if "index" not in self._skip and (why := check_index(reader, self._cut_short)):
+            self._skipped.setdefault("index", why)
         if "overlays" not in self._skip and not (
             isinstance(reader, FileReader) and check_overlays(reader, findings)
         ):

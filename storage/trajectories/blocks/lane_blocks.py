@@ -12,6 +12,7 @@ from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.trajectories.blocks.extension import compiled_lanes
 from tallyroll.storage.trajectories.blocks.piles import Pile
 from tallyroll.storage.trajectories.blocks.shelves import Shelf, kind_of
+from tallyroll.storage.trajectories.blocks.state import BlockState, key_of, merged
 from tallyroll.storage.trajectories.blocks.tail import Tail
 from tallyroll.storage.trajectories.by_lane import (
     MOST_LANES,
@@ -162,7 +163,7 @@ class LaneBlocks:
         self._carried.add(tail.carried[: tail.lanes])
         self._carried_id.add(tail.carried_id[: tail.lanes])
         self._lane_first.add(block.lane_first)
-        tail.begin(self._tail_id[: tail.lanes])
+        tail.begin(self._tail_id[: tail.lanes], self._tail_step[: tail.lanes])
 
     def _forget(self, first: int) -> None:
         """Forget blocks whose rows are all below ``first``; most of the time only count them."""
@@ -189,6 +190,36 @@ class LaneBlocks:
         self._of_lanes.all[:] -= lanes
         for pile in (self._base, self._carried, self._carried_id, self._lane_first):
             pile.cut(lanes)
+
+    def state(self, first: int = 0) -> BlockState:
+        """Return the blocks whose rows are all from ``first`` on, as far as they are left."""
+        lost = max(self._lost, int(self.first.all.searchsorted(first)))
+        numbers = self._shelf.all[lost:]
+        of_key: dict[tuple[int, ...], list[int]] = {}
+        for number in dict.fromkeys(numbers.tolist()):
+            of_key.setdefault(key_of(self._shelves[number]), []).append(number)
+        renamed, shelves = np.zeros(len(self._shelves), np.int64), []
+        for at, same in enumerate(of_key.values()):
+            renamed[same] = at
+            shelves.append(merged([self._rest(each, lost) for each in same]))
+        of, cells = self._of_lanes.all[lost:], (self._base, self._carried, self._carried_id)
+        begin = int(of[0]) if len(of) else self._base.count
+        lanes = np.arange(self.lanes)
+        return BlockState(
+            self.tail.first,
+            np.stack([self.first.all[lost:], renamed.take(numbers), of - begin]),
+            np.stack([self.number_of(lanes), *self.tail.state]),
+            [pile.all[begin:] for pile in (*cells, self._lane_first)],
+            shelves,
+        )
+
+    def _rest(self, number: int, lost: int) -> Shelf:
+        """Return a shelf without the blocks before ``lost``, of which some are left."""
+        shelf = self._shelves[number]
+        if gone := shelf.count - int((self._shelf.all[lost:] == number).sum()):
+            shelf = shelf.clone()
+            shelf.cut(gone)
+        return shelf
 
     # --- rows are found ---------------------------------------------------------------------------
 
@@ -545,7 +576,17 @@ class LaneBlocks:
         return found
 
     def stop(self, lane: int, start: int) -> int:
-        """Return one more than the last position of the stretch that began at ``start``."""
+        """Return one more than the last position of the stretch that began at ``start``.
+
+        Raises:
+            IndexError: the blocks are damaged.
+        """
+        found = self._stop(lane, start)
+        if not start < found <= self.until(lane):
+            raise IndexError(f"lane {lane} has no row {start} in the index")
+        return found
+
+    def _stop(self, lane: int, start: int) -> int:
         tail = self.tail
         first = max(start + 1, int(tail.base[lane]))
         if tail.carried[lane] <= start or start >= tail.base[lane]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,10 +43,35 @@ class Pile:
         self._room[begin : self.count] = values
         return begin
 
+    def hold(self, values: np.ndarray) -> None:
+        """Have these values alone, maybe of a file that is mapped; they are not written to."""
+        self._room, self.count = values, len(values)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the numbers."""
+        found: np.dtype[Any] = self._room.dtype
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one value."""
+        return tuple(self._room.shape[1:])
+
     def cut(self, first: int) -> None:
         """Give back the values before ``first``."""
         self._room = self.all[first:].copy()
         self.count -= first
+
+
+class Stored(NamedTuple):
+    """An array of a shelf, as a file keeps it."""
+
+    pile: Pile
+    each: bool = False
+    """Whether it has a number for each block; otherwise as many as the rows need."""
+    into: Pile | None = None
+    """The array in which the numbers are places, at which blocks begin."""
 
 
 def numbers_at(array: np.ndarray) -> tuple[int, int, int]:
@@ -101,6 +126,14 @@ class Ladders:
             of.cut(ladders)
             of.all[:] -= begin
             values.cut(begin)
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """All arrays."""
+        return (
+            *(Stored(self.rungs), Stored(self.marks)),
+            *(Stored(self.of_rungs, True, self.rungs), Stored(self.of_marks, True, self.marks)),
+        )
 
     @property
     def words(self) -> tuple[int, ...]:

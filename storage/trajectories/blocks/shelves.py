@@ -13,19 +13,20 @@ has two numbers a row, whatever the order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.trajectories.blocks.piles import Ladders, Pile
+from tallyroll.storage.trajectories.blocks.piles import Ladders, Pile, Stored
 
 KINDS: Final = ("order", "table", "bits")
 """The kinds of shelves, by the numbers that the extension knows."""
 
-_MOST_LAYERS = 16
+MOST_LAYERS: Final = 16
+"""The most layers of a `BitShelf`."""
 _WORD = 64
 _LOW: Final = np.array([(1 << bits) - 1 for bits in range(_WORD + 1)], np.uint64)
 """Words whose lowest bits are set, by how many."""
@@ -134,6 +135,50 @@ class Shelf(ABC):
 
     @property
     @abstractmethod
+    def sizes(self) -> tuple[int, ...]:
+        """The arguments that it was made with, beside the dtype."""
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """All arrays, in the order of the file that keeps them."""
+        own = Stored(self.ids), Stored(self._least, True), Stored(self._most, True)
+        return *self.starts.stored, *own, *self._stored
+
+    @property
+    @abstractmethod
+    def _stored(self) -> tuple[Stored, ...]:
+        """The arrays that have the lanes."""
+
+    def hold(self, arrays: Sequence[np.ndarray]) -> None:
+        """Have the blocks of these arrays, in the order of `stored`.
+
+        Raises:
+            ValueError: they do not fit one another. It is not known then what lies in the arrays
+                that do not have one number a block.
+        """
+        for stored, array in zip(self.stored, arrays, strict=True):
+            stored.pile.hold(array)
+        self.count = self._least.count
+        for stored in self.stored:
+            if stored.each and stored.pile.count != self.count:
+                raise ValueError("an array does not have a number for each block")
+            if stored.into is not None:
+                check_places(stored.pile.all, stored.into.count)
+        if not self.count or self.ids.count != self.starts.rungs.count or not self._fits():
+            raise ValueError("arrays of a shelf do not fit one another")
+
+    @abstractmethod
+    def _fits(self) -> bool:
+        """Return whether the arrays that have the lanes fit one another."""
+
+    def clone(self) -> Shelf:
+        """Return a shelf with the same blocks, which changes apart."""
+        made = type(self)(self.dtype, *self.sizes)
+        made.hold([stored.pile.all for stored in self.stored])
+        return made
+
+    @property
+    @abstractmethod
     def words(self) -> tuple[int, ...]:
         """The words of a shelf for `LaneKernel`: see ``ShelfWords`` in ``_lane_blocks.c``."""
 
@@ -188,6 +233,22 @@ class OrderShelf(Shelf):
             for pile in piles:
                 pile.cut(begin)
         self._lanes.cut(blocks)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def _stored(self) -> tuple[Stored, ...]:
+        return (
+            *(Stored(self._offset), Stored(self._place)),
+            *(Stored(self._of_rows, True, self._offset), Stored(self._lane_first)),
+            *(Stored(self._lanes, True), Stored(self._of_lanes, True, self._lane_first)),
+        )
+
+    def _fits(self) -> bool:
+        lanes = np.diff(self._of_lanes.all, append=self._lane_first.count)
+        return self._place.count == self._offset.count and bool((lanes == self._lanes.all).all())
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -259,6 +320,18 @@ class TableShelf(Shelf):
         self._rank.cut(begin * self._lanes)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self._lanes,)
+
+    @property
+    def _stored(self) -> tuple[Stored, ...]:
+        return *self._sweeps.stored, Stored(self._offset), Stored(self._rank)
+
+    def _fits(self) -> bool:
+        sweeps = self._sweeps.rungs.count
+        return self._offset.count == sweeps and self._rank.count == sweeps * self._lanes
+
+    @property
     def words(self) -> tuple[int, ...]:
         kind = KINDS.index("table"), self._lanes, 0, 0
         piles = self._offset, self._rank, None, None, None
@@ -292,9 +365,13 @@ class BitShelf(Shelf):
         self._by_layer = Pile(np.uint8, self._nbytes)
         self._by_lane, self._of_lanes = Pile(np.uint64), Pile(np.int64)
         self._words, self._most_words = Pile(np.int64), 1
-        below = np.tri(lanes, 8 * self._nbytes, -1, dtype=np.uint8)
-        self._below = np.packbits(below, axis=1, bitorder="little").view(word)
         self._word = word
+
+    @cached_property
+    def _below(self) -> np.ndarray:
+        """For each lane a bit for each lane below it; the extension needs none."""
+        below = np.tri(self._lanes, 8 * self._nbytes, -1, dtype=np.uint8)
+        return np.packbits(below, axis=1, bitorder="little").view(self._word)
 
     def _add(self, block: Block) -> None:
         layers = len(block.sweep_first) * self._layers
@@ -370,6 +447,27 @@ class BitShelf(Shelf):
         self._words.cut(blocks)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        return self._lanes, self._layers
+
+    @property
+    def _stored(self) -> tuple[Stored, ...]:
+        return (
+            *(*self._sweeps.stored, Stored(self._by_layer), Stored(self._by_lane)),
+            *(Stored(self._of_lanes, True, self._by_lane), Stored(self._words, True)),
+        )
+
+    def _fits(self) -> bool:
+        self._most_words = int(self._words.all.max())
+        words = np.diff(self._of_lanes.all, append=self._by_lane.count)
+        return (
+            self._by_layer.count == self._sweeps.rungs.count * self._layers
+            and self._words.all.min() > 0
+            and bool((words // self._lanes == self._words.all).all())
+            and not (words % self._lanes).any()
+        )
+
+    @property
     def words(self) -> tuple[int, ...]:
         kind = KINDS.index("bits"), self._lanes, self._layers, self._nbytes
         piles = self._by_layer, self._by_lane, None, self._of_lanes, self._words
@@ -383,7 +481,7 @@ class BitShelf(Shelf):
     def cost(block: Block, itemsize: int) -> float:
         """Bytes that a block takes; infinitely many if sweeps have too many layers."""
         each = int(block.layer.max()) + 1
-        if each > _MOST_LAYERS:
+        if each > MOST_LAYERS:
             return float("inf")
         layers = len(block.sweep_first) * each
         by_lane = 8 * -(-layers // _WORD) * block.lanes
@@ -396,6 +494,14 @@ _NO_LADDER: Final = (0,) * 12
 def _words_of(piles: Iterable[Pile | None]) -> tuple[int, ...]:
     """Return `Pile.words` of all, zeros for None."""
     return tuple(word for pile in piles for word in (pile.words if pile else (0, 0, 0)))
+
+
+def check_places(places: np.ndarray, count: int) -> None:
+    """Raise ValueError unless places [n], int64, ascend from 0 to at most ``count``."""
+    if len(places) and not (
+        places[0] == 0 and places[-1] <= count and (places[1:] >= places[:-1]).all()
+    ):
+        raise ValueError("places in an array are not there")
 
 
 def _word_nbytes(lanes: int) -> int:

@@ -14,6 +14,11 @@ _MOST_CELLS = 2**22
 _FIRST_ROOM = 64
 
 
+def least_block() -> int:
+    """Return the fewest rows that make a block."""
+    return _FEWEST
+
+
 class Tail:
     """Rows after the last block, with the state of every lane.
 
@@ -31,9 +36,9 @@ class Tail:
         self.lanes = 0
         self.moved = True
         """True if an array was replaced since the owner set it to False."""
-        # By lane: rows before the tail, where the last stretch before it began, and its id.
+        # By lane: rows before the tail, where the last stretch before it began, its id and step.
         self.base, self.carried = np.empty(0, np.int64), np.empty(0, np.int64)
-        self.carried_id = np.empty(0, np.int64)
+        self.carried_id, self.carried_step = np.empty(0, np.int64), np.empty(0, np.int64)
         # By lane: rows in all, where the last row's stretch began.
         self.total, self.last_start = np.empty(0, np.int64), np.empty(0, np.int64)
         self._places = np.empty((0, _FIRST_ROOM), np.int32)
@@ -65,9 +70,12 @@ class Tail:
     def know(self, lanes: int) -> None:
         """Have room for so many lanes."""
         if lanes > self.lanes:
-            self.base, self.carried, self.total, self.last_start = (
+            self.base, self.carried, self.total, self.last_start, self.carried_step = (
                 extended(each[: self.lanes], lanes, 0)
-                for each in (self.base, self.carried, self.total, self.last_start)
+                for each in (
+                    *(self.base, self.carried, self.total, self.last_start),
+                    self.carried_step,
+                )
             )
             self.carried_id = extended(self.carried_id[: self.lanes], lanes, NOBODY)
             self._places = extended(self._places, lanes, 0)
@@ -133,9 +141,21 @@ class Tail:
         block = Block(lane, order, held.cumsum() - held)
         return block, starts, self.ids[: self.count][order[starts]]
 
-    def begin(self, ids: np.ndarray) -> None:
-        """Become empty, after all rows that were here; ``ids`` are the last of each lane."""
+    def resume(self, state: np.ndarray) -> None:
+        """Go on, empty, after blocks: ``state`` is what `state` returned, [4, lanes]."""
+        self.know(state.shape[1])
+        self.total, self.last_start = state[0].copy(), state[1].copy()
+        self.begin(state[2], state[3])
+
+    @property
+    def state(self) -> np.ndarray:
+        """By lane `base`, `carried`, `carried_id` and `carried_step`, [4, lanes]."""
+        arrays = self.base, self.carried, self.carried_id, self.carried_step
+        return np.stack([each[: self.lanes] for each in arrays])
+
+    def begin(self, ids: np.ndarray, steps: np.ndarray) -> None:
+        """Become empty, after all rows that were here, of which these are the last by lane."""
         self.first, self.count, self.moved = self.stop, 0, True
         self.begun.count = self.begun_ids.count = 0
         self.base, self.carried = self.total.copy(), self.last_start.copy()
-        self.carried_id = ids.copy()
+        self.carried_id, self.carried_step = ids.copy(), steps.copy()

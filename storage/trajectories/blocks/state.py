@@ -1,0 +1,111 @@
+"""Blocks as plain arrays, as a file keeps them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.trajectories.blocks.shelves import (
+    KINDS,
+    MOST_LAYERS,
+    BitShelf,
+    OrderShelf,
+    Shelf,
+    TableShelf,
+)
+
+Parts = Sequence[np.ndarray]
+"""An array that is the parts one after the other."""
+
+_CLASSES: Final[dict[str, Any]] = {"order": OrderShelf, "table": TableShelf, "bits": BitShelf}
+_ITEMSIZES: Final = (2, 4)
+
+BY_BLOCK: Final = 3
+"""Numbers of a block: its first row, its shelf, and where its lanes begin below."""
+BY_LANE: Final = 5
+"""Numbers of a lane: its own in the storage, and those of `Tail.state`."""
+BY_CELL: Final = (np.dtype("<i8"),) * 3 + (np.dtype("<u4"),)
+"""Numbers of a block and lane: rows before the block, where the last stretch before it began, the
+trajectory of that, and where the lane begins in the block's order of lanes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfState:
+    """The blocks of a shelf."""
+
+    key: tuple[int, ...]
+    """The kind, the bytes of an offset, and `Shelf.sizes`."""
+    arrays: Sequence[Parts]
+    """The arrays of `Shelf.stored`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockState:
+    """All blocks of an index, and the lanes after them; rows after the last block are not in it."""
+
+    rows: int
+    """One more than the number of the last row."""
+    by_block: np.ndarray
+    """See `BY_BLOCK`, int64 [3, blocks]."""
+    by_lane: np.ndarray
+    """See `BY_LANE`, int64 [5, lanes]."""
+    by_cell: Sequence[np.ndarray]
+    """See `BY_CELL`, [cells] each."""
+    shelves: Sequence[ShelfState]
+    """Numbered as blocks first name them; the blocks of each have slots in their order."""
+
+    def is_as(self, other: BlockState) -> bool:
+        """Return whether all numbers are the same."""
+        mine, its = self._all(), other._all()
+        return (
+            self.rows == other.rows
+            and [shelf.key for shelf in self.shelves] == [shelf.key for shelf in other.shelves]
+            and len(mine) == len(its)
+            and all(np.array_equal(whole(a), whole(b)) for a, b in zip(mine, its, strict=True))
+        )
+
+    def _all(self) -> list[Parts]:
+        arrays = [[each] for each in (self.by_block, self.by_lane, *self.by_cell)]
+        return [*arrays, *(parts for shelf in self.shelves for parts in shelf.arrays)]
+
+
+def whole(parts: Parts) -> np.ndarray:
+    """Return an array in one piece."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def empty_shelf(key: Sequence[int]) -> Shelf:
+    """Return the shelf of a `ShelfState.key`; raise ValueError if there is no such one."""
+    kind, itemsize, *sizes = key
+    if not 0 <= kind < len(KINDS) or itemsize not in _ITEMSIZES:
+        raise ValueError("a shelf is of no kind that there is")
+    name = KINDS[kind]
+    if len(sizes) != {"order": 0, "table": 1, "bits": 2}[name] or min(sizes, default=1) < 1:
+        raise ValueError("a shelf has no such sizes")
+    if name == "bits" and sizes[1] > MOST_LAYERS:
+        raise ValueError("a shelf has too many layers")
+    made: Shelf = _CLASSES[name](np.dtype(f"<u{itemsize}"), *sizes)
+    return made
+
+
+def key_of(shelf: Shelf) -> tuple[int, ...]:
+    """Return the `ShelfState.key` of a shelf."""
+    kind = next(name for name, each in _CLASSES.items() if type(shelf) is each)
+    return KINDS.index(kind), shelf.dtype.itemsize, *shelf.sizes
+
+
+def merged(shelves: Sequence[Shelf]) -> ShelfState:
+    """Return the blocks of shelves of one kind, one shelf after the other."""
+    rows = [shelf.stored for shelf in shelves]
+    arrays: list[list[np.ndarray]] = []
+    for at in range(len(rows[0])):
+        parts, before = [], 0
+        for stored in rows:
+            pile, _, into = stored[at]
+            parts.append(pile.all + before if into is not None and before else pile.all)
+            before += into.count if into is not None else 0
+        arrays.append(parts)
+    return ShelfState(key_of(shelves[0]), arrays)

@@ -1,0 +1,250 @@
+"""The index of trajectories as a file beside the rows, which readers map.
+
+The file can be lost without losing rows. It begins with a line that names it and its version, and
+one with the length of what follows and its CRC-32, both in hexadecimal. That is one line of JSON:
+the ``id`` of the storage, the slots of its ``ring``, the number of ``rows`` that it knows, how
+often rows had been taken back by then (``rewinds``), how many ``blocks``, ``lanes`` and ``cells``
+there are, and a ``shelves`` entry each: the key of `ShelfState`, and the lengths of its arrays.
+
+The arrays of `BlockState` follow in their order, little-endian, the first at a multiple of 64
+bytes, each at one of 8; in the end 4 bytes of a mark and the CRC-32 of all that is before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.files.mapping import Region, map_file
+from tallyroll.storage.files.safe_files import Inside, closing
+from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.trajectories.blocks.piles import Stored
+from tallyroll.storage.trajectories.blocks.state import (
+    BY_BLOCK,
+    BY_CELL,
+    BY_LANE,
+    BlockState,
+    ShelfState,
+    empty_shelf,
+)
+
+_NAME: Final = b"tallyroll trajectories "
+_VERSION: Final = 1
+_MAGIC: Final = _NAME + b"%d\n" % _VERSION
+_LENGTHS: Final = b"%08x %08x\n"
+_BEGIN: Final = len(_MAGIC) + len(_LENGTHS % (0, 0))
+_MOST_HEAD: Final = 2**20
+_STEP, _HEAD_STEP = 8, 64
+_MARK: Final = b"done"
+_END: Final = len(_MARK) + 4
+_INT64: Final = np.dtype("<i8")
+_PIECE: Final = 2**24
+CHECKED: Final = 2**24
+"""The checksum of a file of more bytes is left to `verify`: that takes longer than to map it."""
+
+
+class UnusableIndex(Exception):
+    """The file is damaged, or does not belong to these rows. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The rows that an index is of."""
+
+    id: str | None
+    ring: int
+    rewinds: int
+
+
+def _padding(nbytes: int, step: int) -> bytes:
+    return b"\0" * (-nbytes % step)
+
+
+def write_index(
+    inside: Inside, path: Path, owner: Owner, state: BlockState, *, synced: bool
+) -> None:
+    """Write the file aside and rename it, so that ``path`` is always whole.
+
+    Where ``synced``, after a power cut too. An index of very many shelves is not written.
+
+    Raises:
+        OSError: the system refuses; an older file stays.
+    """
+    shelves = [
+        [list(shelf.key), [sum(map(len, parts)) for parts in shelf.arrays]]
+        for shelf in state.shelves
+    ]
+    says = {
+        "id": owner.id,
+        "ring": owner.ring,
+        "rows": state.rows,
+        "rewinds": owner.rewinds,
+        "blocks": state.by_block.shape[1],
+        "lanes": state.by_lane.shape[1],
+        "cells": len(state.by_cell[0]),
+        "shelves": shelves,
+    }
+    line = json.dumps(says).encode() + b"\n"
+    if _BEGIN + len(line) <= _MOST_HEAD:
+        inside.write_aside(path, _content(line, state), synced=synced)
+
+
+def _content(line: bytes, state: BlockState) -> Iterator[Any]:
+    """Yield the bytes of a file, piece by piece."""
+    head = _MAGIC + _LENGTHS % (len(line), zlib.crc32(line)) + line
+    head += _padding(len(head), _HEAD_STEP)
+    told = zlib.crc32(head)
+    yield head
+    arrays = [(state.by_block,), (state.by_lane,), *((each,) for each in state.by_cell)]
+    for parts in (*arrays, *(parts for shelf in state.shelves for parts in shelf.arrays)):
+        nbytes = 0
+        for part in parts:
+            little = part.astype(part.dtype.newbyteorder("<"), copy=False)
+            octets = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
+            told, nbytes = zlib.crc32(octets.data, told), nbytes + len(octets)
+            yield octets.data
+        told = zlib.crc32(padding := _padding(nbytes, _STEP), told)
+        yield padding
+    yield _MARK + zlib.crc32(_MARK, told).to_bytes(4, "little")
+
+
+def read_index(
+    inside: Inside, path: Path, owner: Owner, *, whole: bool = False
+) -> KeptBlocks | None:
+    """Return the blocks in a file that is mapped; None without one, or of before a rewind.
+
+    Args:
+        inside: the directory of the file.
+        path: the file.
+        owner: what it is to be of.
+        whole: compare the checksum however large the file is.
+
+    Raises:
+        UnusableIndex: it cannot be used.
+    """
+    try:
+        file = inside.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnusableIndex(f"{path} cannot be read ({error.strerror}).") from error
+    try:
+        with closing(file):
+            says, begin = _head(file)
+            if says.rewinds != owner.rewinds and says.id == owner.id:
+                return None
+            if (says.id, says.ring) != (owner.id, owner.ring):
+                raise ValueError("it is of another storage")
+            size = os.fstat(file).st_size
+            if (needed := says.nbytes(begin)) != size:
+                raise ValueError(f"it has {size} bytes, and {needed} are needed")
+            region = map_file(file, size, "read")
+        if whole or size <= CHECKED:
+            _compare(region)
+        return KeptBlocks(owner.ring, says.state(region, begin), path)
+    except (ValueError, IndexError) as error:
+        raise UnusableIndex(f"{path} cannot be used: {error}.") from error
+    except OSError as error:
+        raise UnusableIndex(f"{path} cannot be mapped ({error.strerror}).") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The head of a file: the numbers that say how long its arrays are."""
+
+    id: str | None
+    ring: int
+    rows: int
+    rewinds: int
+    blocks: int
+    lanes: int
+    cells: int
+    shelves: Sequence[tuple[tuple[int, ...], Sequence[int]]]
+
+    def arrays(self) -> Iterator[tuple[np.dtype[Any], tuple[int, ...], bool]]:
+        """Yield dtype and shape of each array, and whether it has few numbers."""
+        yield _INT64, (BY_BLOCK, self.blocks), True
+        yield _INT64, (BY_LANE, self.lanes), True
+        for dtype in BY_CELL:
+            yield dtype, (self.cells,), False
+        for key, lengths in self.shelves:
+            for length, stored in zip(lengths, _stored(key), strict=True):
+                pile = stored.pile
+                yield pile.dtype.newbyteorder("<"), (length, *pile.shape), stored.each
+
+    def nbytes(self, begin: int) -> int:
+        """Return the bytes of a file whose arrays begin there."""
+        for dtype, shape, _ in self.arrays():
+            nbytes = dtype.itemsize
+            for length in shape:
+                nbytes *= length
+            begin += nbytes + -nbytes % _STEP
+        return begin + _END
+
+    def state(self, region: Region, begin: int) -> BlockState:
+        """Return the arrays of a file; those that have few numbers are copied."""
+        found = []
+        for dtype, shape, few in self.arrays():
+            array = region.array(dtype, shape, begin)
+            begin += array.nbytes + -array.nbytes % _STEP
+            found.append(array.copy() if few else array)
+        by_block, by_lane, *rest = found
+        by_cell, rest = rest[: len(BY_CELL)], rest[len(BY_CELL) :]
+        shelves = []
+        for key, lengths in self.shelves:
+            shelves.append(ShelfState(key, [[each] for each in rest[: len(lengths)]]))
+            rest = rest[len(lengths) :]
+        return BlockState(self.rows, by_block, by_lane, by_cell, shelves)
+
+
+def _stored(key: Sequence[int]) -> tuple[Stored, ...]:
+    return empty_shelf(key).stored
+
+
+def _head(file: int) -> tuple[_Head, int]:
+    """Return what a file says of itself, and where its arrays begin."""
+    start = os.pread(file, _BEGIN, 0)
+    if not start.startswith(_MAGIC):
+        if start.startswith(_NAME):
+            version = start[len(_NAME) :].partition(b"\n")[0].decode("latin1")
+            raise ValueError(f"it is of version {version}, and this Tallyroll reads {_VERSION}")
+        raise ValueError("it is no index of trajectories")
+    length, told = (int(each, 16) for each in start[len(_MAGIC) :].split())
+    if not 0 < length <= _MOST_HEAD:
+        raise ValueError(f"its head has {length} bytes")
+    line = os.pread(file, length, _BEGIN)
+    if len(line) != length or zlib.crc32(line) != told:
+        raise ValueError("the checksum of its head does not fit")
+    try:
+        says = json.loads(line)
+        head = _Head(
+            **{**says, "shelves": [(tuple(key), tuple(each)) for key, each in says["shelves"]]}
+        )
+    except (TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"its head does not say what it has ({error})") from error
+    numbers = [head.ring, head.rows, head.rewinds, head.blocks, head.lanes, head.cells]
+    for key, lengths in head.shelves:
+        numbers += [*key, *lengths]
+    if any(type(each) is not int or not 0 <= each < 2**48 for each in numbers):
+        raise ValueError("what its head says cannot be")
+    if any(not key for key, _ in head.shelves):
+        raise ValueError("a shelf is of no kind")
+    begin = _BEGIN + length
+    return head, begin + -begin % _HEAD_STEP
+
+
+def _compare(region: Region) -> None:
+    """Raise ValueError unless the checksum fits."""
+    octets = region.array(np.dtype(np.uint8), (region.nbytes,))
+    told = 0
+    for at in range(0, len(octets) - 4, _PIECE):
+        told = zlib.crc32(octets[at : min(at + _PIECE, len(octets) - 4)].data, told)
+    if octets[-_END:].tobytes() != _MARK + told.to_bytes(4, "little"):
+        raise ValueError("its checksum does not fit")
