@@ -121,7 +121,7 @@ class RamRing:
         reader.entries.append({**(provenance or {}), "first_row": reader.stop})
 
     def withdraw(self, run: Mapping[str, Any]) -> None:
-        self.reader.entries[:] = [each for each in self.reader.entries if each is not run]
+        self.reader.entries[:] = [each for each in self.reader.entries if each != run]
 
     def add_event(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> Mapping[str, Any]:
         entry = next(each for each in self.reader.entries if each is run)
