@@ -265,7 +265,7 @@ class StoringTraits:
     storage: str
     """The type's name of the storage that is written to directly; empty: there is none."""
     has_engine: bool
-    """Its rows are read from files of its own."""
+    """The extension writes to its files."""
     waits_for_disk: bool
     """``durability="power"``."""
     elsewhere: Sequence[Key]
@@ -355,7 +355,7 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
         (not run.extension, f"the extension was {_NOT_BUILT}"),
         (bool(run.by_lane), run.by_lane),
         (run.arrivals, "lanes come back in any order"),
-        (not run.has_engine, f"a {run.storage} does not read files of its own"),
+        (not run.has_engine, f"a {run.storage} has no files that the extension writes to"),
         (run.waits_for_disk, 'durability="power" waits for the disk'),
         (
             not run.few_float_rewards,

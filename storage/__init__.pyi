@@ -17,6 +17,7 @@ from tallyroll.storage.storages import H5Storage as H5Storage
 from tallyroll.storage.storages import MemmapStorage as MemmapStorage
 from tallyroll.storage.storages import ZarrStorage as ZarrStorage
 from tallyroll.storage.storages import open_storage as open_storage
+from tallyroll.storage.stores.row_sink import RowSink as RowSink
 from tallyroll.storage.trajectories.mapping import Trajectories as Trajectories
 from tallyroll.storage.verification.content import content_hash as content_hash
 from tallyroll.storage.verification.differences import Differences as Differences

@@ -105,6 +105,6 @@ def _count_agents(run: RunState, counts: DeliveredCounts) -> None:
     run.budget = Budget(total, agents=counts.most_agents)
     run.ledger.agent_budget = total
     if last is not None:
-        storage, first = last
-        if storage.span.start <= first and storage.head - first == run.ledger.stored:
-            run.ledger.agent_transitions = counts.agents_in(storage, first)
+        reader, first = last
+        if reader.span.start <= first and reader.head - first == run.ledger.stored:
+            run.ledger.agent_transitions = counts.agents_in(reader, first)

@@ -12,8 +12,8 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.names import new_name, split
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import NEXT, POLICY_VERSION, RANDOM_VERSION, Key
-from tallyroll.storage.storages import DiskStorage
 
 _ROWS_AT_ONCE = 2**16
 
@@ -63,13 +63,13 @@ class DeliveredCounts:
             agents += int(np.count_nonzero(part.array(mask)))
         return agents
 
-    def agents_in(self, storage: DiskStorage, start: int) -> int:
-        """Return the agent transitions in the rows of ``storage`` from row ``start`` on."""
-        agents = (storage.head - start) * self._agents
+    def agents_in(self, reader: RowReader, start: int) -> int:
+        """Return the agent transitions in the rows of ``reader`` from row ``start`` on."""
+        agents = (reader.head - start) * self._agents
         for mask in self.masks:
-            column = storage.reader.column(mask)
-            for at in range(start, storage.head, _ROWS_AT_ONCE):
-                some = column.slice(at, min(at + _ROWS_AT_ONCE, storage.head))
+            column = reader.column(mask)
+            for at in range(start, reader.head, _ROWS_AT_ONCE):
+                some = column.slice(at, min(at + _ROWS_AT_ONCE, reader.head))
                 agents += int(np.count_nonzero(some))
         return agents
 

@@ -13,6 +13,7 @@ from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
 from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.stored.sinks import stores_slots
 from tallyroll.collector.counting.ledger import amounts
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.fill_and_carry import Rollout
@@ -20,9 +21,6 @@ from tallyroll.collector.rollout.os_signals import deferred, waits
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.readers.file_reader import FileReader
-from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.stores.row_writer import RowWriter
 
 
 class OneCall:
@@ -168,12 +166,12 @@ class OneCall:
         if bounds is None or few is None:
             return None
         assert isinstance(table, CompiledRows)  # as the plan says
-        assert isinstance(storage, DiskStorage)
-        assert isinstance(storage.reader, FileReader)
-        assert isinstance(storage.writer, RowWriter)
+        assert storage is not None
+        files = storage.writer
+        assert stores_slots(files)
         ring = self._run.episodes.ring(slab.slots * slab.lanes)
         rows = writer.slots(
-            table.fixed(storage.schema),
+            table.fixed(files.reader.schema),
             self._ledger,
             numbering=table.numbering(state),
             checks=bounds,
@@ -185,8 +183,8 @@ class OneCall:
         self._made = plain = PlainSlots(
             rows,
             few,
-            storage.writer,
-            storage.reader,
+            files,
+            files.reader,
             self._run.episodes,
             ring,
             self._acting,

@@ -7,14 +7,14 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.stored.buffer_items import extend_buffer, require_items
+from tallyroll.collector.batches.stored.sinks import takes_rows
 from tallyroll.collector.errors import StateError
 from tallyroll.storage.rows.keys import MASK, NEXT, POLICY_VERSION, as_key, is_done
-from tallyroll.storage.storages import DiskStorage
 
 
 def stores_rows(buffer: ReplayBuffer | None) -> bool:
     """Return whether ``buffer`` has a storage of ours, which takes rows of any batch."""
-    return buffer is not None and isinstance(buffer.storage, DiskStorage)
+    return buffer is not None and takes_rows(buffer.storage)
 
 
 def with_policy_version(batch: TensorDictBase) -> TensorDictBase:

@@ -408,7 +408,7 @@ class DiskStorage(RowStore, AsTensorStorage):
     lock_path = Moved("writer.files.lock_path")
     put_record = Moved("writer.put_record")
     release = Moved("writer.claim.end")
-    require_schema = Moved("writer.opened.require_schema")
+    require_schema = Moved("writer.runs.require_schema")
     stage_record = Moved("writer.stage_record")
     withdraw_run = Moved("writer.runs.withdraw")
 

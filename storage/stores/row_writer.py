@@ -39,6 +39,9 @@ from tallyroll.storage.trajectories.leaves import hash_of
 class RowWriter:
     """Writes rows to opened files, and closes them; a storage's ``writer``."""
 
+    in_one_call = True
+    """The extension stores few slots by one call of :meth:`append`."""
+
     # __del__ also runs after a constructor that raised.
     _is_made = False
 

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from pathlib import Path
+from typing import Protocol
 
 from tallyroll.storage.errors import RunUnderWay
-from tallyroll.storage.stores.opened_files import OpenedFiles
+
+
+class Claimed(Protocol):
+    """A storage that a run may claim, or its files."""
+
+    path: Path
+    turn: threading.RLock
+    """The lock that is held while rows are written."""
 
 
 class RunClaim:
@@ -16,8 +26,8 @@ class RunClaim:
     between would be counted as its own. A claim also ends when its run is deleted.
     """
 
-    def __init__(self, opened: OpenedFiles) -> None:
-        self._opened = opened
+    def __init__(self, claimed: Claimed) -> None:
+        self._claimed = claimed
         self._run: weakref.ref[object] | None = None
         self._run_begun = False
 
@@ -33,13 +43,13 @@ class RunClaim:
         Raises:
             RunUnderWay: another run has begun, and is not over.
         """
-        with self._opened.turn:
+        with self._claimed.turn:
             other = self._other_than(run)
             if other and self._run_begun and begins:
                 gc.collect()  # a run that was dropped may be part of a cycle
                 if self._other_than(run):
                     raise RunUnderWay(
-                        f"another collector is writing a run to {self._opened.path}: rows of two "
+                        f"another collector is writing a run to {self._claimed.path}: rows of two "
                         "runs, one between the other, would be counted as either's. Nothing was "
                         "written. Let that run end, or call that collector's shutdown(), before "
                         "this one begins; or give it a storage of its own."
@@ -70,7 +80,7 @@ class RunClaim:
         """Raise `RunUnderWay` while a run has the claim."""
         if self._run is not None and self._run() is not None:
             raise RunUnderWay(
-                f"a collector is writing a run to {self._opened.path}, and rows from elsewhere in "
+                f"a collector is writing a run to {self._claimed.path}, and rows from elsewhere in "
                 "the middle of it would be counted as its own. Nothing was written. Add them when "
                 "the run is over, or after the collector's shutdown()."
             )

@@ -20,6 +20,7 @@ class RunEntries:
 
     def __init__(self, opened: OpenedFiles) -> None:
         self.path, self.reader, self._opened = opened.path, opened.reader, opened
+        self.require_schema = opened.require_schema
         self.provenance: Mapping[str, Any] = {}
         """Entries that are added to every run's entry: the command that writes it."""
         self.copied = CopiedRows(self)
@@ -34,7 +35,7 @@ class RunEntries:
             if reader.engine is None:
                 self.create(schema, [run])
                 return
-            self._opened.require_schema(schema)
+            self.require_schema(schema)
             self.write([*self.copied.settled(), run])
 
     def withdraw(self, run: Mapping[str, Any]) -> None:

@@ -100,7 +100,7 @@ MOVED = {
     "has_claimed": "claim.is_of",
     "release": "claim.end",
     "withdraw_run": "runs.withdraw",
-    "require_schema": "opened.require_schema",
+    "require_schema": "runs.require_schema",
     "put_record": "put_record",
     "stage_record": "stage_record",
     "fresh_ids": "fresh_ids",

@@ -68,6 +68,7 @@ PUBLIC: dict[str, set[str]] = {
         "PrioritizedSampler",
         "Report",
         "RowReader",
+        "RowSink",
         "Schema",
         "TrajectorySliceSampler",
         "Trajectories",

@@ -15,7 +15,7 @@ from tallyroll.collector.batches.state.saved_state import (
 from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.rollout.source import TransitionSource
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.stores.row_sink import RowSink
 
 
 class Restarting:
@@ -39,7 +39,7 @@ class Restarting:
         self._publisher = WeakMethod(publish)  # its owner goes with its last reference
 
     @property
-    def storage(self) -> DiskStorage | None:
+    def storage(self) -> RowSink | None:
         """The storage that gets the rows, directly or through a replay buffer."""
         return self._run.writer.storage
 

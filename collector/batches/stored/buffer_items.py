@@ -11,11 +11,11 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, Storage, TensorStorage
 
 from tallyroll.collector.batches.rows.rows import Rows, as_tensordict
+from tallyroll.collector.batches.stored.sinks import takes_rows
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.dtypes import SIGNED
 from tallyroll.storage.rows.keys import TRAJ_IDS, spell
-from tallyroll.storage.storages import DiskStorage
 
 
 class CutItemWarning(UserWarning):
@@ -46,7 +46,7 @@ def require_items(behind: Storage, batch: TensorDictBase) -> None:
 
 def require_takes(behind: Storage, rows: Rows) -> None:
     """Refuse columns that torch cannot write to a TorchRL storage."""
-    if isinstance(behind, DiskStorage) or not isinstance(behind, TensorStorage):
+    if takes_rows(behind) or not isinstance(behind, TensorStorage):
         return
     for key, column in rows.items():
         if column.dtype in SIGNED:
@@ -68,10 +68,17 @@ def for_buffer(rows: Rows, buffer: ReplayBuffer, behind: Shapes) -> TensorDictBa
     return as_tensordict(pinned, None, behind).to(device, non_blocking=True)
 
 
-def extend_buffer(buffer: ReplayBuffer, batches: Sequence[TensorDictBase]) -> None:
-    """Add batches, whose trajectories are numbered, to a buffer."""
+def extend_buffer(
+    buffer: ReplayBuffer, batches: Sequence[TensorDictBase], record: bytes | None = None
+) -> None:
+    """Add batches, whose trajectories are numbered, to a buffer.
+
+    The storage under it, which takes rows, commits ``record`` with the next of them.
+    """
     store = buffer.storage
-    with store.writer.fresh_ids() if isinstance(store, DiskStorage) else nullcontext():
+    if record is not None:
+        store.writer.stage_record(record)
+    with store.writer.fresh_ids() if takes_rows(store) else nullcontext():
         for batch in batches:
             buffer.extend(batch)
 

@@ -15,8 +15,10 @@ from tallyroll.collector.policies.several.openings import Counts
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
 from tallyroll.storage.files.run_record import RunRecord, is_count
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import DONE, LANE, POLICY_ID, POLICY_VERSION, RANDOM_VERSION
 from tallyroll.storage.storages import DiskStorage, storage_class
+from tallyroll.storage.stores.row_sink import RowSink
 
 Resume: TypeAlias = bool | Literal["auto"]
 """Whether a run is continued; ``"auto"``: if there is one, or else a run begins."""
@@ -75,11 +77,11 @@ def opened_target(path: str | Path, resume: Resume, frames: int | None) -> DiskS
     return storage
 
 
-def has_begun(storage: DiskStorage) -> bool:
+def has_begun(storage: RowSink) -> bool:
     """Return whether ``storage`` holds rows or a run."""
-    if storage.head:
+    if storage.reader.head:
         return True
-    return storage.mode != "create" and bool(storage.manifest["runs"])
+    return storage.mode != "create" and bool(storage.reader.manifest["runs"])
 
 
 @dataclass(frozen=True)
@@ -121,22 +123,22 @@ def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> 
 
 
 def without_rows(
-    storage: DiskStorage, lanes: int, seed: int | None
+    reader: RowReader, lanes: int, seed: int | None
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Return the runs of a storage, without those at its end that do not matter; and these.
 
     A run at the end that has no row matters only to a collector with its lanes and its seed; or
     where its record has replaced that of the run before it, which could not go on exactly.
     """
-    entries, record = list(storage.manifest["runs"]), whole_record(storage)
+    entries, record = list(reader.manifest["runs"]), whole_record(reader)
     passed: list[Mapping[str, Any]] = []
     while entries:
-        last = last_run_of(entries, storage.path, storage.head)
+        last = last_run_of(entries, reader.path, reader.head)
         mine = record is not None and record.first_row == last.first_row
         elsewhere = record.stored_before if record is not None and mine else 0
-        if last.first_row < storage.head and passed and not mine:
+        if last.first_row < reader.head and passed and not mine:
             return [*entries, *reversed(passed)], []
-        if last.first_row < storage.head or elsewhere:
+        if last.first_row < reader.head or elsewhere:
             break
         if last.lanes in (None, lanes) and seed in (None, last.seed):
             break
@@ -174,16 +176,16 @@ def same_lanes(before: LastRun, lanes: int) -> None:
 # --- what its last record and its rows say --------------------------------------------------------
 
 
-def whole_record(storage: DiskStorage) -> RunRecord | None:
+def whole_record(reader: RowReader) -> RunRecord | None:
     """Return the newest record, if a collector wrote it and it has all numbers."""
-    record = RunRecord.parse(storage.record)
+    record = RunRecord.parse(reader.record)
     return record if record is not None and record.is_whole else None
 
 
-def resumed_ledger(storage: DiskStorage, last: LastRun) -> tuple[Ledger, int]:
+def resumed_ledger(reader: RowReader, last: LastRun) -> tuple[Ledger, int]:
     """Return the ledger of a run up to its last row, and the rows that it has elsewhere."""
     ledger, at = Ledger(seed=last.seed, incarnation=last.incarnation), last.first_row
-    record, stored_before = whole_record(storage), 0
+    record, stored_before = whole_record(reader), 0
     if record is not None and record.first_row == last.first_row:
         at, stored_before = record.at, record.stored_before
         ledger.load({**record.ledger, "incarnation": last.incarnation})
@@ -193,7 +195,7 @@ def resumed_ledger(storage: DiskStorage, last: LastRun) -> tuple[Ledger, int]:
             ledger.seed, ledger.incarnation = record.seed, record.incarnation
     ledger.incarnation += 1
     # The record may be older than the rows, or newer.
-    stored = stored_before + storage.head - last.first_row
+    stored = stored_before + reader.head - last.first_row
     unknown, ledger.stored = stored - ledger.stored, stored
     ledger.slots += max(0, unknown)
     ledger.executed += max(0, unknown)
@@ -201,29 +203,29 @@ def resumed_ledger(storage: DiskStorage, last: LastRun) -> tuple[Ledger, int]:
     ledger.lost += max(0, -unknown) + ledger.carried
     ledger.carried = 0
     # In a ring, only the rows that it still has.
-    rows = np.arange(max(at, storage.span.start), storage.span.stop)
-    ended = storage.reader.column(DONE).take(rows) if len(rows) else rows
+    rows = np.arange(max(at, reader.span.start), reader.span.stop)
+    ended = reader.column(DONE).take(rows) if len(rows) else rows
     ledger.episodes_complete += int(ended.sum())
     return ledger, stored_before
 
 
-def newest_version(storage: DiskStorage, first_row: int) -> int:
+def newest_version(reader: RowReader, first_row: int) -> int:
     """Return the largest policy version of a run's rows, also of rows taken back; -1 without any.
 
     ``first_row`` is the first of the run.
     """
-    rows = np.arange(max(first_row, storage.span.start), storage.span.stop)
-    own = storage.reader.column(POLICY_VERSION).take(rows)
-    record = whole_record(storage)
+    rows = np.arange(max(first_row, reader.span.start), reader.span.stop)
+    own = reader.column(POLICY_VERSION).take(rows)
+    record = whole_record(reader)
     known = [RANDOM_VERSION if record is None else record.policy_version]
-    for entry in storage.manifest["runs"]:
+    for entry in reader.manifest["runs"]:
         if entry.get("first_row_of_run") == first_row and is_count(entry.get("after_version")):
             known.append(entry["after_version"])
     return max(int(own.max(initial=RANDOM_VERSION)), *known)
 
 
 def opening_rows(
-    storage: DiskStorage, first_row: int, policies: SeveralPolicies, ledger: Ledger
+    reader: RowReader, first_row: int, policies: SeveralPolicies, ledger: Ledger
 ) -> Counts:
     """Return the number of rows of a run with which each of several policies began at random.
 
@@ -232,9 +234,9 @@ def opening_rows(
     Raises:
         StateError: the storage is a ring that lost rows, so that it cannot be known.
     """
-    openings, reader = policies.openings, storage.reader
-    start, stop = max(first_row, storage.span.start), storage.span.stop
-    others, rows = _always_at_random(storage, first_row, policies), np.arange(start, stop)
+    openings = policies.openings
+    start, stop = max(first_row, reader.span.start), reader.span.stop
+    others, rows = _always_at_random(reader, first_row, policies), np.arange(start, stop)
     lane = reader.column(LANE).take(rows)
     stored, over = np.zeros_like(openings.asked), openings.asked == 0
     for policy in np.flatnonzero(~over).tolist():
@@ -265,11 +267,11 @@ def opening_rows(
 
 
 def _always_at_random(
-    storage: DiskStorage, first_row: int, policies: SeveralPolicies
+    reader: RowReader, first_row: int, policies: SeveralPolicies
 ) -> list[list[range]]:
     """Return for each policy the rows of the run in whose entries it has no weights."""
-    entries, found = storage.manifest["runs"], [list[range]() for _ in policies.parts]
-    stops = [*(entry["first_row"] for entry in entries), storage.span.stop][1:]
+    entries, found = reader.manifest["runs"], [list[range]() for _ in policies.parts]
+    stops = [*(entry["first_row"] for entry in entries), reader.span.stop][1:]
     for entry, stop in zip(entries, stops, strict=True):
         if entry.get("first_row_of_run") != first_row:
             continue

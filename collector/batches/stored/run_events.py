@@ -6,7 +6,7 @@ from typing import Any
 
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT
 from tallyroll.storage.files.run_events import kept as as_kept
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.stores.row_sink import RowSink
 
 
 class RunEvents:
@@ -27,18 +27,18 @@ class RunEvents:
         made = [as_kept({**event, "row": row}, run) for event in self.all]
         return {EVENTS: made} if made else {}
 
-    def add(self, event: dict[str, Any], storage: DiskStorage | None) -> None:
+    def add(self, event: dict[str, Any], storage: RowSink | None) -> None:
         """Add an event; ``storage`` has the run, None where it keeps nothing of it."""
         self.all.append(event)
-        if self.entry is None or storage is None or storage.closed:
+        if self.entry is None or storage is None or storage.reader.closed:
             return  # the entry will have it
         before = self.entry.get(LEFT_OUT)
-        event = {**event, "row": storage.head}
+        event = {**event, "row": storage.reader.head}
         self.entry = storage.writer.runs.add_event(self.entry, event)
         if self.entry.get(LEFT_OUT) and not before:
             warnings.warn(
-                f"{storage.path} has as many events of its runs as a storage keeps: this one and "
-                "later ones are made and not recorded, so that the rows after it cannot be "
+                f"{storage.reader.path} has as many events of its runs as a storage keeps: this "
+                "one and later ones are made and not recorded, so that the rows after it cannot be "
                 "replayed. Call environments less often",
                 stacklevel=5,
             )

@@ -20,8 +20,9 @@ from tallyroll.storage import Schema
 from tallyroll.storage.engine.slot_rows import RunCounts
 from tallyroll.storage.errors import NotInitialised, StorageClosed
 from tallyroll.storage.files.run_record import record_bytes, record_template
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import TRAJ_IDS
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.stores.row_sink import RowSink
 
 _GO_ON = (
     "To go on after them, open the storage again and give it to a collector with resume=True: it "
@@ -44,7 +45,7 @@ class StoredRun:
 
     def __init__(
         self,
-        storage: DiskStorage | None,
+        storage: RowSink | None,
         buffer_ids: BufferIds | None,
         *,
         resumes: bool,
@@ -85,39 +86,40 @@ class StoredRun:
         storage = self._storage
         if not self._resumes or storage is None:
             return None
-        if storage.mode == "create" and not storage.head:
+        reader = storage.reader
+        if storage.mode == "create" and not reader.head:
             raise StateError(
-                f'{storage.path} was opened with mode="create", which has no run yet; open the one '
+                f'{reader.path} was opened with mode="create", which has no run yet; open the one '
                 'to be continued with mode="append"'
             )
-        entries, self._without_rows = without_rows(storage, lanes, seed)
+        entries, self._without_rows = without_rows(reader, lanes, seed)
         if self._without_rows and not entries:
             return None
-        self._last = last_run_of(entries, storage.path, storage.head)
+        self._last = last_run_of(entries, reader.path, reader.head)
         same_lanes(self._last, lanes)
-        ledger, self._stored_before = resumed_ledger(storage, self._last)
+        ledger, self._stored_before = resumed_ledger(reader, self._last)
         return ledger
 
     @property
-    def last(self) -> tuple[DiskStorage, int] | None:
-        """The storage, and the first row in it, of the run to be continued; None: there is none."""
-        if self._storage is None or self._last is None:
+    def last(self) -> tuple[RowReader, int] | None:
+        """The rows, and the first of the run to be continued; None: there is none."""
+        if self._reader is None or self._last is None:
             return None
-        return self._storage, self._last.first_row
+        return self._reader, self._last.first_row
 
     def continues(self, first_row: int) -> None:
         """Go on with the run that began at ``first_row``, of which rows were taken back."""
-        storage, self._last = self._storage, None
-        assert storage is not None
-        if storage.head > first_row:
-            last = last_run_of(storage.manifest["runs"], storage.path, storage.head)
+        reader, self._last = self._reader, None
+        assert reader is not None
+        if reader.head > first_row:
+            last = last_run_of(reader.manifest["runs"], reader.path, reader.head)
             if last.first_row != first_row:
                 raise StateError(
-                    f"the last run in {storage.path} began at row {last.first_row}, and the "
+                    f"the last run in {reader.path} began at row {last.first_row}, and the "
                     f"checkpoint is of the one that began at row {first_row}"
                 )
             self._last, self.first_row = last, first_row
-        self._drawn_at = storage.head
+        self._drawn_at = reader.head
 
     @property
     def goes_on(self) -> bool:
@@ -134,19 +136,19 @@ class StoredRun:
         self.counts.next_id, self._loaded = max(self.counts.next_id, next_id), ledger
         self._stored_elsewhere = ledger.stored
         if self.ready and self._storage.writer.claim.is_of(self):
-            self._begin_entry(self._storage, self._storage.schema, provenance)
+            self._begin_entry(self._storage, self._storage.reader.schema, provenance)
 
     # --- ids --------------------------------------------------------------------------------------
 
     def next_id(self) -> int:
         """One more than the largest trajectory id that was ever stored."""
-        next_id, storage = self.counts.next_id, self._storage
-        if storage is not None:
-            self._drawn_at = storage.head
-            if storage.head and len(ids := storage.column(TRAJ_IDS)):
+        next_id, reader = self.counts.next_id, self._reader
+        if reader is not None:
+            self._drawn_at = reader.head
+            if reader.head and len(ids := reader.shown(TRAJ_IDS)):
                 next_id = max(next_id, int(ids.max()) + 1)
             # Of a ring the rows with the largest ids may be gone.
-            record = whole_record(storage)
+            record = whole_record(reader)
             next_id = max(next_id, 0 if record is None else record.next_id)
         elif self._buffer_ids is not None:
             next_id = max(next_id, self._buffer_ids.next())
@@ -168,20 +170,20 @@ class StoredRun:
         """Make the files, or check that the storage fits; nothing is written before it does."""
         storage, last = self._storage, self._last
         assert storage is not None
-        self.first_row = storage.head if last is None else last.first_row
+        self.first_row = storage.reader.head if last is None else last.first_row
         if last is not None:
             same_source(last.environment, provenance["environment"])
         self._reserve(storage, schema)
         if storage.reader.initialised:
-            storage.writer.opened.require_schema(schema)
+            storage.writer.runs.require_schema(schema)
             if not storage.writer.claim.is_of(self):
                 return
         self._begin_entry(storage, schema, provenance)
 
-    def _reserve(self, storage: DiskStorage, schema: Schema) -> None:
+    def _reserve(self, storage: RowSink, schema: Schema) -> None:
         if self._frames is not None and _fits(storage, schema):
-            stored = self._stored_before + storage.head - self.first_row
-            storage.reserve(max(1, storage.head + self._frames - stored))
+            stored = self._stored_before + storage.reader.head - self.first_row
+            storage.reserve(max(1, storage.reader.head + self._frames - stored))
 
     def begin(self, provenance: Mapping[str, Any]) -> int | None:
         """Begin the run in the storage, which is its own until it is over.
@@ -197,20 +199,18 @@ class StoredRun:
             return None
         held = storage.writer.claim.is_of(self)
         storage.writer.claim.take(self)
-        noted = held and self.events.entry is not None and storage.head == drawn_at
+        noted = held and self.events.entry is not None and storage.reader.head == drawn_at
         if self.ready and not noted:
-            self._begin_entry(storage, storage.schema, provenance)
+            self._begin_entry(storage, storage.reader.schema, provenance)
         self.begun = True
-        return None if storage.head == drawn_at else self.next_id()
+        return None if storage.reader.head == drawn_at else self.next_id()
 
-    def _begin_entry(
-        self, storage: DiskStorage, schema: Schema, provenance: Mapping[str, Any]
-    ) -> None:
+    def _begin_entry(self, storage: RowSink, schema: Schema, provenance: Mapping[str, Any]) -> None:
         """Note in the manifest at which row the run begins, or goes on."""
         if self._last is None:
-            self.first_row = storage.head
+            self.first_row = storage.reader.head
         if self._loaded is not None:
-            self._stored_before = self._stored_elsewhere - (storage.head - self.first_row)
+            self._stored_before = self._stored_elsewhere - (storage.reader.head - self.first_row)
         runs = storage.writer.runs
         if self.events.entry is not None:
             runs.withdraw(self.events.entry)
@@ -218,13 +218,13 @@ class StoredRun:
         for entry in self._without_rows:
             runs.withdraw(entry)
         self._without_rows = ()
-        if storage.reader.initialised and storage.head != self._drawn_at:
+        if storage.reader.initialised and storage.reader.head != self._drawn_at:
             self._reserve(storage, schema)
         run, at = {**provenance, "first_row_of_run": self.first_row}, self._stored_before
-        at += storage.head - self.first_row
-        runs.begin(schema, run | self.events.at_beginning(at, storage.head, run))
-        self.events.entry = storage.manifest["runs"][-1]
-        ledger, record = self._loaded, whole_record(storage)
+        at += storage.reader.head - self.first_row
+        runs.begin(schema, run | self.events.at_beginning(at, storage.reader.head, run))
+        self.events.entry = storage.reader.manifest["runs"][-1]
+        ledger, record = self._loaded, whole_record(storage.reader)
         fresh = ledger is None and self._last is None
         if fresh and record is not None and record.first_row == self.first_row:
             # A run had begun here that has no rows: what it counted is not this one's.
@@ -255,7 +255,7 @@ class StoredRun:
         """A sentence that says which rows of the run are stored."""
         if self._storage is None:
             return "Rows of this run were yielded, or put into a replay buffer"
-        head, path = self.head, self._storage.path
+        head, path = self.head, self._storage.reader.path
         first = self.first_row if self.ready else head
         if head <= first:
             return f"No rows of this run are committed in {path}"
@@ -300,9 +300,10 @@ class StoredRun:
         storage = self._storage
         if storage is None or not self.ready or not storage.writer.claim.is_of(self):
             return
-        if storage.closed:
+        if storage.reader.closed:
+            path = storage.reader.path
             raise StorageClosed(
-                f"{storage.path} was closed before its collector. Not stored: the final ledger of "
+                f"{path} was closed before its collector. Not stored: the final ledger of "
                 f"the run, in the storage's record, and {left:,} transitions that waited for the "
                 f"next batch. {self.committed}. {_GO_ON}"
             )
@@ -316,8 +317,8 @@ class StoredRun:
             self._storage.writer.claim.end(self)
 
 
-def _fits(storage: DiskStorage, schema: Schema) -> bool:
+def _fits(storage: RowSink, schema: Schema) -> bool:
     try:
-        return not storage.schema.differences(schema)
+        return not storage.reader.schema.differences(schema)
     except NotInitialised:
         return True

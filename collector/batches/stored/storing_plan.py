@@ -8,6 +8,7 @@ from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.stored.sinks import stores_slots
 from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.fill_and_carry import Rollout
@@ -21,7 +22,6 @@ from tallyroll.collector.run_plan import (
     placing,
 )
 from tallyroll.storage.engine.kernel import is_built
-from tallyroll.storage.readers.file_reader import FileReader
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,14 @@ def traits_of(
 ) -> StoringTraits:
     """Look at a run for its plan."""
     plan, storage, slab = source.plan, writer.target, rollout.slabs[0]
+    writes = None if storage is None else storage.writer
+    files = writes if writes is not None and stores_slots(writes) else None
     return StoringTraits(
         postproc=options.postproc is not None,
         replay_buffer=writer.replay_buffer is not None,
         storage="" if storage is None else type(storage).__name__,
-        has_engine=storage is not None and isinstance(storage.reader, FileReader),
-        waits_for_disk=storage is not None and storage.writer.durability == "power",
+        has_engine=files is not None,
+        waits_for_disk=files is not None and files.durability == "power",
         elsewhere=[key for key in plan.layout if key not in slab.flat],
         by_lane=rollout.counts.because if rollout.counts.way == "by lane" else "",
         arrivals=slab.lane is not None,

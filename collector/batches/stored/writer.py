@@ -24,20 +24,24 @@ from tallyroll.collector.batches.stored.resume import (
     has_begun,
     opened_target,
 )
+from tallyroll.collector.batches.stored.sinks import sink_of, sink_under
 from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
+from tallyroll.storage.engine.new_rows import ArrayRows
 from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import InvalidSchema
+from tallyroll.storage.rows.batch_check import BatchCheck
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key
 from tallyroll.storage.rows.row_refs import RowRefs
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.stores.row_sink import RowSink
 
-StorageLike = str | Path | DiskStorage
+StorageLike = str | Path | RowSink
 Columns = Mapping[Key, torch.Tensor | RowRefs]
 
 
@@ -49,9 +53,9 @@ class BatchWriter:
     """Writes batches before they are yielded.
 
     Args:
-        storage: a Tallyroll storage, or a path at which one is made: an HDF5 file where it ends
-            in ``.h5`` or ``.hdf5``, a Zarr group where it ends in ``.zarr``, or else a
-            memory-mapped one.
+        storage: a Tallyroll storage or another `RowSink`, or a path at which a storage is made:
+            an HDF5 file where it ends in ``.h5`` or ``.hdf5``, a Zarr group where it ends in
+            ``.zarr``, or else a memory-mapped one.
         replay_buffer: a TorchRL replay buffer; what it stores is up to it.
         resume: continue the last run in the storage instead of beginning another; ``"auto"``
             begins one where there is none.
@@ -78,25 +82,15 @@ class BatchWriter:
                 f"{type(replay_buffer).__name__}; a storage goes to storage="
             )
         checked_resume(resume)
-        self.owned = isinstance(storage, (str, Path))
+        under, self.replay_buffer = sink_under(replay_buffer), replay_buffer
+        self._opened: DiskStorage | None = None
+        """The storage that was opened here."""
         if isinstance(storage, (str, Path)):
-            storage = opened_target(storage, resume, frames)
-        if storage is not None and not isinstance(storage, DiskStorage):
-            raise ArgumentError(
-                f"storage: expected a path or a tallyroll storage, got {type(storage).__name__}; "
-                "a torchrl storage goes into a ReplayBuffer, passed as replay_buffer="
-            )
-        self.replay_buffer = replay_buffer
-        behind = None if replay_buffer is None else replay_buffer.storage
+            self._opened = storage = opened_target(storage, resume, frames)
+        given = None if storage is None else sink_of(storage)
         # A buffer over this very storage writes to it: writing twice would store each row twice.
-        self.target = None if storage is behind else storage
-        self.storage = storage if storage is not None else behind
-        if not isinstance(self.storage, DiskStorage):
-            self.storage = None
-        if self.storage is not None and self.storage.mode == "read":
-            raise ArgumentError(
-                f'{self.storage.path} is open for reading; open it with mode="append" to collect'
-            )
+        self.target = None if given is under else given
+        self.storage = under if given is None else given
         self.require_room(batch)
         if resume and self.storage is None:
             raise ArgumentError(
@@ -104,7 +98,7 @@ class BatchWriter:
             )
         self.stores = self.storage is not None or replay_buffer is not None
         """There is a storage or a replay buffer."""
-        self.shapes = replay_buffer is not None and not isinstance(behind, DiskStorage)
+        self.shapes = replay_buffer is not None and under is None
         """The replay buffer keeps batches as they are laid out, and no rows."""
         if resume == "auto" and self.storage is not None:
             resume = has_begun(self.storage)
@@ -114,6 +108,7 @@ class BatchWriter:
             self.storage, self._buffer_ids, resumes=bool(resume), frames=frames
         )
         self._behind: Shapes = {}
+        self._check: BatchCheck | None = None
 
     def require_room(self, batch: int) -> None:
         """Refuse batches of so many transitions, where a ring is smaller.
@@ -121,9 +116,10 @@ class BatchWriter:
         Raises:
             ArgumentError: says how large it is.
         """
-        if self.storage is not None and 0 < self.storage.ring < batch:
+        reader = None if self.storage is None else self.storage.reader
+        if reader is not None and 0 < reader.ring < batch:
             raise ArgumentError(
-                f"frames_per_batch: {self.storage.path} is a ring of {self.storage.ring} rows, and "
+                f"frames_per_batch: {reader.path} is a ring of {reader.ring} rows, and "
                 f"a batch has {batch}; make batches smaller, or max_size larger"
             )
 
@@ -170,7 +166,7 @@ class BatchWriter:
         if len(rows[TRAJ_IDS]):
             self.stored_run.count_ids(int(rows[TRAJ_IDS].max()))
         # What an error left may be more than a batch.
-        ring = self.storage.ring if self.storage is not None else 0
+        ring = 0 if self.storage is None else self.storage.reader.ring
         pieces = _pieces({**rows, **large}, ring)
         _require("what stores them", sum(len(piece[TRAJ_IDS]) for piece in pieces), count)
         buffer, direct = self.replay_buffer, self.target
@@ -182,15 +178,22 @@ class BatchWriter:
                 batches = [for_buffer(piece, buffer, self._behind)]  # type: ignore[arg-type]
             elif shaped is not None and number == 1:
                 batches = shaped
-            arrays = {} if direct is None else {key: _array(c) for key, c in piece.items()}
+            new = None if direct is None else self._checked(direct, piece)
+            record = None
             if self.storage is not None and number == len(pieces):
-                self.storage.writer.stage_record(self.stored_run.record(ledger, open_lanes))
+                record = self.stored_run.record(ledger, open_lanes)
             # The storage last: what it has committed is counted, and nothing can fail after it.
             if buffer is not None:
-                extend_buffer(buffer, batches)
-            if direct is not None:
-                written = direct.extend(arrays, ids="fresh")
-                _require("the storage", len(written), len(piece[TRAJ_IDS]))
+                extend_buffer(buffer, batches, record if direct is None else None)
+            if direct is not None and new is not None:
+                written = direct.writer.append(new, record)
+                _require("the storage", len(written), new.count)
+
+    def _checked(self, sink: RowSink, rows: Columns) -> ArrayRows:
+        """Return rows as a storage takes them, if they fit it."""
+        if self._check is None:
+            self._check = BatchCheck(sink.reader.schema, sink.reader.path)
+        return ArrayRows(self._check.arrays({key: _array(c) for key, c in rows.items()}))
 
     def makes_items(self, batch_dims: int) -> bool:
         """Return whether a TorchRL buffer stores such a batch as items of several rows."""
@@ -198,19 +201,19 @@ class BatchWriter:
         return self.shapes and isinstance(behind, TensorStorage) and batch_dims > behind.ndim
 
     @property
-    def direct(self) -> DiskStorage | None:
+    def direct(self) -> RowSink | None:
         """The storage to which rows of a slab may go directly; None: there is none."""
         return self.target if self.stored_run.ready else None
 
     @property
     def schema(self) -> Schema | None:
         """The schema of :attr:`direct`; None: there is no such storage."""
-        return None if self.direct is None else self.direct.schema
+        return None if self.direct is None else self.direct.reader.schema
 
     @property
     def most(self) -> int:
         """Rows that can be written at once."""
-        return (self.storage is not None and self.storage.ring) or sys.maxsize
+        return (self.storage is not None and self.storage.reader.ring) or sys.maxsize
 
     def write_fixed(
         self, rows: FixedRows, index: RowIndex, next_id: int, ledger: Ledger, open_lanes: int
@@ -248,8 +251,8 @@ class BatchWriter:
     def close(self) -> None:
         """Close the storage if it was opened here."""
         self.stored_run.end()
-        if self.owned and self.target is not None:
-            self.target.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
 def _pieces(rows: Columns, ring: int) -> list[Columns]:

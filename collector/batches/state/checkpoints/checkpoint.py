@@ -240,6 +240,11 @@ def _storage_of(collector: Collector | None, storage: DiskStorage | None) -> Dis
             "is a part, given by a name of its own"
         )
     own = None if collector is None else collector.restarting.storage
+    if own is not None and not isinstance(own, DiskStorage):
+        raise ArgumentError(
+            "collector: expected one whose rows go to a storage of tallyroll's, which a checkpoint "
+            f"belongs to, got one with a {type(own).__name__}; keep its state_dict() instead"
+        )
     if own is not None and storage not in (None, own):
         raise ArgumentError(
             f"storage: the collector's is {own.path}, got {storage.path}; leave it out"

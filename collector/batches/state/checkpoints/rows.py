@@ -146,7 +146,7 @@ def _today(storage: DiskStorage, first_row: int) -> Since:
     if (record := RunRecord.parse(storage.record)) is not None:
         known.append(record.incarnation)
     collected = storage.head and record is not None
-    version = newest_version(storage, first_row) if collected else -1
+    version = newest_version(storage.reader, first_row) if collected else -1
     return Since(first_row, max(known), version)
 
 

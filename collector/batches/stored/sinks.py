@@ -1,0 +1,79 @@
+"""Storages that rows go to: what a caller gives, and what is under a replay buffer."""
+
+from typing import Any, TypeGuard, cast
+
+from torchrl.data import ReplayBuffer
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.storage.stores.row_sink import (
+    BufferedWriter,
+    RowSink,
+    RunsOfSink,
+    RunWriter,
+    absent,
+)
+from tallyroll.storage.stores.row_writer import RowWriter
+
+
+def sink_of(storage: object) -> RowSink:
+    """Return a storage that a caller gave, if it has all that a run needs.
+
+    Raises:
+        ArgumentError: it has not, and the message says what is missing; or it is read only.
+    """
+    missing = absent(RowSink, storage)
+    if {"reader", "writer"} & {*missing}:
+        raise ArgumentError(
+            f"storage: expected a path or a tallyroll storage, got {type(storage).__name__}; "
+            "a torchrl storage goes into a ReplayBuffer, passed as replay_buffer=, and a storage "
+            f"of your own is a RowSink, which has {', '.join(missing)}, too"
+        )
+    return _whole(cast(RowSink, storage), "storage", missing, RunWriter)
+
+
+def sink_under(buffer: ReplayBuffer | None) -> RowSink | None:
+    """Return the storage of a replay buffer that takes rows; None if TorchRL's way is its own.
+
+    Raises:
+        ArgumentError: it takes rows, and lacks what a run needs for that; or it is read only.
+    """
+    found: Any = None if buffer is None else buffer.storage
+    if not takes_rows(found):
+        return None
+    return _whole(found, "replay_buffer", absent(RowSink, found), BufferedWriter)
+
+
+def takes_rows(storage: object) -> bool:
+    """Return whether a TorchRL storage is a sink, too, which has a reader and a writer of rows."""
+    return hasattr(storage, "writer") and hasattr(storage, "reader")
+
+
+def stores_slots(writer: RunWriter) -> TypeGuard[RowWriter]:
+    """Return whether the extension stores few slots in one call, to files of the writer."""
+    return writer.in_one_call
+
+
+def _whole(sink: RowSink, what: str, missing: list[str], writes: type) -> RowSink:
+    if not missing and sink.mode == "read":
+        raise ArgumentError(
+            f'{sink.reader.path} is open for reading; open it with mode="append" to collect'
+        )
+    missing += [f"writer.{name}" for name in absent(writes, sink.writer)]
+    if "writer.runs" not in missing:
+        missing += [f"writer.runs.{name}" for name in absent(RunsOfSink, sink.writer.runs)]
+    missing += [f"reader.{name}" for name in _READ if name not in dir(sink.reader)]
+    if missing:
+        raise ArgumentError(
+            f"{what}: expected a RowSink, which a run can be written to, got a "
+            f"{type(sink).__name__} without {', '.join(missing)}; tallyroll.storage.RowSink says "
+            "what each is"
+        )
+    sink.reader.require_open()
+    return sink
+
+
+_READ = (
+    *("path", "ring", "schema", "span", "manifest", "column", "initialised", "record"),
+    *("head", "last_head", "closed", "require_open", "shown"),
+)
+"""Members of a `RowReader` that a run needs; it has more for those who read."""
