@@ -17,6 +17,7 @@ from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.stored.sinks import takes_rows
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.storage import MemmapStorage
+from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.errors import RunUnderWay, SchemaMismatch, StorageClosed
 from tallyroll.storage.stores.row_sink import BufferedWriter, RowSink, RunsOfSink, RunWriter, absent
 
@@ -89,7 +90,8 @@ def test_a_ring_in_memory_gets_the_rows_of_one_on_disk(
     assert ring.flushed == 2
 
 
-def test_the_plan_says_why_rows_go_another_way(tmp_path: Path) -> None:
+@pytest.mark.skipif(compiled() is None, reason="without the extension, that is the reason")
+def test_the_plan_says_why_rows_go_another_way() -> None:
     given: dict[str, Any] = {"frames_per_batch": FEW, "total_frames": FEW}
     with sync_collector(NEXT, storage=RamRing(50), **given) as collector:
         plan = str(collector.plan).splitlines()
@@ -98,7 +100,7 @@ def test_the_plan_says_why_rows_go_another_way(tmp_path: Path) -> None:
     assert f"commits       rows, {why}" in plan
 
 
-def test_async_workers_collect_exactly_as_many(tmp_path: Path) -> None:
+def test_async_workers_collect_exactly_as_many() -> None:
     ring = RamRing(40)
     make = partial(worker_collector, DISABLED, 2, mode="async", frames_per_batch=FEW)
     collector = run(make, ring, 123, seed=3)
