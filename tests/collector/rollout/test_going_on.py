@@ -40,7 +40,7 @@ from tallyroll.collector.rollout import os_signals
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.segment_queue import SegmentQueue
 from tallyroll.collector.workers.leases.source import Leases
-from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage import open_storage, verify
 from tallyroll.storage.stores.row_writer import RowWriter
 
 from collect_kit import assert_same, balanced
@@ -427,13 +427,6 @@ def failing(where: str, fails: Failing, patched: pytest.MonkeyPatch, **kwargs: A
         return worker_collector(DISABLED, 2, RecordingPolicy(), mode=where.split()[1], **kwargs)
     collector = sync_collector(DISABLED, **kwargs)
     if where == "disk":
-
-        def full(*given: Any, **more: Any) -> Any:
-            fails()
-            return extend(*given, **more)
-
-        extend = MemmapStorage.extend
-        patched.setattr(MemmapStorage, "extend", full)
         patched.setattr(RowWriter, "append", broken_at(fails, RowWriter.append))
     else:
         system = collector.env.system  # type: ignore[attr-defined]

@@ -83,7 +83,7 @@ def test_a_view_of_a_reader_is_pickled(tmp_path: Path) -> None:
     with open_storage(tmp_path / "rows") as reader:
         again = pickle.loads(pickle.dumps(reader.with_overlays("x")))
         assert again[2:5]["x"].tolist() == [0, 7, 0]
-        again._of.close()
+        again.of_rows.close()
 
 
 def test_it_is_opened_where_it_is_equal(tmp_path: Path) -> None:
