@@ -85,6 +85,7 @@ class RowsModel:
     def empty(self) -> None:
         """Take away every row; the numbers of later rows go on."""
         self.floor = self.head
+        self._used = max(self._used, self.head + self.ring)  # no slot has a row any more
 
     def take_back(self, rows: int) -> None:
         """Take back all rows from ``rows`` on."""

@@ -38,3 +38,18 @@ for case in (TestMemmap, TestRing, TestH5, TestZarr):
         phases=[Phase.explicit, Phase.reuse, Phase.generate],
     )
 del case  # or pytest would run it once more
+
+
+def test_a_ring_that_was_emptied_gets_no_row_back() -> None:
+    """The model did, if rows had been taken back after more than the ring's slots were written."""
+    state = RingMachine()
+    try:
+        state.create(steps=1, capacity=9)
+        state.extend(count=5, as_arrays=False, record=None)
+        state.empty()
+        state.extend(count=6, as_arrays=False, record=None)
+        state.take_back(share=0.9)
+        assert state.model.span == range(5, 10)
+        state.holds_the_rows_of_the_model()
+    finally:
+        state.teardown()
