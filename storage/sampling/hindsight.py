@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, NoSlices, SlotsMayChange
+from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, NoSlices
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import (
     DONE,
@@ -26,6 +26,11 @@ from tallyroll.storage.rows.keys import (
     spell,
 )
 from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.sampling.drawn_from import (
+    require_same,
+    require_slots_stay,
+    require_storage,
+)
 from tallyroll.storage.sampling.prioritized import ROW
 from tallyroll.storage.sampling.stretches import ends_of, steps_before
 from tallyroll.storage.storages import DiskStorage
@@ -101,7 +106,8 @@ class HindsightSampler(Sampler):
         achieved: str | Key = "achieved_goal",
         generator: torch.Generator | None = None,
     ) -> None:
-        _require_storage(storage)
+        others = "TorchRL's HERReplayBuffer draws from TorchRL's, one lane."
+        require_storage(storage, "HindsightSampler", others)
         for name, judge in (("reward", reward), ("terminated", terminated)):
             if not callable(judge) and not (name == "terminated" and judge is None):
                 raise TypeError(
@@ -145,17 +151,14 @@ class HindsightSampler(Sampler):
             Overrun: a ring is overwritten by another process faster than it is read.
         """
         count = storage if batch_size is None else batch_size
-        if batch_size is not None and storage is not self.storage:
-            raise ValueError(
-                f"this sampler draws from {self.storage!r}, and the buffer is over {storage!r}. "
-                "Give both the same storage."
-            )
+        if batch_size is not None:
+            require_same(self.storage, storage)
         check_positive("the number of rows", count)
         random = self._generator if generator is None else generator
         batch = steadily(self._reader, lambda: self._sample(count, random))
         if batch_size is None:
             return batch
-        _require_slots_stay(self.storage)
+        require_slots_stay(self.storage, "Call sample(n), which looks again.")
         index = self._reader.index_of(batch.get(ROW).numpy())
         ends = [] if self._terminated is None else [TERMINATED, DONE]
         keys = [*self._goal_columns(), REWARD, *ends, ROW, GOAL_ROW]
@@ -342,22 +345,6 @@ def _values(name: str, value: Any, column: torch.Tensor) -> torch.Tensor:
             "the column holds."
         )
     return found
-
-
-def _require_storage(storage: Any) -> None:
-    if not isinstance(storage, DiskStorage):
-        raise TypeError(
-            "HindsightSampler draws from the storages of tallyroll.storage, got "
-            f"{type(storage).__name__}. TorchRL's HERReplayBuffer draws from TorchRL's, one lane."
-        )
-
-
-def _require_slots_stay(storage: DiskStorage) -> None:
-    if storage.ring and storage.mode == "read":
-        raise SlotsMayChange(
-            f"{storage.path} is a ring that another process may write, so that rows change between "
-            "drawing and reading them through a replay buffer. Call sample(n), which looks again."
-        )
 
 
 def _device_of(random: torch.Generator | None) -> torch.device | None:

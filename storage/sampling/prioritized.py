@@ -25,7 +25,6 @@ from tallyroll.storage.errors import (
     NoSlices,
     NotPicklable,
     ReadOnlyStorage,
-    SlotsMayChange,
     StateMismatch,
 )
 from tallyroll.storage.files.safe_files import Inside
@@ -34,6 +33,11 @@ from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.replay.disk_storage import storage_of_rows
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.sampling.drawn_from import (
+    require_same,
+    require_slots_stay,
+    require_storage,
+)
 from tallyroll.storage.sampling.powers import powers_of
 from tallyroll.storage.sampling.priorities import Priorities, leaves_of, moved, number
 from tallyroll.storage.sampling.priority_file import (
@@ -127,7 +131,9 @@ class PrioritizedSampler(Sampler):
         reduction: str = "max",
         generator: torch.Generator | None = None,
     ) -> None:
-        _require_storage(storage)
+        others = "TorchRL's PrioritizedSampler draws from TorchRL's."
+        require_storage(storage, "PrioritizedSampler", others)
+        require_slots_stay(storage, "Draw where it is written.", "reading them")
         self._saved = False
         if slice_len is not None:
             check_positive("slice_len", slice_len)
@@ -216,11 +222,7 @@ class PrioritizedSampler(Sampler):
         """
         if batch_size is None:
             return steadily(self._reader, lambda: self._sample(storage))
-        if storage is not self.storage:
-            raise ValueError(
-                f"this sampler draws from {self.storage!r}, and the buffer is over {storage!r}. "
-                "Give both the same storage."
-            )
+        require_same(self.storage, storage)
         length = self.slice_len or 1
         if batch_size < 1 or batch_size % length:
             raise ValueError(
@@ -635,19 +637,6 @@ class PrioritizedSampler(Sampler):
 
 # TorchRL's buffers hand priorities on to samplers that are of this class.
 TorchRLSampler.register(PrioritizedSampler)
-
-
-def _require_storage(storage: Any) -> None:
-    if not isinstance(storage, DiskStorage):
-        raise TypeError(
-            "PrioritizedSampler draws from the storages of tallyroll.storage, got "
-            f"{type(storage).__name__}. TorchRL's PrioritizedSampler draws from TorchRL's."
-        )
-    if storage.ring and storage.mode == "read":
-        raise SlotsMayChange(
-            f"{storage.path} is a ring that another process may write, so that rows change between "
-            "drawing and reading them. Draw where it is written."
-        )
 
 
 def _first_leaf(alpha: float, eps: float) -> float:

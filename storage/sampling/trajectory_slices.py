@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from tallyroll.storage.errors import NoSlices, ShortTrajectory, SlotsMayChange
+from tallyroll.storage.errors import NoSlices, ShortTrajectory
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import MASK, Key
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.sampling.drawn_from import require_slots_stay, require_storage
 from tallyroll.storage.trajectories.mapping import done_keys, draw, init_keys, slice_marks
 from tallyroll.storage.trajectories.windows import By, Short, Slices, Windows
 
@@ -90,17 +90,13 @@ class TrajectorySliceSampler(Sampler):
         return info | end_marks(reader, slices)
 
     def _check(self, storage: Any) -> None:
-        if not isinstance(storage, DiskStorage):
-            raise TypeError(
-                "TrajectorySliceSampler draws from the storages of tallyroll.storage, got "
-                f"{type(storage).__name__}. TorchRL's SliceSampler draws from TorchRL's."
-            )
-        if storage.ring and storage.mode == "read":
-            raise SlotsMayChange(
-                f"{storage.path} is a ring that another process may write, so that rows change "
-                "between drawing and reading them through a replay buffer. Draw with "
-                "storage.trajectories.sample_slices(num_slices, slice_len), which looks again."
-            )
+        others = "TorchRL's SliceSampler draws from TorchRL's."
+        require_storage(storage, "TrajectorySliceSampler", others)
+        require_slots_stay(
+            storage,
+            "Draw with storage.trajectories.sample_slices(num_slices, slice_len), "
+            "which looks again.",
+        )
 
     def _sampleable_count(self, storage: Any, batch_size: int) -> int:
         self._check(storage)
