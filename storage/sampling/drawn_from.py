@@ -1,4 +1,4 @@
-"""What samplers require of the storage that they draw from."""
+"""Checks of the storage that a sampler draws from."""
 
 from __future__ import annotations
 
