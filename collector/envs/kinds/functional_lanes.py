@@ -113,7 +113,14 @@ class FunctionalLanes(System):
         ``ends`` are terminated and truncated, bool ``[2, lane]``.
         """
         jax, lanes = self._jax, self.declares.lanes
-        few = max(_FEW, lanes // _FEW)
+        few, over, start = max(_FEW, lanes // _FEW), ends[0] | ends[1], ((leaves, rest), final)
+
+        def all_at_once(before: tuple[Any, Any]) -> tuple[Any, Any]:
+            keys = rest[0] if drawn.seeds is None else self._keys(drawn.seeds)
+            return merged(jax, over, self._begin_all(keys, drawn.context), before)
+
+        if lanes <= few:  # to find the lanes, and to gather theirs, would take longer
+            return jax.lax.cond(over.any(), all_at_once, lambda before: before, start)
 
         def some(under_way: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             carry, seen, left = under_way
@@ -123,6 +130,6 @@ class FunctionalLanes(System):
             carry, seen = placed(jax, at, lanes, begun, (carry, seen))
             return carry, seen, left.at[at].set(False, mode="drop")
 
-        start = (leaves, rest), final, ends[0] | ends[1]
-        carry, first, _ = jax.lax.while_loop(lambda under_way: under_way[2].any(), some, start)
+        left = (*start, over)
+        carry, first, _ = jax.lax.while_loop(lambda under_way: under_way[2].any(), some, left)
         return carry, first
