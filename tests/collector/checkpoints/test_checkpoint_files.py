@@ -150,7 +150,12 @@ def damaged(path: Path, how: str, tmp_path: Path) -> None:
     elif how == "code":
         torch.save({"parts": Danger()}, state)
         found = {"nbytes": state.stat().st_size, "sha256": folder._sha256(state)}
-        about.write_text(json.dumps({**json.loads(about.read_text()), **found}))
+        found = {**json.loads(about.read_text()), **found}
+        about.write_text(json.dumps({**found, "check": folder.check_of(found)}))
+    elif how == "digit":
+        found = about.read_text().replace('"transitions": 0', '"transitions": 1')
+        assert found != about.read_text()
+        about.write_text(found)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +168,7 @@ def damaged(path: Path, how: str, tmp_path: Path) -> None:
         ("json", "no JSON"),
         ("other", "another program's"),
         ("newer", "of version 9"),
+        ("digit", "checkpoint.json fails its check"),
         ("code", "cannot be read"),
     ],
 )

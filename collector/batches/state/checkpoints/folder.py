@@ -124,6 +124,7 @@ def write(
                     "nbytes": (aside / STATE).stat().st_size,
                     "sha256": _sha256(aside / STATE),
                 }
+                about["check"] = check_of(about)
                 (aside / ABOUT).write_text(json.dumps(about, indent=1))
                 _sync_tree(aside)
                 path = folder / f"{number:06d}-at-{transitions}"
@@ -193,7 +194,15 @@ def _about(inside: Inside, chosen: Path) -> dict[str, Any]:
             f"{chosen} is a checkpoint of version {about.get('version')!r}, and this Tallyroll "
             f"reads version {VERSION}; use the Tallyroll that wrote it, {about.get('tallyroll')}"
         )
+    if about.get("check") != check_of(about):
+        raise _damaged(chosen, f"{ABOUT} fails its check")
     return about
+
+
+def check_of(about: dict[str, Any]) -> str:
+    """Return the checksum of what is told beside the state, but for the checksum itself."""
+    told = {name: value for name, value in about.items() if name != "check"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(path: Path, why: str) -> StateError:
