@@ -23,8 +23,14 @@ set -Eeuo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
 environment=core others=() failed=() chosen=(-m "not slow") quick=() seconds=
-browser= beside= group= log=
+browser= beside= group= log= said= scratch=
 tools=(build setuptools hypothesis psutil pytest pytest-timeout pytest-xdist)  # of every environment
+
+at_end() {
+    if [[ $group ]]; then kill -- -"$group" 2>/dev/null || true; fi
+    rm -rf "$said" "$scratch"
+}
+trap at_end EXIT
 
 step() { # step NAME COMMAND...: run it, remember whether it failed, and how long it took
     local began=$SECONDS
@@ -37,6 +43,7 @@ beside() { # beside NAME COMMAND...: a step while others go on; what it says com
     beside=$1 log=$venv/beside.log
     set -m  # a group of its own, which ends with us
     (
+        renice -n 5 -p "$BASHPID" >/dev/null  # it takes what the others leave
         began=$SECONDS code=0
         "${@:2}" || code=$?
         echo $((SECONDS - began)) >"$log.seconds"
@@ -44,13 +51,12 @@ beside() { # beside NAME COMMAND...: a step while others go on; what it says com
     ) >"$log" 2>&1 &
     group=$!
     set +m
-    trap 'kill -- -"$group" 2>/dev/null' EXIT
 }
 
 join() { # wait for what runs beside, say what it said, and remember whether it failed
     printf '\n== %s\n' "$beside"
     wait "$group" || failed+=("$beside")
-    trap - EXIT
+    group=
     cat "$log"
     took "$beside" $((SECONDS - $(<"$log.seconds")))
 }
@@ -158,6 +164,12 @@ pages() {
     $bin/python -m sphinx -n -W -q -E --keep-going -b html docs "$venv/pages" &&
         $bin/python docs/site_check.py "$venv/pages"
 }
+types_and_pages() {
+    local code=0
+    $bin/mypy || code=1
+    pages || code=1
+    return "$code"
+}
 compile_tests() { # or each process of the tests does, for half a minute; what is wrong they say
     $bin/pytest --collect-only -qq -m "not slow" "${tests[@]}" >/dev/null 2>&1 || true
 }
@@ -171,13 +183,11 @@ if [[ $browser ]]; then
     step "pages" pages
     step "browser" look_at_pages "$@"
 elif [[ $environment == core ]]; then
-    beside "mypy" $bin/mypy
+    beside "types and pages" types_and_pages
     step "ruff format" $bin/ruff format --check .
     step "ruff check" $bin/ruff check .
     step "imports" $bin/lint-imports --no-cache
-    step "pages" pages
     compile_tests
-    join
 fi
 # Many tests wait for other processes: three at a time, on two processors. More would only take each
 # other's time.
@@ -210,8 +220,8 @@ if ((${room:-0} >= 6)); then
     export TMPDIR=$scratch
 fi
 said=$(mktemp) reasons=
-trap 'rm -rf "$said" "${scratch:-}"' EXIT
 if [[ ! $browser ]]; then step "pytest" run_tests "$@"; fi
+if [[ $group ]]; then join; fi
 if [[ $environment == core && ${#chosen[@]} == 0 ]]; then
     step "pytest without the extension" without_extension "$@"
 fi
