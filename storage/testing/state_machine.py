@@ -96,7 +96,7 @@ class RowsModel:
             if not self.ring or self._used >= rows + self.ring or self.floor > rows:
                 self._used, self.floor = rows, rows if self.ring else 0
             elif self._used > self.ring:
-                self.floor = self._used - self.ring
+                self.floor = max(self.floor, self._used - self.ring)
 
     @property
     def span(self) -> range:

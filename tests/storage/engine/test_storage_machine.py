@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import Phase, settings
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage
@@ -40,16 +41,30 @@ for case in (TestMemmap, TestRing, TestH5, TestZarr):
 del case  # or pytest would run it once more
 
 
-def test_a_ring_that_was_emptied_gets_no_row_back() -> None:
+@pytest.mark.parametrize(
+    ("emptied", "more", "share", "left"),
+    [
+        ("empty", 6, 0.9, range(5, 10)),
+        ("rewind", 7, 0.4, range(5, 5)),  # to where the rewind before it left no row
+    ],
+)
+def test_a_ring_that_was_emptied_gets_no_row_back(
+    emptied: str, more: int, share: float, left: range
+) -> None:
     """The model did, if rows had been taken back after more than the ring's slots were written."""
     state = RingMachine()
     try:
         state.create(steps=1, capacity=9)
         state.extend(count=5, as_arrays=False, record=None)
-        state.empty()
-        state.extend(count=6, as_arrays=False, record=None)
-        state.take_back(share=0.9)
-        assert state.model.span == range(5, 10)
+        if emptied == "empty":
+            state.empty()
+        else:
+            for _ in range(2):
+                state.extend(count=5, as_arrays=False, record=None)
+            state.take_back(share=1 / 3)
+        state.extend(count=more, as_arrays=False, record=None)
+        state.take_back(share=share)
+        assert state.model.span == left
         state.holds_the_rows_of_the_model()
     finally:
         state.teardown()

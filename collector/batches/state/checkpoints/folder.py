@@ -200,7 +200,7 @@ def _about(inside: Inside, chosen: Path) -> dict[str, Any]:
 
 
 def check_of(about: dict[str, Any]) -> str:
-    """Return the checksum of what is told beside the state, but for the checksum itself."""
+    """Return the checksum of the values beside the state, but for the checksum itself."""
     told = {name: value for name, value in about.items() if name != "check"}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
