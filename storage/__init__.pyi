@@ -2,6 +2,7 @@
 
 from tallyroll.storage.errors import *  # noqa: F403
 from tallyroll.storage.overlays.overlay import Overlay as Overlay
+from tallyroll.storage.readers.reused_rows import ReusedRows as ReusedRows
 from tallyroll.storage.readers.row_reader import RowReader as RowReader
 from tallyroll.storage.replay.loader import Loader as Loader
 from tallyroll.storage.rows.schema import Schema as Schema

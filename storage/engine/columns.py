@@ -116,10 +116,17 @@ class Columns:
             self._tables[rows] = table
         return table
 
-    def take_compiled(self, slots: np.ndarray, room: Room, only: Places | None = None) -> bool:
+    def take_compiled(
+        self,
+        slots: np.ndarray,
+        room: Room,
+        only: Places | None = None,
+        below: int | None = None,
+    ) -> bool:
         """Copy slots of each column, or of some, to the arrays [*slots.shape, ...] of ``room``.
 
-        Return False, with nothing copied, without a kernel or if a slot does not exist.
+        Return False, with nothing copied, without a kernel or if a slot does not exist, or is not
+        below ``below``.
         """
         kernel = self.kernel
         if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
@@ -131,7 +138,7 @@ class Columns:
                 row_nbytes = [row_nbytes[place] for place in only]
             room.table, room.of = copy_table(room.addresses, sources, row_nbytes), self
         try:
-            kernel.gather_rows(room.table, 0, slots, self.room)
+            kernel.gather_rows(room.table, 0, slots, self.room if below is None else below)
         except IndexError:  # from links in a damaged storage
             return False
         return True

@@ -31,6 +31,11 @@ class Room:
         self.of: object = None
 
     @property
+    def count(self) -> int:
+        """The first size of the arrays."""
+        return len(self.arrays[0])
+
+    @property
     def addresses(self) -> list[int]:
         """The address of each array; asking for it takes a microsecond."""
         return [array.ctypes.data for array in self.arrays]

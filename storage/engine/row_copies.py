@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
 from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.mapped_space import MappedSpace
-from tallyroll.storage.engine.pool import BufferPool
+from tallyroll.storage.engine.pool import BufferPool, Room
 from tallyroll.storage.engine.private_rows import PrivateRows
 from tallyroll.storage.engine.ring import first_valid, in_use, overrun, rows_in, slots_at
 from tallyroll.storage.engine.seen_counts import SeenCounts
@@ -101,6 +103,33 @@ class RowCopies:
             return self._take_checked(index, only)[0]
         with self._space.mutex:  # no append of another thread
             return self.gather(slots_at(index, *counts.now(), self._ring, self._header.floor), only)
+
+    def take_into(self, index: Any, room: Room, only: Places | None) -> bool:
+        """Copy the valid rows ``index`` [n], from 0, to the arrays [n, ...] of ``room``.
+
+        Return False if they are not copied by one call of the extension: there is none, another
+        process writes this ring, its indices are no slots, or ``index`` is not of int64 from 0.
+        """
+        if isinstance(index, torch.Tensor):
+            try:
+                index = index.numpy()
+            except (RuntimeError, TypeError):  # on a device, or not dense
+                return False
+        if type(index) is not np.ndarray or index.shape != (room.count,):
+            return False
+        counts, space = self._counts, self._space
+        if not self._ring:
+            rows = counts.head
+            space.arrays()  # as many are mapped
+            return space.columns.take_compiled(index, room, only, rows)
+        if counts.follows or counts.floor:
+            return False
+        with space.mutex:  # no append of another thread
+            head, reserve = counts.now()
+            whole = head == reserve
+            return whole and space.columns.take_compiled(
+                index, room, only, in_use(head, self._ring)
+            )
 
     def take_numbered(
         self, index: np.ndarray, only: Places | None = None

@@ -21,6 +21,7 @@ from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, Event
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.event_file import EventFile, on_disk
+from tallyroll.storage.readers.reused_rows import ReusedRows
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, spell
@@ -320,6 +321,17 @@ class FileReader(RowReader):
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         return steadily(self, lambda: self._get(index, keys))
+
+    def get_into(self, index: Any, out: ReusedRows) -> TensorDict:
+        engine = self.running()
+        rewinds = engine.counts.rewinds
+        if (
+            out.schema is engine.schema
+            and engine.copies.take_into(index, out.room, out.places)
+            and engine.counts.rewinds == rewinds
+        ):
+            return out.rows
+        return super().get_into(index, out)
 
     def _get(self, index: Any, keys: Keys | None) -> TensorDict:
         engine = self.running()

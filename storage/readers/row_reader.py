@@ -18,6 +18,7 @@ from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, Overrun, S
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.memmap import MemmapFormat
+from tallyroll.storage.readers.reused_rows import ReusedRows
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
 from tallyroll.storage.rows.nesting import Nest
@@ -406,6 +407,11 @@ class RowReader(ABC):
             except IndexOutOfRange as error:
                 if time.monotonic() > deadline:
                     raise self.overrun(f"these {rows.size}") from error
+
+    def get_into(self, index: Any, out: ReusedRows) -> TensorDict:
+        """Copy rows to memory that is used again, and return its TensorDict; see `get`."""
+        out.fill(self.get(index, out.keys))
+        return out.rows
 
     def in_order(self, keys: Keys | None = None) -> TensorDict:
         """Return all rows, the oldest first, without those that are overwritten meanwhile.

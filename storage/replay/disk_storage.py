@@ -27,6 +27,7 @@ from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.files.run_events import shown
 from tallyroll.storage.package.moved_attributes import Moved
 from tallyroll.storage.readers.file_reader import Mode
+from tallyroll.storage.readers.reused_rows import ReusedRows
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.replay.loader import Loader, Make
@@ -214,12 +215,14 @@ class DiskStorage(RowStore, AsTensorStorage):
         self.writer.tell = partial(_tell_buffers, weakref.ref(self))
         buffers.join(self, buffer)
 
-    def get(self, index: Any, keys: Keys | None = None) -> Any:
+    def get(self, index: Any, keys: Keys | None = None, *, out: ReusedRows | None = None) -> Any:
         """Return rows as `RowStore.get` does; for a key as the index, all rows of that column.
 
         Raises:
             KeyError: no column has that key.
         """
+        if out is not None:
+            return self._get_into(index, keys, out)
         kind = type(index)
         if kind is str or (kind is tuple and index and all(type(name) is str for name in index)):
             reader = self.reader_with([index])

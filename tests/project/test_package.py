@@ -67,6 +67,7 @@ PUBLIC: dict[str, set[str]] = {
         "Overlay",
         "PrioritizedSampler",
         "Report",
+        "ReusedRows",
         "RowReader",
         "RowSink",
         "Schema",

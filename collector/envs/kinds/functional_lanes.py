@@ -117,10 +117,12 @@ class FunctionalLanes(System):
 
         def all_at_once(before: tuple[Any, Any]) -> tuple[Any, Any]:
             keys = rest[0] if drawn.seeds is None else self._keys(drawn.seeds)
-            return merged(jax, over, self._begin_all(keys, drawn.context), before)
+            found: tuple[Any, Any] = merged(jax, over, self._begin_all(keys, drawn.context), before)
+            return found
 
         if lanes <= few:  # to find the lanes, and to gather theirs, would take longer
-            return jax.lax.cond(over.any(), all_at_once, lambda before: before, start)
+            carry, first = jax.lax.cond(over.any(), all_at_once, lambda before: before, start)
+            return carry, first
 
         def some(under_way: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             carry, seen, left = under_way
