@@ -21,6 +21,7 @@
 # PYTHON names the interpreter to build environments with (default: python3, at least 3.11).
 set -Eeuo pipefail
 cd "$(dirname "$0")"
+unset PYTHONDONTWRITEBYTECODE  # or each process compiles all that it imports: half of its time
 python=${PYTHON:-python3}
 environment=core others=() failed=() chosen=(-m "not slow") quick=() seconds=
 browser= beside= group= log= said= scratch=
