@@ -218,17 +218,39 @@ class DiskStorage(RowStore, AsTensorStorage):
     def get(self, index: Any, keys: Keys | None = None, *, out: ReusedRows | None = None) -> Any:
         """Return rows as `RowStore.get` does; for a key as the index, all rows of that column.
 
+        ``out`` is memory that :meth:`reused` made, to which the rows are copied, and its TensorDict
+        is returned: what it had before is overwritten.
+
         Raises:
             KeyError: no column has that key.
+            ValueError: ``out`` has another number of rows, or there are ``keys`` as well.
         """
         if out is not None:
-            return self._get_into(index, keys, out)
+            if keys is not None:
+                raise ValueError("keys are those of out: give them to reused().")
+            reader = self.reader
+            if out.schema is not reader.schema:  # with overlays, or of another storage
+                reader = self.reader_with(out.keys)
+            return reader.get_into(index, out)
         kind = type(index)
         if kind is str or (kind is tuple and index and all(type(name) is str for name in index)):
             reader = self.reader_with([index])
             only = [index] if as_key(index) in reader.keys else None
             return reader.get(slice(None), only)[index]
         return (self.reader if keys is None else self.reader_with(keys)).get(index, keys)
+
+    def reused(self, rows: int, keys: Keys | None = None) -> ReusedRows:
+        """Return memory for batches of ``rows`` rows: ``get(index, out=...)`` overwrites it.
+
+        Small batches come in a third of the time so. ``keys`` as in `get`.
+
+        Raises:
+            ColumnsMissing: a column that is not there.
+            NotEnoughMemory: there is not enough memory.
+            NotInitialised: there is no schema yet.
+            ValueError: ``rows`` is no positive number.
+        """
+        return ReusedRows(self.reader if keys is None else self.reader_with(keys), rows, keys)
 
     def with_overlays(self, *names: str | Key) -> DiskStorage:
         """Return the same rows with some overlays as further columns, to read and to sample.

@@ -18,7 +18,6 @@ from tallyroll.storage.files.paths import told, user_path
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.overlays.face import HasOverlays
 from tallyroll.storage.readers.file_reader import FileReader, Mode
-from tallyroll.storage.readers.reused_rows import ReusedRows
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key
 from tallyroll.storage.rows.schema import Schema
@@ -231,9 +230,7 @@ class RowStore(HasOverlays):
         array.flags.writeable = False
         return array
 
-    def get(
-        self, index: Any, keys: Keys | None = None, *, out: ReusedRows | None = None
-    ) -> TensorDict:
+    def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         """Return rows by int, slice, range, list, array or tensor of ints, or one bool a row.
 
         An int gives one row, batch size []; row numbers of shape S give new tensors, batch size
@@ -248,38 +245,11 @@ class RowStore(HasOverlays):
         ``keys`` are the columns that are wanted, such as ``["observation", ("next", "reward")]``;
         None: all. Others are not read. They may be overlays, too, whose values are copied.
 
-        ``out`` is memory that :meth:`reused` made, to which the rows are copied; it has columns of
-        its own. What it returned before is overwritten.
-
         Raises:
             IndexOutOfRange: a row that is not there.
             ColumnsMissing: a column that is not there.
-            ValueError: ``out`` has another number of rows, or there are ``keys`` as well.
         """
-        if out is not None:
-            return self._get_into(index, keys, out)
         return (self.reader if keys is None else self.reader_with(keys)).get(index, keys)
-
-    def reused(self, rows: int, keys: Keys | None = None) -> ReusedRows:
-        """Return memory for batches of ``rows`` rows: ``get(index, out=...)`` overwrites it.
-
-        Small batches come in half of the time so. ``keys`` as in `get`.
-
-        Raises:
-            ColumnsMissing: a column that is not there.
-            NotEnoughMemory: there is not enough memory.
-            NotInitialised: there is no schema yet.
-            ValueError: ``rows`` is no positive number.
-        """
-        return ReusedRows(self.reader if keys is None else self.reader_with(keys), rows, keys)
-
-    def _get_into(self, index: Any, keys: Keys | None, out: ReusedRows) -> TensorDict:
-        if keys is not None:
-            raise ValueError("keys are those of out: give them to reused().")
-        reader = self.reader
-        if out.schema is not reader.schema:
-            reader = self.reader_with(out.keys)
-        return reader.get_into(index, out)
 
     def in_order(self, keys: Keys | None = None) -> TensorDict:
         """Return all rows, the oldest first, batch size [rows]; those of a ring are copied.
