@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from tensordict import TensorDict
 
+    from tallyroll.storage import ReusedRows
+
 SUFFIX = {"MemmapStorage": "", "H5Storage": ".h5", "ZarrStorage": ".zarr"}
 KINDS = [name for name in SUFFIX if hasattr(storage, name)]
 
@@ -58,6 +60,25 @@ class FromArrays(Ours):
     """A ring, given what the collector gives: a mapping of arrays."""
 
     name = "MemmapStorage ring, arrays"
+
+
+class Reused(Ours):
+    """The same ring, whose batches are read into memory that is used again."""
+
+    name = "MemmapStorage ring, get(out=)"
+
+    def __init__(self, spec: Spec) -> None:
+        """Make it."""
+        super().__init__(spec)
+        self._reused: dict[int, ReusedRows] = {}
+        self.read = self._read
+
+    def _read(self, index: torch.Tensor) -> TensorDict:
+        out = self._reused.get(len(index))
+        if out is None:
+            out = self._reused[len(index)] = self.storage.reused(len(index))
+        found: TensorDict = self.storage.get(index, out=out)
+        return found
 
 
 class Capacity(Ours):
@@ -129,5 +150,5 @@ def of_format(base: type[Ours], kind: str) -> type[Ours]:
 
 FORMATS = [of_format(Capacity, kind) for kind in KINDS]
 WRITERS = [FromTensorDicts, FromArrays, *FORMATS, UnderBuffer, UnderTensorDictBuffer]
-READERS = [FromArrays, *FORMATS, UnderBuffer, UnderTensorDictBuffer]
+READERS = [FromArrays, Reused, *FORMATS, UnderBuffer, UnderTensorDictBuffer]
 GROWERS = [*FORMATS, *(of_format(Growing, kind) for kind in KINDS if kind != "H5Storage")]
