@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.engine.pool import Room
-from tallyroll.storage.rows.keys import Key, Keys
+from tallyroll.storage.rows.keys import Key, Keys, spell
 from tallyroll.storage.rows.nesting import array_of
 
 if TYPE_CHECKING:
@@ -68,4 +68,11 @@ class ReusedRows:
                 f"out holds {len(self)} rows, and the index is of {list(rows.batch_size[:1])}."
             )
         for key, array in self.arrays.items():
-            np.copyto(array, array_of(key, rows[key]), casting="no")
+            found = array_of(key, rows[key])
+            if (found.dtype, found.shape) != (array.dtype, array.shape):
+                raise ValueError(
+                    f"out was made for another storage: its column {spell(key)} is {array.dtype} "
+                    f"{list(array.shape[1:])}, and here it is {found.dtype} "
+                    f"{list(found.shape[1:])}."
+                )
+            np.copyto(array, found)

@@ -226,6 +226,8 @@ class DiskStorage(RowStore, AsTensorStorage):
             ValueError: ``out`` has another number of rows, or there are ``keys`` as well.
         """
         if out is not None:
+            if not isinstance(out, ReusedRows):
+                raise TypeError(f"out is what reused() returned, got {type(out).__name__}.")
             if keys is not None:
                 raise ValueError("keys are those of out: give them to reused().")
             reader = self.reader

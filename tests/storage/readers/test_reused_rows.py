@@ -202,8 +202,19 @@ def test_it_is_of_storages_with_these_columns(tmp_path: Path) -> None:
         assert (other.get(index, out=reused) == other.get(index)).all()
     with MemmapStorage(tmp_path / "c") as wide:
         wide.extend(trajectory_rows(0, 40, steps=5).double())
-        with pytest.raises((TypeError, ValueError), match="float64"):
+        with pytest.raises(
+            ValueError, match=r"made for another storage: .*float32 \[1\], .*float64"
+        ):
             wide.get(index, out=reused)
+    with MemmapStorage(tmp_path / "e") as deep:
+        rows = trajectory_rows(0, 40, steps=5)
+        deep.extend(rows.set("observation", rows["observation"].expand(40, 3)))
+        with pytest.raises(ValueError, match=r"column observation is float32 \[1\], .* \[3\]"):
+            deep.get(index, out=reused)
+        narrow = MemmapStorage(tmp_path / "f")
+        narrow.extend(trajectory_rows(0, 40, steps=5))
+        with narrow, pytest.raises(ValueError, match=r"observation is float32 \[3\], .* \[1\]"):
+            narrow.get(index, out=deep.reused(COUNT))
     with MemmapStorage(tmp_path / "d") as less:
         less.extend(trajectory_rows(0, 40, steps=5).select("observation"))
         with pytest.raises(ColumnsMissing):
@@ -224,6 +235,8 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr("tallyroll.storage.engine.memory_left.available_bytes", lambda: 2**20)
         with pytest.raises(NotEnoughMemory, match="a batch of 1000000 rows"):
             storage.reused(10**6)
+    with pytest.raises(TypeError, match="out is what reused"):
+        storage.get([1, 2, 3], out=storage[:3])
     reused = storage.reused(3)
     storage.close()
     with pytest.raises(StorageClosed):
