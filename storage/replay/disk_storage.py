@@ -218,7 +218,7 @@ class DiskStorage(RowStore, AsTensorStorage):
     def get(self, index: Any, keys: Keys | None = None, *, out: ReusedRows | None = None) -> Any:
         """Return rows as `RowStore.get` does; for a key as the index, all rows of that column.
 
-        ``out`` is memory that :meth:`reused` made, to which the rows are copied, and its TensorDict
+        ``out`` is memory that `reused` made, to which the rows are copied, and its TensorDict
         is returned: what it had before is overwritten.
 
         Raises:
