@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.mapped_space import MappedSpace
@@ -19,6 +18,7 @@ from tallyroll.storage.errors import IndexOutOfRange
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.formats.base import Format
+from tallyroll.storage.rows.indexing import plain_numbers
 from tallyroll.storage.rows.schema import Schema
 
 _PATIENCE_SECONDS = 1.0
@@ -110,25 +110,21 @@ class RowCopies:
         Return False if they are not copied by one call of the extension: there is none, another
         process writes this ring, its indices are no slots, or ``index`` is not of int64 from 0.
         """
-        if isinstance(index, torch.Tensor):
-            try:
-                index = index.numpy()
-            except (RuntimeError, TypeError):  # on a device, or not dense
-                return False
-        if type(index) is not np.ndarray or index.shape != (room.count,):
+        numbers = plain_numbers(index)
+        if numbers is None or len(numbers) != room.count:
             return False
         counts, space = self._counts, self._space
         if not self._ring:
             rows = counts.head
             space.arrays()  # as many are mapped
-            return space.columns.take_compiled(index, room, only, rows)
+            return space.columns.take_compiled(numbers, room, only, rows)
         if counts.follows or counts.floor:
             return False
         with space.mutex:  # no append of another thread
             head, reserve = counts.now()
             whole = head == reserve
             return whole and space.columns.take_compiled(
-                index, room, only, in_use(head, self._ring)
+                numbers, room, only, in_use(head, self._ring)
             )
 
     def take_numbered(

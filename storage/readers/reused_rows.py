@@ -55,7 +55,7 @@ class ReusedRows:
         """The same memory as a TensorDict [count]; it is locked, so that its tensors stay."""
 
     def __len__(self) -> int:
-        return len(self.room.arrays[0])
+        return self.room.count
 
     def fill(self, rows: TensorDict) -> None:
         """Copy a batch that has these columns.

@@ -62,8 +62,8 @@ def _array_of(index: torch.Tensor) -> np.ndarray:
     return array
 
 
-def _plain(index: Any, length: int) -> np.ndarray | None:
-    """Row numbers as samplers draw them: int64 from 0, of one dimension; else None."""
+def plain_numbers(index: Any) -> np.ndarray | None:
+    """An array, or a tensor on the CPU, of int64 [n], uncopied and of any values; else None."""
     if isinstance(index, torch.Tensor) and index.is_cpu and index.dtype is torch.int64:
         try:
             index = index.numpy()
@@ -71,11 +71,20 @@ def _plain(index: Any, length: int) -> np.ndarray | None:
             return None
     if type(index) is not np.ndarray or index.dtype != np.int64 or index.ndim != 1:
         return None
-    # Seen without their sign, negative numbers are the largest; argmax takes half as long as max.
-    unsigned = index.view(np.uint64)
-    if not len(index) or unsigned.item(unsigned.argmax()) >= length:
+    numbers: np.ndarray = index
+    return numbers
+
+
+def _plain(index: Any, length: int) -> np.ndarray | None:
+    """Row numbers as samplers draw them: int64 from 0, of one dimension; else None."""
+    numbers = plain_numbers(index)
+    if numbers is None:
         return None
-    return index
+    # Seen without their sign, negative numbers are the largest; argmax takes half as long as max.
+    unsigned = numbers.view(np.uint64)
+    if not len(numbers) or unsigned.item(unsigned.argmax()) >= length:
+        return None
+    return numbers
 
 
 def _numbers(rows: range, length: int) -> np.ndarray:
