@@ -72,6 +72,12 @@ def sealed(manifest: Manifest) -> Manifest:
     return {**plain, _SEAL: _crc(plain)}
 
 
+def seal_fits(manifest: Manifest) -> bool:
+    """Return whether a mapping is as `sealed` returned it."""
+    rest = {name: value for name, value in manifest.items() if name != _SEAL}
+    return bool(manifest.get(_SEAL) == _crc(rest))
+
+
 def _crc(manifest: Manifest) -> str:
     return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
 

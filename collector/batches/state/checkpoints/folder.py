@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from tallyroll.collector.errors import StateError
+from tallyroll.storage.files.manifest import seal_fits, sealed
 from tallyroll.storage.files.paths import sync_above, translated
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 
@@ -124,8 +125,7 @@ def write(
                     "nbytes": (aside / STATE).stat().st_size,
                     "sha256": _sha256(aside / STATE),
                 }
-                about["check"] = check_of(about)
-                (aside / ABOUT).write_text(json.dumps(about, indent=1))
+                (aside / ABOUT).write_text(json.dumps(sealed(about), indent=1))
                 _sync_tree(aside)
                 path = folder / f"{number:06d}-at-{transitions}"
                 aside.rename(path)
@@ -194,15 +194,9 @@ def _about(inside: Inside, chosen: Path) -> dict[str, Any]:
             f"{chosen} is a checkpoint of version {about.get('version')!r}, and this Tallyroll "
             f"reads version {VERSION}; use the Tallyroll that wrote it, {about.get('tallyroll')}"
         )
-    if about.get("check") != check_of(about):
+    if not seal_fits(about):
         raise _damaged(chosen, f"{ABOUT} fails its check")
     return about
-
-
-def check_of(about: dict[str, Any]) -> str:
-    """Return the checksum of the values beside the state, but for the checksum itself."""
-    told = {name: value for name, value in about.items() if name != "check"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(path: Path, why: str) -> StateError:
