@@ -60,6 +60,14 @@ def rewound(path: Path) -> Iterator[DiskStorage]:
         yield storage
 
 
+def torn(path: Path) -> Iterator[DiskStorage]:
+    """As an append leaves it that failed half-way: five slots may have other rows."""
+    for storage in ring(path, 75):
+        header = storage.reader.running().counts._header  # type: ignore[attr-defined]
+        header.reserve = header.head + 5
+        yield storage
+
+
 def other(path: Path, kind: type[DiskStorage]) -> Iterator[DiskStorage]:
     with kind(path, capacity=40) as storage:
         storage.extend(trajectory_rows(0, 40, steps=5))
@@ -80,7 +88,9 @@ CASES: dict[str, Any] = {
     "ring, part": lambda path: ring(path, 20),
     "ring, full": lambda path: ring(path, 75),
     "ring, emptied": lambda path: ring(path, 20, emptied=40),
+    "ring, emptied and full": lambda path: ring(path, 45, emptied=40),
     "ring, rewound": rewound,
+    "ring, torn": torn,
     "h5": lambda path: other(path.with_suffix(".h5"), H5Storage),
     "zarr": lambda path: other(path.with_suffix(".zarr"), ZarrStorage),
     "reader": lambda path: read(path, None),
