@@ -85,7 +85,7 @@ set_up() { # the environment, made anew when what it is made from has changed
     wanted=$(cat pyproject.toml constraints.txt tests/systems/environments.toml | sha256sum)
     extras=$(listed "[this['extras']]")
     if [[ $environment == newest ]]; then
-        pins=() wanted+=" $(date +%F)"  # what is the newest today
+        pins=(--upgrade) wanted+=" $(date +%F)"  # what is the newest today, setuptools of a venv too
         if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then rm -rf "$venv"; fi
     fi
     if [[ ! -x $bin/python ]]; then "$python" -m venv "$venv"; fi
