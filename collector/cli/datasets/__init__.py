@@ -1,0 +1,1 @@
+"""Commands that make storages of storages, and choose their rows."""
