@@ -10,6 +10,7 @@ from tallyroll.storage.sampling.hindsight import HindsightSampler as HindsightSa
 from tallyroll.storage.sampling.mixed import MixedSampler as MixedSampler
 from tallyroll.storage.sampling.n_steps import n_step as n_step
 from tallyroll.storage.sampling.prioritized import PrioritizedSampler as PrioritizedSampler
+from tallyroll.storage.sampling.rate_limit import RateLimit as RateLimit
 from tallyroll.storage.sampling.trajectory_slices import (
     TrajectorySliceSampler as TrajectorySliceSampler,
 )

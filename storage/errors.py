@@ -47,6 +47,7 @@
     ├── UnknownTrajectory             (a KeyError) no row of that trajectory
     ├── NoSlices                      no trajectory is as long as the slices asked for
     ├── ShortTrajectory               a trajectory shorter than the slices, and short="error"
+    ├── RateStalled                   the other side of a rate limit has not moved
     ├── LoaderForked                  a forked child takes batches of its parent's loader
     ├── SumTooLarge                   n-step returns that their dtype cannot hold
     ├── SlotsMayChange                an index into a ring that another process writes
@@ -91,6 +92,7 @@ __all__ = [
     "PathIsDirectory",
     "PathIsFile",
     "PathIsTaken",
+    "RateStalled",
     "ReadOnlyStorage",
     "RecordTooLarge",
     "RowsMismatch",
@@ -295,6 +297,10 @@ class NoSlices(StorageError):
 
 class ShortTrajectory(StorageError):
     """A trajectory that was drawn is shorter than the slices, and ``short`` is ``"error"``."""
+
+
+class RateStalled(StorageError):
+    """The other side of a rate limit has not moved for a time."""
 
 
 class LoaderForked(StorageError):

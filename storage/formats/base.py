@@ -30,10 +30,11 @@ BESIDE: Final = (
     "content.leaves",
     "priorities.leaves",
     "trajectories.blocks",
+    "samples.drawn",
 )
 """Files that are kept beside the rows, each of which says how far it goes, and can be lost without
-losing rows: the table of episodes, hashes of the content, priorities of a sampler, and the index of
-trajectories."""
+losing rows: the table of episodes, hashes of the content, priorities of a sampler, the index of
+trajectories, and how many rows were drawn under a rate limit."""
 
 EVENTS_FILE: Final = "run.events"
 """The file of calls of environments, see `tallyroll.storage.readers.event_file`."""
@@ -107,6 +108,11 @@ class Format(ABC):
     def index_path(self) -> Path:
         """The file for the index of trajectories."""
         return self.beside[3]
+
+    @property
+    def drawn_path(self) -> Path:
+        """The file for the rows that were drawn under a rate limit."""
+        return self.beside[4]
 
     def open_header(self, flags: int) -> int:
         """Open the file that begins with the header; return a descriptor."""

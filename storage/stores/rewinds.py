@@ -65,21 +65,22 @@ def take_back(
         at, payload = (-1, b"") if record is None else record
         rewind = Rewind(reader.rewinds + 1, rows, at, payload)
         writer.runs.settle()
-        forget_beside(writer, priorities=False)  # before: they would tell of rows that are gone
+        forget_beside(writer, rewound=True)  # before: they would tell of rows that are gone
         engine.rewind(rewind, lambda: reader.write_manifest(settled(reader.manifest, rewind)))
         writer.rows_changed()
         return head - rows
 
 
 @told
-def forget_beside(writer: RowWriter, *, priorities: bool = True) -> None:
+def forget_beside(writer: RowWriter, *, rewound: bool = False) -> None:
     """Remove the files beside the rows, which are others from here on.
 
-    The file of ``priorities`` may stay where the rewinds say which rows it is of.
+    Where rows were only taken back (``rewound``), two may stay: that of priorities says which rows
+    it is of, and that of drawn rows only counts.
     """
     writer.reader.running().right.require()
     for path in writer.files.beside:
-        if priorities or path != writer.files.priorities_path:
+        if not rewound or path not in (writer.files.priorities_path, writer.files.drawn_path):
             writer.files.inside.remove(path)
 
 

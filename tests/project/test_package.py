@@ -66,6 +66,7 @@ PUBLIC: dict[str, set[str]] = {
         "MixedSampler",
         "Overlay",
         "PrioritizedSampler",
+        "RateLimit",
         "Report",
         "ReusedRows",
         "RowReader",
