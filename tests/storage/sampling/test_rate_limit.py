@@ -322,3 +322,4 @@ def test_all_count_from_the_first_of_them_in_the_file_that_is_there(tmp_path: Pa
             storage.writer.files.drawn_path.unlink()  # as where other rows are loaded
             first.wait_to_sample(4)
             assert (late.written, late.drawn) == (10, 4)
+            assert RateLimit(rows, 1.0).drawn == 4
