@@ -35,7 +35,7 @@
      put_leaves, draw_rows   the same                 the same
      put_priorities          the same                 the same; powers: Powers._table; numbers in a
                                                       tuple: the caller's tensors
-     spots_of, rows_at       LaneBlocks._table        LaneBlocks: its piles, shelves and tail
+     spots_of, rows_at, ...  LaneBlocks._table        LaneBlocks: its piles, shelves and tail
      walk_onward, bounds_of  the same                 the same */
 
 #define PY_SSIZE_T_CLEAN
@@ -1849,6 +1849,7 @@ static PyMethodDef functions[] = {
     {"put_priorities", (PyCFunction)(void (*)(void))put_priorities, METH_FASTCALL, NULL},
     {"set_leaves", (PyCFunction)(void (*)(void))set_leaves, METH_FASTCALL, NULL},
     {"spots_of", (PyCFunction)(void (*)(void))spots_of, METH_FASTCALL, NULL},
+    {"windows_of", (PyCFunction)(void (*)(void))windows_of, METH_FASTCALL, NULL},
     {"rows_at", (PyCFunction)(void (*)(void))rows_at, METH_FASTCALL, NULL},
     {"bounds_of", (PyCFunction)(void (*)(void))bounds_of, METH_FASTCALL, NULL},
     {"walk_onward", (PyCFunction)(void (*)(void))walk_onward, METH_FASTCALL, NULL},

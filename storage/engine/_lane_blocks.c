@@ -515,34 +515,90 @@ static int open_index(PyObject *object, Table *table, Index *index)
     return -1;
 }
 
+/* The arrays of a call: the table of blocks, numbers of rows, and room for what is found. */
+typedef struct {
+    Table table, rows, found;
+    Index index;
+} Asked;
+
+static void close_asked(Asked *asked)
+{
+    PyBuffer_Release(&asked->found.buffer);
+    PyBuffer_Release(&asked->rows.buffer);
+    PyBuffer_Release(&asked->table.buffer);
+}
+
+/* Open them, with room for `each` numbers a row. The caller must close them, unless it is -1. */
+static int open_asked(PyObject *table, PyObject *tail_count, PyObject *rows, PyObject *found,
+                      int64_t each, Asked *asked)
+{
+    asked->index.tail_count = PyLong_AsLongLong(tail_count);
+    if (PyErr_Occurred() || open_index(table, &asked->table, &asked->index) < 0)
+        return -1;
+    if (open_table(rows, &asked->rows, 0) == 0) {
+        if (open_room(found, &asked->found, asked->rows.count * each) == 0)
+            return 0;
+        PyBuffer_Release(&asked->rows.buffer);
+    }
+    PyBuffer_Release(&asked->table.buffer);
+    return -1;
+}
+
+static PyObject *no_row(int64_t row)
+{
+    return PyErr_Format(PyExc_IndexError, "row %lld is not in the index", row);
+}
+
 /* spots_of(table, tail_count, rows, found): see `LaneKernel`. */
 static PyObject *spots_of(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    Table table, rows, found;
-    Index index;
-    PyObject *result = NULL;
+    Asked asked;
     (void)self;
-    if (want(count, 4) < 0 || (index.tail_count = PyLong_AsLongLong(args[1]), PyErr_Occurred()) ||
-        open_index(args[0], &table, &index) < 0)
+    if (want(count, 4) < 0 || open_asked(args[0], args[1], args[2], args[3], 3, &asked) < 0)
         return NULL;
-    if (open_table(args[2], &rows, 0) < 0)
-        goto opened;
-    if (open_room(args[3], &found, 3 * rows.count) < 0)
-        goto both;
-    int64_t *lane = (int64_t *)found.buffer.buf;
-    Py_ssize_t n = rows.count;
-    for (Py_ssize_t i = 0; i < n; i++)
-        if (find_row(&index, rows.words[i], lane + i, lane + n + i, lane + 2 * n + i) < 0) {
-            PyErr_Format(PyExc_IndexError, "row %lld is not in the index", rows.words[i]);
+    int64_t *lane = (int64_t *)asked.found.buffer.buf;
+    Py_ssize_t n = asked.rows.count, i = 0;
+    while (i < n && find_row(&asked.index, asked.rows.words[i], lane + i, lane + n + i,
+                             lane + 2 * n + i) >= 0)
+        i++;
+    PyObject *result = i < n ? no_row(asked.rows.words[i]) : Py_NewRef(Py_None);
+    close_asked(&asked);
+    return result;
+}
+
+/* windows_of(table, tail_count, rows, length, first, found): see `LaneKernel`. */
+static PyObject *windows_of(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Asked asked;
+    PyObject *result = NULL;
+    int64_t length, first_row, done = 0;
+    (void)self;
+    if (want(count, 6) < 0 || (length = PyLong_AsLongLong(args[3]), PyErr_Occurred()) ||
+        (first_row = PyLong_AsLongLong(args[4]), PyErr_Occurred()) ||
+        open_asked(args[0], args[1], args[2], args[5], 0, &asked) < 0)
+        return NULL;
+    const Blocks *blocks = asked.index.blocks;
+    int64_t *found = (int64_t *)asked.found.buffer.buf;
+    int64_t most = length < 1 ? 0 : asked.found.buffer.len / (Py_ssize_t)sizeof(int64_t) / length;
+    for (Py_ssize_t i = 0; i < asked.rows.count && done < most; i++) {
+        int64_t lane, position, start, *row = found + done * length;
+        int64_t block = find_row(&asked.index, asked.rows.words[i], &lane, &position, &start);
+        if (block < 0) {
+            no_row(asked.rows.words[i]);
             goto all;
         }
-    result = Py_NewRef(Py_None);
+        int64_t begin = position - length + 1, floor = base_of(blocks, blocks->lost, lane);
+        if (begin < start || begin < floor)
+            continue;
+        if (rows_from(&asked.index, lane, begin, length, block, row, 1) < 0) {
+            no_row(asked.rows.words[i]);
+            goto all;
+        }
+        done += row[0] >= first_row;
+    }
+    result = PyLong_FromLongLong(done);
 all:
-    PyBuffer_Release(&found.buffer);
-both:
-    PyBuffer_Release(&rows.buffer);
-opened:
-    PyBuffer_Release(&table.buffer);
+    close_asked(&asked);
     return result;
 }
 
@@ -597,34 +653,31 @@ opened:
 /* walk_onward(table, tail_count, rows, length, found): see `LaneKernel`. */
 static PyObject *walk_onward(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    Table table, rows, found;
-    Index index;
+    Asked asked;
     PyObject *result = NULL;
     int64_t length;
     (void)self;
-    if (want(count, 5) < 0 || (index.tail_count = PyLong_AsLongLong(args[1]), PyErr_Occurred()) ||
-        (length = PyLong_AsLongLong(args[3]), PyErr_Occurred()) ||
-        open_index(args[0], &table, &index) < 0)
+    if (want(count, 5) < 0 || (length = PyLong_AsLongLong(args[3]), PyErr_Occurred()) ||
+        open_asked(args[0], args[1], args[2], args[4], length, &asked) < 0)
         return NULL;
-    if (open_table(args[2], &rows, 0) < 0)
-        goto opened;
-    if (open_room(args[4], &found, rows.count * length) < 0)
-        goto both;
-    int64_t *row = (int64_t *)found.buffer.buf;
-    for (Py_ssize_t i = 0; i < rows.count; i++) {
+    const Index *index = &asked.index;
+    const int64_t *rows = asked.rows.words;
+    Py_ssize_t n = asked.rows.count;
+    int64_t *row = (int64_t *)asked.found.buffer.buf;
+    for (Py_ssize_t i = 0; i < n; i++) {
         int64_t lane, position, start, block, steps = 1;
         Piece piece;
-        if ((block = find_row(&index, rows.words[i], &lane, &position, &start)) < 0)
+        if ((block = find_row(index, rows[i], &lane, &position, &start)) < 0)
             goto damaged;
         if (length > 1) {
-            int64_t total = entry(&index.blocks->tail_total, lane), stop = position + length;
+            int64_t total = entry(&index->blocks->tail_total, lane), stop = position + length;
             if (stop > total)
                 stop = total;
-            if (stretch_at(&index, lane, position, block, &piece) < 0)
+            if (stretch_at(index, lane, position, block, &piece) < 0)
                 goto damaged;
             int64_t began = piece.start, until = piece.stop;
             while (until < stop) { /* it may go on in the next block */
-                if (stretch_at(&index, lane, until, block + 1, &piece) < 0)
+                if (stretch_at(index, lane, until, block + 1, &piece) < 0)
                     goto damaged;
                 if (piece.start != began)
                     break;
@@ -634,22 +687,18 @@ static PyObject *walk_onward(PyObject *self, PyObject *const *args, Py_ssize_t c
         }
         if (steps > length)
             steps = length;
-        if (rows_from(&index, lane, position, steps, block, row + i, rows.count) < 0)
+        if (rows_from(index, lane, position, steps, block, row + i, n) < 0)
             goto damaged;
         for (int64_t k = steps; k < length; k++)
-            row[k * rows.count + i] = row[(steps - 1) * rows.count + i];
+            row[k * n + i] = row[(steps - 1) * n + i];
         continue;
     damaged:
-        PyErr_Format(PyExc_IndexError, "row %lld is not in the index", rows.words[i]);
+        no_row(rows[i]);
         goto all;
     }
     result = Py_NewRef(Py_None);
 all:
-    PyBuffer_Release(&found.buffer);
-both:
-    PyBuffer_Release(&rows.buffer);
-opened:
-    PyBuffer_Release(&table.buffer);
+    close_asked(&asked);
     return result;
 }
 

@@ -242,7 +242,7 @@ class PrioritizedSampler(Sampler):
 
     def _marks(self, rows: np.ndarray) -> dict[Any, torch.Tensor]:
         """Return values at both ends of sequences [n, length] that differ from the stored ones."""
-        return end_marks(self._reader, Slices(rows, np.ones(rows.shape, np.bool_)))
+        return end_marks(self._reader, Slices(rows))
 
     def _sample(self, count: int) -> TensorDict:
         reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS

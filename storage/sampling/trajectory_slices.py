@@ -12,7 +12,8 @@ from tallyroll.storage.errors import NoSlices, ShortTrajectory
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import MASK, Key
 from tallyroll.storage.sampling.drawn_from import require_slots_stay, require_storage
-from tallyroll.storage.trajectories.mapping import done_keys, draw, init_keys, slice_marks
+from tallyroll.storage.trajectories.mapping import draw
+from tallyroll.storage.trajectories.slice_columns import done_keys, init_keys, slice_marks
 from tallyroll.storage.trajectories.windows import By, Short, Slices, Windows
 
 
@@ -82,7 +83,7 @@ class TrajectorySliceSampler(Sampler):
 
     def _info(self, reader: RowReader, rows: np.ndarray, slices: Slices) -> dict[Key, Any]:
         info: dict[Key, Any] = {}
-        if self.windows.padded:
+        if slices.mask is not None and self.windows.padded:
             mask = slices.mask.reshape(-1)
             if not mask.all():
                 info |= _emptied(reader, rows, mask)
@@ -151,19 +152,18 @@ def end_marks(reader: RowReader, slices: Slices) -> dict[Key, Any]:
     Flags are False where there is no row.
     """
     count, length = slices.rows.shape
-    rows, empty = slices.rows.reshape(-1), ~slices.mask.reshape(-1)
+    rows = slices.rows.reshape(-1)
 
     def copies(keys: list[Key]) -> dict[Key, np.ndarray]:
         found = reader.copies(rows, keys)
-        for array in found:
-            array[empty] = False
+        if slices.mask is not None:
+            empty = ~slices.mask.reshape(-1)
+            for array in found:
+                array[empty] = False
         return dict(zip(keys, found, strict=True))
 
-    marks: dict[Key, Any] = {
-        **slice_marks(copies(done_keys(reader.schema)), count, length, slices.last)
-    }
-    every, first = np.arange(count), slices.first
+    marks: dict[Key, Any] = {**slice_marks(copies(done_keys(reader.schema)), slices)}
     for key, begins in copies(init_keys(reader.schema)).items():
-        begins.reshape(count, length, *begins.shape[1:])[every, first] = True
+        begins.reshape(count, length, *begins.shape[1:])[slices.first] = True
         marks[key] = torch.from_numpy(begins)
     return marks

@@ -24,6 +24,7 @@ from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.episodes import Episodes, runs_of
 from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex, write_index
 from tallyroll.storage.trajectories.row_index import RowIndex
+from tallyroll.storage.trajectories.slice_columns import SliceColumns
 
 _COUNTED = (*WHOSE, TERMINATED)
 _LANES_LOOKED_AT = 256
@@ -42,6 +43,8 @@ class TrajectoryIndex:
         self._rows: RowIndex | None = None
         self.counted: Episodes | None = None
         """The table of episodes, up to the rows of the last question; None before the first."""
+        self.slice_columns: SliceColumns | None = None
+        """The columns that slices change; None before the first slice."""
         # The rows that the files beside the rows know.
         self._in_file = self._in_index = -1
         self._rewinds = 0

@@ -12,12 +12,12 @@ from tensordict import TensorDict
 
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import NoSlices, UnknownTrajectory
-from tallyroll.storage.rows.keys import CUT, DONE, MASK, STEP, Key, is_done, is_init
-from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.keys import MASK, STEP
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import numbers_of
 from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
 from tallyroll.storage.trajectories.index import Indexed
+from tallyroll.storage.trajectories.slice_columns import SliceColumns
 from tallyroll.storage.trajectories.windows import (
     By,
     Short,
@@ -264,25 +264,22 @@ class Trajectories(Mapping[int, TensorDict]):
         rows, mask = slices.rows, slices.mask
         reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS
         arrays = reader.gather(rows)
-        while (torn := np.flatnonzero(rows[:, 0] < reader.span.start)).size:
+        while (torn := rows[:, 0] < reader.span.start).any():
             if time.monotonic() > deadline:
                 raise reader.overrun(f"{num_slices} slices of {windows.length}")
-            again = draw(reader, len(torn), windows, generator)
-            rows[torn], mask[torn] = again.rows, again.mask
+            again = draw(reader, int(torn.sum()), windows, generator)
+            rows[torn] = again.rows
+            if mask is not None:
+                mask[torn] = again.mask
             for array, values in zip(arrays, reader.copies(rows[torn]), strict=True):
                 array[torn] = values
-        found = reader.nest(arrays, rows.shape)
         # In place: they are copies.
-        if windows.padded:
+        if mask is not None:
             for array in arrays:
                 array[~mask] = 0
+        found = _slice_columns(reader).marked(arrays, slices, reader.nest)
+        if windows.padded:
             found.set(MASK, torch.from_numpy(mask))
-        dones = {key: arrays[reader.keys.index(key)] for key in done_keys(reader.schema)}
-        if marks := slice_marks(dones, num_slices, windows.length, slices.last):
-            found.set(CUT, marks[CUT].reshape(found.batch_size))
-        every, first = np.arange(num_slices), slices.first
-        for key in init_keys(reader.schema):
-            arrays[reader.keys.index(key)][every, first] = True
         return found
 
 
@@ -329,56 +326,21 @@ def draw(
 
 
 def _require_room(reader: Indexed, num_slices: int, length: int) -> None:
-    nbytes = num_slices * length * (reader.schema.row_nbytes + _NUMBER_NBYTES)
+    nbytes = num_slices * length * (_slice_columns(reader).row_nbytes + _NUMBER_NBYTES)
     if nbytes > _LARGE_NBYTES:
         what = f"{num_slices:,} slices of {length:,} rows"
         require_memory(nbytes, what, "Ask for fewer slices, or shorter ones.")
 
 
+def _slice_columns(reader: Indexed) -> SliceColumns:
+    index = reader.trajectory_index
+    if (found := index.slice_columns) is None:
+        found = index.slice_columns = SliceColumns(reader.schema)
+    return found
+
+
 def _steps_in(reader: Indexed) -> Callable[[np.ndarray], np.ndarray]:
     return lambda rows: numbers_of(reader.column(STEP).take(rows))
-
-
-def done_keys(schema: Schema) -> list[Key]:
-    """Return every done column, that of the root and those of groups.
-
-    None where the root has none: then nothing says whether a trajectory goes on.
-    """
-    if DONE not in schema:
-        return []
-    return [each.key for each in schema.columns if is_done(each.key, each.dtype)]
-
-
-def init_keys(schema: Schema) -> list[Key]:
-    """Return every column that says where recurrent modules begin."""
-    return [each.key for each in schema.columns if is_init(each.key, each.dtype)]
-
-
-def slice_marks(
-    dones: Mapping[Key, np.ndarray],
-    num_slices: int,
-    slice_len: int,
-    last: np.ndarray,
-) -> dict[Key, torch.Tensor]:
-    """Return values at the last row of each slice that differ from the stored ones, by key.
-
-    Args:
-        dones: copies of what is stored, bool [num_slices * slice_len, ...], which are written.
-        num_slices: how many slices.
-        slice_len: rows a slice.
-        last: the place of the last row of each slice, [num_slices].
-    """
-    marks: dict[Key, torch.Tensor] = {}
-    at = np.arange(num_slices), last
-    for key, done in dones.items():
-        flags = done.reshape(num_slices, slice_len, -1)
-        if key == DONE:
-            cut = np.zeros((num_slices, slice_len), np.bool_)
-            cut[at] = ~flags[at].any(axis=1)
-            marks[CUT] = torch.from_numpy(cut.reshape(-1))
-        flags[at] = True
-        marks[key] = torch.from_numpy(done)
-    return marks
 
 
 def _drawn_by(generator: torch.Generator | None) -> Any:

@@ -177,22 +177,15 @@ class RowIndex:
         for _ in range(_ROUNDS if self.seen > oldest else 0):
             share = max(had, 0.5) / tried if tried else 1.0
             asked = max(missing, min(int(missing / share * 1.25) + 8, _MOST_TRIED))
-            windows = self._windows(oldest + pick(asked, self.seen - oldest), length, oldest)
+            ends = oldest + pick(asked, self.seen - oldest)
+            windows = self._blocks.windows(ends, length, oldest, missing)
             tried, had = tried + asked, had + len(windows)
-            found.append(windows[:missing])
-            missing -= len(found[-1])
+            found.append(windows)
+            missing -= len(windows)
             if not missing:
                 return found[0] if len(found) == 1 else np.concatenate(found)
         found.append(self._draw_of_all(missing, length, oldest, pick))
         return np.concatenate(found)
-
-    def _windows(self, ends: np.ndarray, length: int, first: int) -> np.ndarray:
-        """Return the slices from ``first`` on that end with these rows, [n, length]."""
-        lane, position, start = self._blocks.spots(ends)
-        fits = position - length + 1 >= np.maximum(start, self._blocks.floor(lane))
-        lane, position, start = lane[fits], position[fits], start[fits]
-        windows = self._blocks.up_to(lane, position, start, length, ends[fits])
-        return windows[windows[:, 0] >= first] if first else windows
 
     def _draw_of_all(
         self, count: int, length: int, first: int, pick: Callable[[int, int], np.ndarray]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -81,20 +81,24 @@ class Slices:
 
     rows: np.ndarray
     """Numbers, [slices, length]; where `mask` is False, that of the nearest row of the slice."""
-    mask: np.ndarray
-    """True where there is a row, bool [slices, length]: places side by side in each slice."""
+    mask: np.ndarray | None = None
+    """True where there is a row, bool [slices, length]: places side by side in each slice. None if
+    every place holds one."""
 
     @property
-    def first(self) -> np.ndarray:
-        """The place of the first row of each slice, [slices]."""
-        found: np.ndarray = self.mask.argmax(axis=1)
-        return found
+    def first(self) -> tuple[Any, Any]:
+        """The index, in arrays [slices, length, ...], of the first row of each slice."""
+        if self.mask is None:
+            return slice(None), 0
+        return np.arange(len(self.rows)), self.mask.argmax(axis=1)
 
     @property
-    def last(self) -> np.ndarray:
-        """The place of the last row of each slice, [slices]."""
-        found: np.ndarray = self.first + self.mask.sum(axis=1) - 1
-        return found
+    def last(self) -> tuple[Any, Any]:
+        """The index of the last row of each slice."""
+        if self.mask is None:
+            return slice(None), -1
+        every, first = self.first
+        return every, first + self.mask.sum(axis=1) - 1
 
 
 def check_positive(name: str, value: object) -> None:
@@ -125,7 +129,13 @@ def draw_slices(
         NoSlices: there is no such window.
         ShortTrajectory: one was drawn that is shorter, and ``short`` is ``"error"``.
     """
+    if windows.plain and not windows.burn_in:
+        return Slices(index.draw(count, windows.slice_len, first, pick))
     return _Drawing(index, windows, first, pick, steps_of).slices(count)
+
+
+def _mask_of(slices: Slices) -> np.ndarray:
+    return np.ones(slices.rows.shape, np.bool_) if slices.mask is None else slices.mask
 
 
 class _Drawing:
@@ -154,10 +164,10 @@ class _Drawing:
     def slices(self, count: int) -> Slices:
         """Return the slices, the rows before them included."""
         found = self._windows_of(count)
-        if self._windows.short == "error" and not found.mask.all():
+        if self._windows.short == "error" and not (mask := _mask_of(found)).all():
             raise ShortTrajectory(
                 f"slices of {self._windows.slice_len} rows were asked for, and a trajectory that "
-                f"was drawn has {found.mask.sum(axis=1).min()}. Ask for shorter slices, or pass "
+                f"was drawn has {mask.sum(axis=1).min()}. Ask for shorter slices, or pass "
                 'short="pad" or "skip".'
             )
         return self._with_burn_in(found) if self._windows.burn_in else found
@@ -166,7 +176,7 @@ class _Drawing:
         index, windows = self._index, self._windows
         if windows.plain:
             rows = index.draw(count, windows.slice_len, self._first, self._pick)
-            return Slices(rows, np.ones(rows.shape, np.bool_))
+            return Slices(rows)
         if windows.from_start:
             return self._onward(self._picked(count, self._starts))
         if windows.by == "window":
@@ -298,5 +308,5 @@ class _Drawing:
         mask[:, burn_in - reach :] = is_row
         return Slices(
             np.concatenate([front, slices.rows], axis=1),
-            np.concatenate([mask, slices.mask], axis=1),
+            np.concatenate([mask, _mask_of(slices)], axis=1),
         )

@@ -21,7 +21,26 @@ class LaneKernel(Protocol):
         """Find rows, int64 [n], in their lanes: lane, position and start in ``found``, [3, n].
 
         The table is that of `LaneBlocks`, whose tail has so many rows. All arrays of this and the
-        next two functions are contiguous, and int64.
+        next three functions are contiguous, and int64.
+
+        Raises:
+            IndexError: a row is not there, or the blocks are damaged.
+        """
+
+    def windows_of(
+        self,
+        table: bytes,
+        tail_count: int,
+        rows: np.ndarray,
+        length: int,
+        first: int,
+        found: np.ndarray,
+        /,
+    ) -> int:
+        """Find the slices of ``length`` rows that end with ``rows`` [n]: ``found`` [most, length].
+
+        Those alone that their stretch has whole, from row ``first`` on, until there are ``most``.
+        Returns how many there are.
 
         Raises:
             IndexError: a row is not there, or the blocks are damaged.

@@ -284,6 +284,23 @@ class LaneBlocks:
         begin, stop = self._lanes_of(self._lost)
         return extended(self._base.all[begin:stop], self.lanes, 0).take(lane)
 
+    def windows(self, ends: np.ndarray, length: int, first: int, most: int) -> np.ndarray:
+        """Return the slices from row ``first`` on that end with rows [n], [at most `most`, length].
+
+        Rows are from `oldest` on; those whose stretch does not reach so far back end none.
+        """
+        if self._kernel is not None:
+            found = np.empty((min(most, len(ends)), length), np.int64)
+            count = self._kernel.windows_of(
+                self._words(), self.tail.count, np.ascontiguousarray(ends), length, first, found
+            )
+            return found[:count]
+        lane, position, start = self.spots(ends)
+        fits = position - length + 1 >= np.maximum(start, self.floor(lane))
+        lane, position, start = lane[fits], position[fits], start[fits]
+        windows = self.up_to(lane, position, start, length, ends[fits])
+        return (windows[windows[:, 0] >= first] if first else windows)[:most]
+
     def up_to(
         self,
         lane: np.ndarray,

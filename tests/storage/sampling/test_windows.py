@@ -77,12 +77,16 @@ def before(model: Model, window: Window, count: int, first: int) -> Window:
     return tuple(rows[max(0, at - count) : at])
 
 
+def mask_of(slices: Slices) -> np.ndarray:
+    return np.ones(slices.rows.shape, np.bool_) if slices.mask is None else slices.mask
+
+
 def windows_in(slices: Slices, burn_in: int = 0) -> list[tuple[Window, Window]]:
     """The rows before each slice, and those of it."""
     parts = slice(burn_in), slice(burn_in, None)
     return [
         tuple(tuple(rows[part][mask[part]].tolist()) for part in parts)  # type: ignore[misc]
-        for rows, mask in zip(slices.rows, slices.mask, strict=True)
+        for rows, mask in zip(slices.rows, mask_of(slices), strict=True)
     ]
 
 
@@ -109,10 +113,11 @@ def test_slices_are_those_of_a_plain_list(
             drawn(links, model, windows, 3, first)
         return
     found = drawn(links, model, windows, 40, first)
-    assert found.rows.shape == found.mask.shape == (40, length + burn_in)
+    every_mask = mask_of(found)
+    assert found.rows.shape == every_mask.shape == (40, length + burn_in)
     assert found.rows.min() >= first
     for (warm, window), rows, mask in zip(
-        windows_in(found, burn_in), found.rows, found.mask, strict=True
+        windows_in(found, burn_in), found.rows, every_mask, strict=True
     ):
         assert window in every
         assert warm == before(model, window, burn_in, first)
@@ -120,8 +125,9 @@ def test_slices_are_those_of_a_plain_list(
         assert mask[burn_in - len(warm) : burn_in + len(window)].all()
         assert set(rows.tolist()) == {*warm, *window}
     places = np.arange(length + burn_in)
-    assert (np.where(found.mask, places, 99).min(axis=1) == found.first).all()
-    assert (np.where(found.mask, places, -1).max(axis=1) == found.last).all()
+    at = np.broadcast_to(places, every_mask.shape)
+    assert (np.where(every_mask, places, 99).min(axis=1) == at[found.first]).all()
+    assert (np.where(every_mask, places, -1).max(axis=1) == at[found.last]).all()
 
 
 @pytest.mark.parametrize("ring", [0, 70])

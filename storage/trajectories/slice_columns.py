@@ -1,0 +1,91 @@
+"""Columns whose values in slices are not the stored ones: a slice is a trajectory of its own.
+
+At its last row it is done, and cut where the trajectory goes on; at its first row, recurrent
+modules begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from tallyroll.storage.rows.keys import CUT, DONE, Key, is_done, is_init
+from tallyroll.storage.rows.nesting import Nest
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.windows import Slices
+
+
+def done_keys(schema: Schema) -> list[Key]:
+    """Return every done column, that of the root and those of groups.
+
+    None where the root has none: then nothing says whether a trajectory goes on.
+    """
+    if DONE not in schema:
+        return []
+    return [each.key for each in schema.columns if is_done(each.key, each.dtype)]
+
+
+def init_keys(schema: Schema) -> list[Key]:
+    """Return every column that says where recurrent modules begin."""
+    return [each.key for each in schema.columns if is_init(each.key, each.dtype)]
+
+
+def slice_marks(dones: Mapping[Key, np.ndarray], slices: Slices) -> dict[Key, torch.Tensor]:
+    """Return values at the last row of each slice that differ from the stored ones, by key.
+
+    ``dones`` are copies of what is stored, bool [slices * length, ...], which are written.
+    """
+    marks = {key: torch.from_numpy(done) for key, done in dones.items()}
+    cut = end(dones, slices)
+    return marks if cut is None else {CUT: torch.from_numpy(cut.reshape(-1)), **marks}
+
+
+def end(dones: Mapping[Key, np.ndarray], slices: Slices) -> np.ndarray | None:
+    """Write into ``dones`` that they end; return where they are cut, bool [slices, length].
+
+    None if no column says whether a trajectory goes on.
+    """
+    cut, at = None, slices.last
+    for key, done in dones.items():
+        flags = done.reshape(*slices.rows.shape, -1)
+        if key == DONE:
+            cut = np.zeros(slices.rows.shape, np.bool_)
+            cut[at] = ~flags[at].any(axis=1)
+        flags[at] = True
+    return cut
+
+
+class SliceColumns:
+    """The columns of a schema that `end` and the beginning of slices change.
+
+    It is made once for a reader: to look for them takes as long as to read a small slice.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        keys = schema.keys
+        self.row_nbytes = schema.row_nbytes
+        self.dones = [(key, keys.index(key)) for key in done_keys(schema)]
+        self.inits = [keys.index(key) for key in init_keys(schema)]
+        self._nest: Nest | None = None
+        if self.dones and CUT not in keys and not schema.batch_dims:
+            columns = [(each.key, each.dtype) for each in schema.columns]
+            self._nest = Nest([*columns, (CUT, torch.bool)])
+
+    def marked(self, arrays: Sequence[np.ndarray], slices: Slices, nest: Nest) -> TensorDict:
+        """Write the marks into arrays [slices, length, ...] of all columns; return them as one.
+
+        ``nest`` is that of the reader.
+        """
+        cut = end({key: arrays[place] for key, place in self.dones}, slices)
+        for place in self.inits:
+            arrays[place][slices.first] = True
+        if cut is None:
+            return nest(arrays, slices.rows.shape)
+        if self._nest is not None:
+            return self._nest([*arrays, cut], slices.rows.shape)
+        found = nest(arrays, slices.rows.shape)
+        found.set(CUT, torch.from_numpy(cut).reshape(found.batch_size))
+        return found
