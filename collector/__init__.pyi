@@ -32,6 +32,7 @@ from tallyroll.collector.options.objects import Columns as Columns
 from tallyroll.collector.options.objects import Devices as Devices
 from tallyroll.collector.options.objects import Layout as Layout
 from tallyroll.collector.options.resets import Resets as Resets
+from tallyroll.collector.options.sharding import Shard as Shard
 from tallyroll.collector.policies.several.entries import OnePolicy as OnePolicy
 from tallyroll.collector.slab.info import Info as Info
 from tallyroll.collector.sync import SyncCollector as SyncCollector

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any, NoReturn, Unpack
 
@@ -31,6 +32,7 @@ from tallyroll.collector.options.objects import (
     LayoutName,
 )
 from tallyroll.collector.options.resets import Resets
+from tallyroll.collector.options.sharding import Shard
 from tallyroll.collector.policies.policy import Weights, on_device
 from tallyroll.collector.policies.random_actions import all_drawn
 from tallyroll.collector.policies.several.entries import Policies
@@ -151,6 +153,7 @@ class MultiprocessCollector(Collector):
         checks: Checks | None = None,
         devices: Devices | None = None,
         resets: Resets | None = None,
+        shard: Shard | str | None = None,
         transport: TransportName = "process",
         processes: Processes | None = None,
         supervision: Supervision | None = None,
@@ -188,7 +191,7 @@ class MultiprocessCollector(Collector):
             raise
 
     def _prepare(self, policy: Any, respawns: int) -> None:
-        self._startup = WorkerStartup(self._worker_pool, respawns)
+        self._startup = WorkerStartup(self._worker_pool, respawns, self._options.part)
         description = self._startup.made()
         if isinstance(self._policy, SeveralPolicies):
             lanes = sum(self._startup.lanes)
@@ -237,7 +240,10 @@ class MultiprocessCollector(Collector):
 
     def _make_place(self, slots: int, segments: int) -> tuple[Place, Share]:
         """The memory of slabs with so many slots, known to the workers."""
-        plan, share = self._startup.planned.plan, Share(self._startup.lanes, slots, segments)
+        plan, part = self._startup.planned.plan, self._options.part
+        share = Share(self._startup.lanes, slots, segments)
+        if part is not None:
+            share = replace(share, first_lane=part.lanes.start, run_lanes=part.run_lanes)
         module = None if self._policy is None else self._policy.module
         place = self._worker_pool.transport.place(share, plan, module)
         self._weights = place.weights
@@ -248,13 +254,14 @@ class MultiprocessCollector(Collector):
     def _workers_rollout(self) -> TransitionSource:
         planned, plan = self._startup.planned, self._startup.planned.plan
         place, _ = self._make_place(plan.slots(self.lanes, self.frames_per_batch), 0)
-        draws = all_drawn(planned.actions, self.lanes) if planned.drawn_ahead else None
+        lanes = self._options.run_lanes(self.lanes)
+        draws = all_drawn(planned.actions, lanes) if planned.drawn_ahead else None
         driver = LockstepDriver(
             self._worker_pool,
             place.slab_of_all(),
             plan,
             draws=draws,
-            width=width_of(planned.actions.values(), self.lanes),
+            width=width_of(planned.actions.values(), lanes),
             rng=self._beginning.seeds.rng,
             startup=self._startup,
         )
@@ -278,7 +285,7 @@ class MultiprocessCollector(Collector):
             budget=Budget(None if self._options.by_agent else self._options.total_frames),
             episodes=self._options.total_episodes,
             openings=openings_of(self._policy)
-            or Openings.of_run(self._beginning.random_frames, self.lanes),
+            or Openings.of_run(self._beginning.random_frames, self._options.run_lanes(self.lanes)),
             exact=self._options.surplus == "never_step",
         )
         return Leases(self._worker_pool, self._startup, place, share, budget)

@@ -35,6 +35,7 @@ from tallyroll.collector.options.objects import (
     MoreOptions,
 )
 from tallyroll.collector.options.resets import Resets
+from tallyroll.collector.options.sharding import Shard
 from tallyroll.collector.policies.several.entries import Policies
 from tallyroll.collector.policies.several.policies import (
     SeveralPolicies,
@@ -72,7 +73,8 @@ class SyncCollector(Collector):
             environment of batch size ``[]`` or ``[lanes]``, a Gymnasium vector environment, an
             environment of such a system, or a factory of one of these. What the collector makes it
             closes; an instance stays yours to close. A factory with an argument ``seeds`` is called
-            by that name, with None or a seed a lane, and with a seed or a resume once more.
+            by that name, with None or a seed a lane, and with a seed or a resume once more; one
+            with an argument ``num_envs`` makes so many lanes, where the collector is given them.
         policy: a TensorDictModule, a callable from TensorDict to TensorDict, a module or a
             function of tensors (its arguments are called like observations; a module of one
             argument may call it anything) or a model of Stable-Baselines3 (it acts by
@@ -118,6 +120,8 @@ class SyncCollector(Collector):
         checks: values outside their spaces, what final observations are; see :class:`Checks`.
         devices: of policy, environment and batches, where they differ; see :class:`Devices`.
         resets: seeds and options that each episode begins with, as columns; see :class:`Resets`.
+        shard: ``"2/8"``, a part of a run made on its own: number 2, from 0, of 8; ``num_envs`` and
+            ``total_frames`` are then those of all parts; see :class:`Shard`.
         more: the fields of these objects as keywords: ``frame_skip=4``, ``policy_device="cuda"``.
             What an object says too is refused.
 
@@ -152,6 +156,7 @@ class SyncCollector(Collector):
         checks: Checks | None = None,
         devices: Devices | None = None,
         resets: Resets | None = None,
+        shard: Shard | str | None = None,
         **more: Unpack[MoreOptions],
     ) -> None:
         options = Options.of(locals())
@@ -172,7 +177,7 @@ class SyncCollector(Collector):
         return self._env
 
     def _environments(self, env: EnvBase) -> Environments:
-        return OwnEnvironment(env)
+        return OwnEnvironment(env, self._options)
 
     def _prepare(self, policy: Any, made: Made) -> None:
         given, lanes = given_policy(policy), self._env.batch_size.numel()
@@ -194,9 +199,11 @@ class SyncCollector(Collector):
             plan.slots(self.lanes, self.frames_per_batch),
             self.lanes,
             device=None if plan.in_place else self.env.device,
+            first_lane=options.first_lane,
         )
-        rng = self._beginning.seeds.rng
-        driver = make_driver(self.env, self._policy, plan, slab, rng, new_board())
+        rng, part = self._beginning.seeds.rng, options.part
+        run_lanes = None if part is None else part.run_lanes
+        driver = make_driver(self.env, self._policy, plan, slab, rng, new_board(), run_lanes)
         driver.start_from(first)
         ranges = ranges_of(self.env, policy=policy is not None, lost_finals=plan.lost_finals)
         torchrl = None
@@ -237,12 +244,13 @@ class SyncCollector(Collector):
 class OwnEnvironment:
     """The environment that a collector steps itself, as its run seeds and saves it."""
 
-    def __init__(self, env: EnvBase) -> None:
+    def __init__(self, env: EnvBase, options: Options) -> None:
         self._env = env
+        self._lanes = options.own_lanes(env.batch_size.numel())
 
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
         """Seed its lanes; see `Environments`."""
-        return seed_env(self._env, seed, incarnation, asked=asked)
+        return seed_env(self._env, seed, incarnation, self._lanes, asked=asked)
 
     def state(self) -> Any:
         """Return a copy of its state: statistics are changed in place."""
@@ -258,4 +266,5 @@ class OwnEnvironment:
         """Call the environments of ``lanes``; see `Environments`."""
         if self._env.is_closed:
             raise StateError(f"{asked}: the environment was closed, as by shutdown()")
-        return list(reach_env(self._env, asked, lanes))
+        own = [lane - self._lanes.start for lane in lanes]
+        return list(reach_env(self._env, asked, own))

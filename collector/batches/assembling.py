@@ -48,7 +48,7 @@ def assemble(
     """
     options, writer, slabs = run.options, run.writer, source.plan
     lanes = len(run.lanes.step)
-    layout = (options, source, lanes, writer, torchrl)
+    layout = (options, source, options.own_lanes(lanes), writer, torchrl)
     laying_out = LayingOut(*layout)
     if options.postproc is not None:
         laying_out = Processing(options.postproc, *layout)

@@ -5,6 +5,7 @@ from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.objects import LayoutName
+from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 
@@ -17,6 +18,7 @@ class Attributes:
     _restarting: Restarting
     _episodes: EpisodeLog
     _lanes: int
+    _own_lanes: range
     _policy: Policy | None
     _frames_per_batch: int
     _last_rows: range | None = None
@@ -44,8 +46,13 @@ class Attributes:
 
     @property
     def lanes(self) -> int:
-        """Lanes, over all workers."""
+        """Lanes, over all workers; of a shard its own ones."""
         return self._lanes
+
+    @property
+    def shard(self) -> ShardOfRun | None:
+        """The part of a run that this collector makes; None: it makes all of it."""
+        return self._options.part
 
     @property
     def frames_per_batch(self) -> int:

@@ -69,13 +69,12 @@ class Collector(Attributes, Reaching, ABC):
     ) -> None:
         self._options = options
         self._frames_per_batch = options.frames_per_batch
-        self._writer = BatchWriter(
-            storage, replay_buffer, resume, options.total_frames, options.largest_batch
-        )
+        sizes = options.total_frames, options.largest_batch
+        self._writer = BatchWriter(storage, replay_buffer, resume, *sizes, options.part)
 
     def _begin_run(self, lanes: int, envs: Environments) -> None:
         """Give the run its ledger, and seed ``lanes`` lanes of ``envs``."""
-        self._lanes = lanes
+        self._lanes, self._own_lanes = lanes, self._options.own_lanes(lanes)
         self._beginning = Beginning(self._options, self._policy, self._writer, lanes, envs)
         self._ledger = self._beginning.ledger
 

@@ -27,6 +27,7 @@ from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
 from tallyroll.collector.cli.progress import Display, shown_progress
 from tallyroll.collector.envs import registry
+from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.multiprocess import MultiprocessCollector
 from tallyroll.collector.options.draws import Draw
 from tallyroll.collector.options.draws import parsed as parsed_draw
@@ -106,6 +107,8 @@ class CollectRun:
         self.began, self.has_begun = 0, False
         """Rows that the run had before, and whether it stands in the manifest."""
         self.plan = self._planned()
+        self.frames = self.plan.own_frames
+        """Frames of the run, of a shard its own part; None: its budget is one of episodes."""
         self.checkpoints = RegularCheckpoints(
             None if args.checkpoint is None else Path(args.checkpoint),
             args.checkpoint_every,
@@ -125,6 +128,8 @@ class CollectRun:
             )
         if self.resumes:
             self._require_fit(given, before, plan)
+        if wrong := wrong_shard(plan):
+            raise CommandError(wrong)
         if plan.frames is None and not self.storage.grows:
             raise CommandError(
                 f"{self.out}: an HDF5 file is made for a number of rows, which --episodes does not "
@@ -146,6 +151,12 @@ class CollectRun:
             raise CommandError(
                 "--resume: the run was begun with --frames, so that --episodes cannot end it; give "
                 "--frames, or leave both out"
+            )
+        if given.shard is not None and given.shard != before.shard:
+            was = "a whole run" if before.shard is None else f"shard {before.shard}"
+            raise CommandError(
+                f"--resume: {self.out} has {was}, and --shard {given.shard} was given; give each "
+                "shard an --out of its own, or leave --shard out"
             )
         if given.num_envs is not None and given.num_envs != (before.num_envs or 1):
             raise CommandError(
@@ -274,6 +285,7 @@ class CollectRun:
             "total_frames": plan.frames,
             "total_episodes": plan.episodes,
             "num_envs": plan.lanes,
+            "shard": plan.shard,
             "info_keys": tuple(parsed(each) for each in plan.info_keys or ()),
             "rename": dict(each.rsplit("=", 1) for each in plan.rename or ()),
             "resets": Resets(sampler=_sampler(plan.reset), seeds=plan.reset_seeds or False),
@@ -292,15 +304,15 @@ class CollectRun:
 
     def _budget(self, collector: Collector) -> tuple[int, int]:
         """How much of the budget is there, and the budget."""
-        if self.plan.frames is not None:
+        if self.frames is not None:
             ledger = collector.ledger
             have = ledger.agent_transitions if self.plan.by_agent else ledger.stored
-            return have, self.plan.frames
+            return have, self.frames
         return collector.ledger.episodes_complete, self.plan.episodes or 0
 
     def _is_complete(self) -> bool:
         """Say so where the run that is to be continued has all it was asked for."""
-        run_rows, frames = self.head - self.first_row, self.plan.frames
+        run_rows, frames = self.head - self.first_row, self.frames
         if not self.resumes or frames is None or run_rows < frames or self.plan.by_agent:
             return False
         if run_rows > frames:
@@ -329,8 +341,8 @@ class CollectRun:
             self.note(f"{self.out} held no run to resume: starting from the beginning")
         row_nbytes = self.storage.schema.row_nbytes
         takes = f"{row_nbytes:,} bytes a row"
-        if self.plan.frames is not None and not self.plan.by_agent:
-            missing = self.plan.frames - self.began
+        if self.frames is not None and not self.plan.by_agent:
+            missing = self.frames - self.began
             takes = f"{missing:,} rows of {row_nbytes:,} bytes: {decimal(missing * row_nbytes)}"
         free = decimal(free_bytes(self.storage.path))
         self.note(f"{takes}; {free} are free beside what is reserved for them in {self.out}")
@@ -362,6 +374,10 @@ class CollectRun:
             f"{decimal(self.storage.nbytes)} in {self.out}"
         )
         page.print(f"{'seed':<17} {ledger.seed:>15}")
+        if (own := collector.shard) is not None:
+            first, last = own.lanes[0], own.lanes[-1]
+            meaning = f"lanes {first} to {last} of {own.run_lanes}, of {own.asked:,} frames in all"
+            page.print(f"{'shard':<17} {own!s:>15}  {meaning}")
         page.ledger(ledger.counts(), _returns(collector))
         if ledger.agent_surplus:
             meaning = "agent transitions of the last row beyond the budget"
@@ -369,8 +385,9 @@ class CollectRun:
         if done:
             page.print()
             page.print(f"what is in it:   {self._inspect_command()}")
-            more = replace(self.plan, seed=None).command(self.out, "--append")
-            page.print(f"more of the same: {more}")
+            if self.plan.shard is None:
+                more = replace(self.plan, seed=None).command(self.out, "--append")
+                page.print(f"more of the same: {more}")
         return page.text
 
     def _inspect_command(self) -> str:
@@ -441,11 +458,32 @@ def _returns(collector: Collector) -> str:
     )
 
 
+def wrong_shard(plan: Plan) -> str | None:
+    """The fault of --shard; None if there is none."""
+    if plan.shard is None:
+        return None
+    option = f"--shard {plan.shard}"
+    if plan.seed is None:
+        return f"{option}: expected --seed, the same for each of the shards; give --seed 0, say"
+    if plan.episodes is not None or plan.by_agent:
+        return (
+            f"{option}: expected --frames, a number of transitions, of which each lane has its "
+            "part; which episodes start first, and how many agents live, depends on all lanes"
+        )
+    try:
+        assert plan.own is not None
+    except ArgumentError as error:
+        said = str(error).replace("num_envs", "--num-envs").replace("total_frames", "--frames")
+        return f"{option}: {said.removeprefix('shard: ')}"
+    return None
+
+
 def wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
     """The fault of the options for workers; None if there is none."""
-    if (plan.workers or 0) > plan.lanes:
+    if (plan.workers or 0) > plan.own_lanes:
+        of = "" if plan.shard is None else f" in shard {plan.shard}"
         return (
-            f"--workers: expected at most as many as there are lanes, {plan.lanes}, got "
+            f"--workers: expected at most as many as there are lanes{of}, {plan.own_lanes}, got "
             f"{plan.workers}; give fewer, or a larger --num-envs"
         )
     for name in ("mode", "transport", "respawns", "step_timeout"):
@@ -468,7 +506,7 @@ def _sampler(resets: list[str] | None) -> dict[str, Draw] | None:
 
 def default_batch(plan: Plan, ring: int = 0) -> int:
     """Transitions a commit: 64 a lane, within bounds, a multiple of the lanes."""
-    lanes = plan.lanes
+    lanes = plan.own_lanes
     batch = max(lanes, min(max(1024, 64 * lanes), 8192) // lanes * lanes)
     if 0 < ring < batch:
         return max(ring // lanes * lanes, min(ring, lanes))
@@ -494,7 +532,8 @@ def run(args: argparse.Namespace) -> int:
     if twice := [name for name in options if options.count(name) > 1]:
         args.usage_error(f"--reset: {twice[0]} is given twice; give it once")
     # What a resumed run leaves out stands in its manifest.
-    if not args.resume and (wrong := wrong_workers(Plan.of(args), args)):
+    plan = Plan.of(args)
+    if not args.resume and (wrong := wrong_shard(plan) or wrong_workers(plan, args)):
         args.usage_error(wrong)
     for name in _CHECKPOINTS[1:]:
         if getattr(args, name) is not None and args.checkpoint is None:

@@ -169,6 +169,16 @@ def _rename(text: str) -> str:
     return text
 
 
+def _shard(text: str) -> str:
+    from tallyroll.collector.errors import ArgumentError
+    from tallyroll.collector.options.sharding import Shard  # torch takes seconds, and --help none
+
+    try:
+        return str(Shard.parsed(text))
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("shard: ")) from error
+
+
 def _reset(text: str) -> str:
     from tallyroll.collector.errors import ArgumentError
     from tallyroll.collector.options.draws import parsed  # torch takes seconds, and --help none
@@ -256,6 +266,13 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "each worker; if steps are cheap, 8 or more are several times faster)"),
     "--seed": (_count, "S",
         "seed: the same one gives the same data (default: drawn, and recorded)"),
+    "--shard": (_shard, "I/N",
+        "collect part I, from 0 on, of N, each on its own, into an --out of its own; --frames, "
+        "--num-envs and --seed are those of the whole run, the same for each. All N parts together "
+        "are exactly --frames transitions; equal to those of one run, bit for bit by id and step, "
+        "where every slot is a transition (a Gymnasium id), lanes have seeds of their own, and "
+        "actions are random or of a deterministic policy that looks at a lane alone, not at the "
+        "batch; else exactly as many, with the ids and seeds of one run"),
     "--policy": (str, "MODULE:ATTR",
         "a TensorDictModule or a callable from TensorDict to TensorDict, of a module or of a "
         "file (FILE.py:ATTR). A class, or a function that needs no arguments, is called once to "
@@ -456,6 +473,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add(source, "--frame-skip", "--info-keys")
     _add(source, "--rename", "--reset", action="append")
     _add(source, "--reset-seeds", default=None)
+    _add(parser.add_argument_group("shards", texts.COLLECT_SHARDS), "--shard")
     workers = parser.add_argument_group("workers", texts.COLLECT_WORKERS)
     _add(workers, "--workers", "--mode", "--transport", "--respawns", "--step-timeout")
     storage = parser.add_argument_group("storage", texts.COLLECT_STORAGE)

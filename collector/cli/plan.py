@@ -18,10 +18,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import cloudpickle
 
+from tallyroll.collector.batches.state.provenance import SHARD
 from tallyroll.collector.batches.stored.resume import opened_or_created
 from tallyroll.collector.cli.output import CommandError, pasteable
 from tallyroll.collector.evaluation.reporting.stored_runs import part as part
 from tallyroll.collector.options import MOST_LANES
+from tallyroll.collector.options.sharding import Shard, ShardOfRun, shard_of_run
 from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.collector.policies.several.entries import are_several
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
@@ -39,6 +41,7 @@ class Plan:
     budget_unit: str | None = None
     num_envs: int | None = None
     seed: int | None = None
+    shard: str | None = None
     policy: str | None = None
     frames_per_batch: int | None = None
     env_kwargs: dict[str, Any] | None = None
@@ -80,6 +83,7 @@ class Plan:
             "workers": call.get("num_workers"),
             "policy": None,  # the call says its class, and not where that is
             **_resets_of(part(call, "resets")),
+            **_shard_of(part(run, SHARD)),
         }
         command = {"num_envs": run.get("lanes"), **command}
         names = {each.name for each in fields(cls)}
@@ -101,6 +105,30 @@ class Plan:
     def lanes(self) -> int:
         """In all: one, or one a worker, where the command line leaves it out."""
         return self.num_envs or max(1, self.workers or 0)
+
+    @property
+    def own(self) -> ShardOfRun | None:
+        """The shard that is collected; None: all of the run.
+
+        Raises:
+            ArgumentError: there is no such shard of such a run.
+        """
+        if self.shard is None:
+            return None
+        given = {"num_envs": self.lanes, "total_frames": self.frames, "seed": self.seed}
+        given["total_episodes"] = self.episodes
+        return shard_of_run(Shard.parsed(self.shard), given, by_agent=self.by_agent)
+
+    @property
+    def own_lanes(self) -> int:
+        """Lanes that are made here."""
+        return self.lanes if self.own is None else len(self.own.lanes)
+
+    @property
+    def own_frames(self) -> int | None:
+        """Frames that are collected here; None: an episode budget has no number of them."""
+        own = self.own
+        return self.frames if own is None else own.among_first(own.asked)
 
     def as_dict(self) -> dict[str, Any]:
         """The options that were given, as JSON values."""
@@ -124,6 +152,13 @@ class Plan:
             else:
                 words += ["--" + name.replace("_", "-"), _word(value)]
         return pasteable(shlex.join([*words, "--out", out, *options]))
+
+
+def _shard_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a command for the shard that a run is: the call has its own part alone."""
+    if not said:
+        return {}
+    return {"shard": f"{said.get('index')}/{said.get('of')}", "frames": said.get("asked")}
 
 
 def _resets_of(resets: Mapping[str, Any]) -> dict[str, Any]:

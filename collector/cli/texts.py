@@ -44,6 +44,11 @@ environment system, SYSTEM:ID (`tallyroll envs` lists them)
   tallyroll collect my:Maze-v0 --env-kwargs '{"size": 9}' --frames 5e3 --out b
   tallyroll collect envpool:CartPole-v1 --frames 1e6 --num-envs 64 --out c
 """
+COLLECT_SHARDS = """\
+example: a job of an array, each of which is started again by the same command
+  tallyroll collect CartPole-v1 --frames 1e6 --num-envs 64 --seed 0 --resume \\
+    --shard $SLURM_ARRAY_TASK_ID/8 --out runs/part-$SLURM_ARRAY_TASK_ID
+"""
 COLLECT_WORKERS = """\
 example: costly steps, in 4 processes (the data are those of one process)
   tallyroll collect Ant-v5 --frames 1e6 --num-envs 32 --workers 4 --out ant

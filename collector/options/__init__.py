@@ -31,6 +31,7 @@ from tallyroll.collector.options.objects import (
     object_of,
 )
 from tallyroll.collector.options.resets import Resets
+from tallyroll.collector.options.sharding import Shard, ShardOfRun, a_shard, shard_of_run
 from tallyroll.collector.slab.info import Info, infos_of
 from tallyroll.collector.slab.names import checked_rename, split
 from tallyroll.storage.rows.keys import Key
@@ -70,6 +71,8 @@ class Options:
     checks: Checks
     devices: Devices
     resets: Resets
+    shard: Annotated[Shard | None, or_none(a_shard)]
+    """Once the other options are those of this shard: a `ShardOfRun`."""
 
     # What follows from these.
     policy_device: torch.device | None = field(init=False)
@@ -109,7 +112,36 @@ class Options:
                 options[each.name] = checked(each.name, arguments[each.name], each.type)
         made = cls(**options)
         made._refuse_contradictions(arguments)
-        return made
+        return made if made.shard is None else made._of_shard(made.shard)
+
+    def _of_shard(self, shard: Shard) -> Self:
+        """Return the options of a shard of the run that these are of."""
+        part = shard_of_run(shard, vars(self), by_agent=self.by_agent)
+        return replace(
+            self,
+            shard=part,
+            num_envs=len(part.lanes),
+            total_frames=part.among_first(part.asked),
+            init_random_frames=part.among_first(self.init_random_frames),
+        )
+
+    @property
+    def part(self) -> ShardOfRun | None:
+        """The shard that this run is; None: it is whole."""
+        return self.shard if isinstance(self.shard, ShardOfRun) else None
+
+    def run_lanes(self, lanes: int) -> int:
+        """Return the lanes of the whole run, of which ``lanes`` are made here."""
+        return lanes if self.part is None else self.part.run_lanes
+
+    def own_lanes(self, lanes: int) -> range:
+        """Return the numbers of the ``lanes`` that are made here, over the whole run."""
+        return range(lanes) if self.part is None else self.part.lanes
+
+    @property
+    def first_lane(self) -> int:
+        """The number of the first lane that is made here, over the whole run."""
+        return 0 if self.part is None else self.part.lanes.start
 
     @classmethod
     def keywords(cls) -> frozenset[str]:

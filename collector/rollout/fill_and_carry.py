@@ -6,6 +6,7 @@ A driver fills slots of a slab; :class:`Filling` decides how many and counts the
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class Rollout(Standing):
         surplus: the fate of transitions of the last step beyond those asked for.
         random_frames: number of transitions at the start that have random actions.
         gate: an episode budget, or None.
+        run_lanes: lanes of the run, where the driver has a part of them; None: it has all.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class Rollout(Standing):
         surplus: Surplus,
         random_frames: int,
         gate: EpisodeBudget | None,
+        run_lanes: int | None = None,
     ) -> None:
         self.driver, self.policy, self.slab = driver, policy, driver.slab
+        self._run_lanes = run_lanes
         self.slabs, self.lanes = (self.slab,), self.slab.lanes
         several = isinstance(policy, SeveralPolicies)
         self._filling = (FillingOfSeveral if several else Filling)(
@@ -232,10 +236,12 @@ class Rollout(Standing):
             reward, ended = _last_slot(self.driver, rewards)
         discarded = self.discard_held()
         self._whole_blocks = {}  # their reference cycle would keep memory until a collection
-        return Discarded(self._filling.take_entry(), discarded, reward, ended)
+        own, run = self.slab.first_lane, self._run_lanes
+        arrays = (_over_run(each, own, run) for each in (discarded, reward, ended))
+        return Discarded(self._filling.take_entry(), *arrays)
 
     def discard_held(self) -> NDArray[np.bool_]:
-        """Discard and count the transitions that were not handed over; return their lanes."""
+        """Discard and count transitions that were not handed over; return the driver's lanes."""
         # All that is not handed over, after an error; else the last slot's surplus.
         marks = self.slab.transitions[: self.driver.used]
         if self._given:
@@ -259,7 +265,9 @@ class Rollout(Standing):
         if block.taken is not transitions and used:
             self._held.hold(transitions[-1] & ~block.taken[-1])
         filling = self._filling
-        block.giver, block.entry, block.cuts = self, filling.take_entry(), filling.cuts
+        block.giver, block.entry = self, filling.take_entry()
+        if filling.cuts is not None:
+            block.cuts = _over_run(filling.cuts, self.slab.first_lane, self._run_lanes)
         return block
 
 
@@ -267,6 +275,15 @@ class Rollout(Standing):
 def _stepped(count: int) -> LedgerEntry:
     """Return the counts of slots that are all transitions; one object for each count."""
     return LedgerEntry(slots=count, executed=count)
+
+
+def _over_run(of_lanes: NDArray[Any], first: int, run_lanes: int | None) -> NDArray[Any]:
+    """Return values ``[lane]`` of lanes from ``first`` on as those of all lanes of the run."""
+    if run_lanes is None:
+        return of_lanes
+    found = np.zeros(run_lanes, of_lanes.dtype)
+    found[first : first + len(of_lanes)] = of_lanes
+    return found
 
 
 def _last_slot(

@@ -90,7 +90,7 @@ class Collector(TorchRLNames, SyncCollector):
         super()._prepare(policy, made)
 
     def _environments(self, env: EnvBase) -> Environments:
-        return SeededByMaker(env)
+        return SeededByMaker(env, self._options)
 
     def _close_source(self) -> None:
         if self._close_env is not None:  # what was not begun with is whose it was

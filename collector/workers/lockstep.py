@@ -136,7 +136,7 @@ class Turns:
         self.cuts = np.zeros(self._lanes, np.bool_)
         for member, _ in failed:  # whether others take their places or not
             self.died[member.index] = member.board[FILLED]
-            self.cuts[member.lanes.start : member.lanes.stop] = True
+            self.cuts[member.columns.start : member.columns.stop] = True
         alive = [each for each in self._worker_pool.members if each.index not in self.died]
         begin_at = min((member.board[FILLED] for member in alive), default=at_least)
         for member, error in failed:
@@ -161,7 +161,8 @@ class LockstepDriver(Driver):
         pool: the workers.
         slab: of all lanes.
         plan: what it looks like.
-        draws: of each action of all lanes, as one process would draw them; None: workers draw.
+        draws: of each action of all lanes of the run, as one process would draw them; None:
+            workers draw.
         width: numbers of a slot's actions.
         rng: what they are drawn with.
         startup: puts others in the place of workers that failed.
@@ -253,7 +254,12 @@ class LockstepDriver(Driver):
 
     def _take(self, slots: int) -> Sequence[Array]:
         """The actions of the next slots ``[slot, lane, ...]``, if they are drawn here."""
-        return self._rng.take(self._drawers, slots, self._width) if self._drawers else ()
+        if not self._drawers:
+            return ()
+        drawn, first = self._rng.take(self._drawers, slots, self._width), self.slab.first_lane
+        if first == 0 and drawn[0].shape[1] == self.slab.lanes:
+            return drawn
+        return [each[:, first : first + self.slab.lanes] for each in drawn]
 
     def policy_steps(self, start: int, stop: int, random_lanes: Mask | None = None) -> None:
         """Fill slots ``[start, stop)``; lanes in ``random_lanes`` act at random."""
@@ -277,7 +283,7 @@ class LockstepDriver(Driver):
             drawn = None
         questions = []
         for member in self._worker_pool.members:
-            own = slice(member.lanes.start, member.lanes.stop)
+            own = slice(member.columns.start, member.columns.stop)
             questions.append(
                 m.Steps(
                     at,
@@ -307,7 +313,7 @@ class LockstepDriver(Driver):
         gone = np.zeros_like(ran)
         failed = np.zeros(self.slab.lanes, np.bool_)
         for member, slots in zip(members, filled, strict=True):
-            lanes = slice(member.lanes.start, member.lanes.stop)
+            lanes = slice(member.columns.start, member.columns.stop)
             ran[: max(0, slots - start), lanes] = True
             gone[max(0, turns.start - start) :, lanes] = member.index in turns.died
             failed[lanes] = member.failed is not None

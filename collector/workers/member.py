@@ -17,6 +17,9 @@ class Member:
     index: int
     link: Link
     lanes: range = range(0)
+    """Its lanes, numbered over the run."""
+    columns: range = range(0)
+    """Its lanes among those of a slab of all that are made here."""
     board: Board = field(default_factory=new_board, repr=False)
     """One of its own until it has got that of the place."""
     actions: NDArray[Any] | None = field(default=None, repr=False)

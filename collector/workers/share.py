@@ -14,9 +14,13 @@ class Share:
     """Slots of a slab, or of a segment."""
     segments: int
     """Segments of each worker's own slab; 0: one slab for all."""
+    first_lane: int = 0
+    """The number of the first of these lanes in the run, which may have others."""
+    run_lanes: int | None = None
+    """Lanes of the run; None: they are these."""
 
     def of(self, worker: int) -> range:
-        """The lanes of a worker, numbered over the run."""
+        """The lanes of a worker, numbered over all that are made here."""
         first = sum(self.lanes[:worker])
         return range(first, first + self.lanes[worker])
 
@@ -31,8 +35,13 @@ class Share:
 
     @property
     def total(self) -> int:
-        """Lanes of the run."""
+        """Lanes that are made here."""
         return sum(self.lanes)
+
+    @property
+    def of_run(self) -> int:
+        """Lanes of the run."""
+        return self.total if self.run_lanes is None else self.run_lanes
 
 
 def evenly(total: int, parts: int) -> Sequence[int]:

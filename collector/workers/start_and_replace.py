@@ -15,6 +15,7 @@ from tallyroll.collector.envs.reaching.asked import Asked, Outcome
 from tallyroll.collector.envs.reaching.repeating import Calls, require_repeated
 from tallyroll.collector.envs.reaching.travelling import outcome_of, packed
 from tallyroll.collector.errors import EnvironmentRefused, StateError, WorkerError, WorkerHung
+from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
@@ -31,6 +32,7 @@ class WorkerStartup:
     Args:
         pool: workers that were started.
         respawns: how many workers may be replaced; 0: any that fails ends the run.
+        part: the shard whose lanes they have; None: they have all lanes of the run.
     """
 
     ledger: Ledger
@@ -41,8 +43,8 @@ class WorkerStartup:
     """Values that any worker's environment may return."""
     _memory: tuple[Share, Place]
 
-    def __init__(self, pool: WorkerPool, respawns: int) -> None:
-        self._worker_pool = pool
+    def __init__(self, pool: WorkerPool, respawns: int, part: ShardOfRun | None = None) -> None:
+        self._worker_pool, self._part = pool, part
         self._left = respawns
         self._limit = respawns
         self.replacements = Replacements(pool)
@@ -55,9 +57,10 @@ class WorkerStartup:
     def made(self) -> dict[str, Any]:
         """Hear that all environments stand, number their lanes, and return what they are."""
         answers: list[m.Made] = self._answers(_first_answer)
-        first = 0
+        first, before = 0, 0 if self._part is None else self._part.lanes.start
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
-            member.lanes = range(first, first + answer.lanes)
+            member.columns = range(first, first + answer.lanes)
+            member.lanes = range(before + first, before + first + answer.lanes)
             first += answer.lanes
         return answers[0].description
 
@@ -102,8 +105,11 @@ class WorkerStartup:
         return found if all(answer.lane_seeds for answer in answers) else []
 
     def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
-        lanes = member.lanes.start, sum(self.lanes)
-        return m.Seed(seed, incarnation, *lanes, member.index, self._asked)
+        first, part = member.lanes.start, self._part
+        run_lanes = sum(self.lanes) if part is None else part.run_lanes
+        # Workers of other shards draw other numbers: no two of these have the same.
+        worker = member.index + (0 if part is None else part.lanes.start)
+        return m.Seed(seed, incarnation, first, run_lanes, worker, self._asked)
 
     def bind(self, share: Share, place: Place) -> None:
         """Hand the memory to all."""

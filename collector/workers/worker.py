@@ -189,7 +189,7 @@ class Worker:
             self.policy.take_from(place.weights)
         slab, board = place.slab_of(message.worker), place.board(message.worker)
         # With leases each worker draws on its own; in step all draw for the lanes of all.
-        rng, lanes = (self.rng, None) if share.segments else (self.shared_rng, share.total)
+        rng, lanes = (self.rng, None) if share.segments else (self.shared_rng, share.of_run)
         driver = make_driver(self.env, self.policy, self.plan, slab, rng, board, lanes)
         self.driver = driver
         if self._first is not None:

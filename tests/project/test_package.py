@@ -42,6 +42,7 @@ PUBLIC: dict[str, set[str]] = {
         "Resets",
         "RunLog",
         "RunsReport",
+        "Shard",
         "Supervision",
         "SyncCollector",
         "choice",

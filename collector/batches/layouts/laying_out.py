@@ -44,7 +44,7 @@ class LayingOut:
     Args:
         options: of the run.
         source: makes rows of blocks.
-        lanes: lanes of the run.
+        lanes: the lanes that are made here, numbered over the run.
         writer: where rows are stored.
         torchrl: lays batches out where ``layout="torchrl"``.
     """
@@ -53,7 +53,7 @@ class LayingOut:
         self,
         options: Options,
         source: RowSource,
-        lanes: int,
+        lanes: range,
         writer: BatchWriter,
         torchrl: TorchrlLayout | None,
     ) -> None:
@@ -133,7 +133,7 @@ class Processing(LayingOut):
         postproc: Postproc,
         options: Options,
         source: RowSource,
-        lanes: int,
+        lanes: range,
         writer: BatchWriter,
         torchrl: TorchrlLayout | None,
     ) -> None:

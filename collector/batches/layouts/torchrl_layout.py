@@ -78,8 +78,8 @@ class TorchrlLayout:
         self.apart = apart
         self._shapes, self._split = list(shapes), options.layout.split_trajs
         sizes = [prod(shape) for shape in shapes]
-        self._starts = list(accumulate(sizes, initial=0))
-        """The first lane of each worker, and their number."""
+        self._starts = list(accumulate(sizes, initial=options.first_lane))
+        """The first lane of each worker, and the one after the last."""
         self._lead: Shape = shapes[0] if len(shapes) == 1 else (sum(sizes),)
         if stacked and len(set(shapes)) == 1:
             self._lead = (len(shapes), *shapes[0])
@@ -104,7 +104,7 @@ class TorchrlLayout:
     @property
     def lanes(self) -> int:
         """Lanes of all workers together."""
-        return self._starts[-1]
+        return self._starts[-1] - self._starts[0]
 
     @property
     def follows(self) -> bool:
@@ -168,7 +168,7 @@ class TorchrlLayout:
         flags = {key: torch.zeros((count, 1), dtype=torch.bool) for key in self._flags}
         if not self._nested:
             return flags
-        lane, step = part.array(LANE), part.array(STEP)
+        lane, step = part.array(LANE) - self._starts[0], part.array(STEP)
         first = np.diff(lane, prepend=-1) != 0
         last = np.diff(lane, append=-1) != 0
         for key in self._nested:
@@ -188,7 +188,7 @@ class TorchrlLayout:
     def __call__(self, rows: TensorDictBase, flags: Flags) -> TensorDictBase:
         """Return ``rows``, in order of lanes, with ``flags`` at the root, as a batch."""
         rows = self._with_flags(rows, flags)
-        lanes, lead = range(self.lanes), self._lead
+        lanes, lead = range(self._starts[0], self._starts[-1]), self._lead
         if self.apart:
             worker = bisect_right(self._starts, int(rows.get(LANE)[0])) - 1
             lanes, lead = self._lanes_of(worker), self._shapes[worker]

@@ -87,9 +87,9 @@ def split_trajectories(
     return Offsets(ordered, offsets, torch.from_numpy(ids[begin]))
 
 
-def by_lane(rows: TensorDictBase, lanes: int) -> TensorDict:
-    """Return rows in order of lanes as ``[lane, time]``, padded, with ``("collector", "mask")``."""
-    counts = np.bincount(rows.get(LANE).cpu().numpy(), minlength=lanes)
+def by_lane(rows: TensorDictBase, lanes: range) -> TensorDict:
+    """Return rows, in order of ``lanes``, as ``[lane, time]``, padded, with a ``"mask"``."""
+    counts = np.bincount(rows.get(LANE).cpu().numpy() - lanes.start, minlength=len(lanes))
     return padded(rows, counts)
 
 

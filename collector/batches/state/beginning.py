@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tallyroll.collector.batches.state.made_by import made_by
-from tallyroll.collector.batches.state.provenance import call_of, run_provenance
+from tallyroll.collector.batches.state.provenance import (
+    SHARD,
+    call_of,
+    common_id,
+    run_provenance,
+)
 from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.resume import newest_version, opening_rows
@@ -31,7 +36,7 @@ class Beginning:
         options: of the run.
         policy: chooses actions; None: they are random.
         writer: of the storage that may have a run to be continued.
-        lanes: how many there are.
+        lanes: how many there are here; a shard's run has more.
         envs: has them, and seeds them.
 
     Raises:
@@ -46,9 +51,13 @@ class Beginning:
         lanes: int,
         envs: Environments,
     ) -> None:
-        self._options, self._writer, self._lanes = options, writer, lanes
+        self._options, self._writer = options, writer
+        self._lanes = options.run_lanes(lanes)
         self.policy, self.envs = policy, envs
-        self.ledger = writer.stored_run.resumed(lanes, options.seed) or Ledger(seed=options.seed)
+        if options.part is not None:
+            _require_one_policy(policy)
+        resumed = writer.stored_run.resumed(self._lanes, options.seed)
+        self.ledger = resumed or Ledger(seed=options.seed)
         if options.seed not in (None, self.ledger.seed):
             raise StateError(
                 f"the run to be continued has the seed {self.ledger.seed}, got {options.seed}; "
@@ -64,7 +73,7 @@ class Beginning:
                 if last is not None and policy.openings.under_way:
                     stored = opening_rows(*last, policy, self.ledger)
                     policy.openings.go_on_after(stored)
-        self.seeds = RunSeeds(self.ledger, envs, policy)
+        self.seeds = RunSeeds(self.ledger, envs, policy, options.part)
         self.seeds.seed(self.ledger.seed)
 
     @property
@@ -93,6 +102,7 @@ class Beginning:
             surplus=self._options.surplus,
             random_frames=self.random_frames,
             gate=gate,
+            run_lanes=None if self._options.part is None else self._lanes,
         )
 
     def state(self, environment: Mapping[str, Any], more: Mapping[str, Any]) -> RunState:
@@ -106,7 +116,7 @@ class Beginning:
     def provenance(self) -> dict[str, Any]:
         """Return the run's entry in the manifest, as of the seeds and weights that it has now."""
         made = None if self._writer.storage is None else made_by(self.policy)
-        return run_provenance(
+        run = run_provenance(
             self._environment,
             self.ledger,
             self.seeds.of_lanes,
@@ -114,6 +124,17 @@ class Beginning:
             call=self._call,
             policy_version=RANDOM_VERSION if self.policy is None else self.policy.version,
             made=made,
+        )
+        if (part := self._options.part) is not None:
+            run[SHARD] = part.described(common_id(run, part))
+        return run
+
+
+def _require_one_policy(policy: Policy | None) -> None:
+    if isinstance(policy, SeveralPolicies):
+        raise ArgumentError(
+            "shard: expected one policy, or none, got several: a shard need not have a lane of "
+            "each, and their random beginnings are counted over all lanes; collect them in one run"
         )
 
 

@@ -33,7 +33,7 @@ def event_of(
         done: lanes, in the order in which values are given.
         failed: lanes in which it raised.
     """
-    every = list(done) == list(range(len(run.lanes.step)))
+    every = list(done) == list(run.options.own_lanes(len(run.lanes.step)))
     event: dict[str, Any] = {
         "at": run.ledger.stored,
         "call": asked.way,

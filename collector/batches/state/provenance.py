@@ -1,15 +1,24 @@
 """Provenance of a run for the manifest: versions, seeds, and arguments of the call."""
 
+import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.options import Options
+from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.slab.names import spelled_rename
 
 MOST_SEEDS = 1024
+SHARD = "shard"
+"""The name, in a run's entry, of what says which part of a run it is."""
+_OF_ONE_SHARD = frozenset(
+    ("frames_per_batch", "total_frames", "init_random_frames", "num_workers", "mode", "transport")
+)
+"""Arguments of a call that may differ from shard to shard, or that have a part of the whole."""
 
 
 def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,6 +50,18 @@ def _otherwise(options: Options) -> dict[str, Any]:
         "reset_slots": None if options.checks.reset_slots == "mask" else options.checks.reset_slots,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def common_id(run: Mapping[str, Any], part: ShardOfRun) -> str:
+    """Return the name of what all shards of a run have in common, of the entry of one: a hash.
+
+    The environment, the seed, the lanes, the budget, the number of shards, and the arguments of
+    the call that decide which rows there are; not versions, workers and the size of a batch.
+    """
+    call = {name: value for name, value in run["call"].items() if name not in _OF_ONE_SHARD}
+    common = [run["environment"], run["seed"], run["lanes"], part.asked, part.of, call]
+    text = json.dumps(common, sort_keys=True, default=repr)
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def run_provenance(

@@ -35,7 +35,7 @@ class Reaching:
     _run: RunState
     _rollout: TransitionSource
     _undivided: Undivided
-    _lanes: int
+    _own_lanes: range
 
     def env_call(
         self, name: str, /, *args: Any, lanes: Sequence[int] | int | None = None, **kwargs: Any
@@ -152,17 +152,18 @@ class Reaching:
 
     def _checked_lanes(self, asked: Asked, lanes: Sequence[int] | int | None) -> list[int]:
         if lanes is None:
-            return list(range(self._lanes))
+            return list(self._own_lanes)
         try:
             given = [lanes] if not hasattr(lanes, "__iter__") else list(lanes)
             found = [index(each) for each in given if type(each) is not bool]
         except TypeError:
             given, found = [lanes], []
+        own = self._own_lanes
         good = found and len(found) == len(given) == len({*found})
-        if not good or min(found) < 0 or max(found) >= self._lanes:
+        if not good or min(found) < own.start or max(found) >= own.stop:
             raise ArgumentError(
-                f"{asked}: lanes: expected different numbers from 0 to {self._lanes - 1}, or None "
-                f"for all, got {lanes!r:.200}"
+                f"{asked}: lanes: expected different numbers from {own.start} to {own.stop - 1}, "
+                f"or None for all, got {lanes!r:.200}"
             )
         return found
 

@@ -7,8 +7,9 @@ import torch
 
 from tallyroll.collector.compat import generator_states
 from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.collector.counting.numbering import driver_seed
+from tallyroll.collector.counting.numbering import driver_seed, lane_seeds
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome
+from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.policies.slot_rng import SlotRng
@@ -44,20 +45,29 @@ class RunSeeds:
         ledger: keeps the seed.
         envs: whose lanes are seeded.
         policy: whose streams of random numbers are begun, where it has several.
+        part: the shard whose lanes ``envs`` has; None: it has all lanes of the run.
     """
 
-    def __init__(self, ledger: Ledger, envs: Environments, policy: Policy | None) -> None:
-        self._ledger, self._envs, self._policy = ledger, envs, policy
+    def __init__(
+        self,
+        ledger: Ledger,
+        envs: Environments,
+        policy: Policy | None,
+        part: ShardOfRun | None = None,
+    ) -> None:
+        self._ledger, self._envs, self._policy, self._part = ledger, envs, policy, part
         self.rng = SlotRng()
         """Draws actions."""
         self.of_lanes: list[int] = []
-        """Each lane's seed; none if the environments chose them."""
+        """Seed of each lane of the run; none if the environments chose them."""
 
     def seed(self, seed: int | None) -> None:
         """Seed every generator and every lane for the ledger's incarnation; None draws a seed."""
         incarnation, asked = self._ledger.incarnation, seed is not None
         if seed is not None:
-            torch.manual_seed(int(driver_seed(seed, incarnation).generate_state(1)[0]))
+            # A policy of another shard draws other numbers; the first one's are those of one run.
+            shard = None if self._part is None else self._part.lanes.start or None
+            torch.manual_seed(int(driver_seed(seed, incarnation, shard).generate_state(1)[0]))
         else:
             seed = int(torch.randint(2**31 - 1, ()))
         self._ledger.seed = seed
@@ -65,6 +75,9 @@ class RunSeeds:
         if self._policy is not None:
             self._policy.seed(seed, incarnation)
         self.of_lanes = self._envs.seed(seed, incarnation, asked)
+        if self._part is not None and self.of_lanes:
+            own, of_run = self._part.lanes, lane_seeds(seed, self._part.run_lanes, incarnation)
+            self.of_lanes = of_run[: own.start] + self.of_lanes + of_run[own.stop :]
 
     def generators(self) -> dict[str, Any]:
         """Return the states of the generators."""

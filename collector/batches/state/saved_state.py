@@ -27,6 +27,7 @@ def saved_state(run: RunState, beginning: Beginning, rollout: TransitionSource) 
         "ledger": run.ledger.counts(),
         "seed": run.ledger.seed,
         "lanes": run.lanes.lanes,
+        "shard": shard_name(run),
         "next_id": run.lanes.next_id,
         "open": int(run.lanes.open.sum()),
         "policy": state,
@@ -102,6 +103,11 @@ def require_fit(
         raise StateError(
             f"load_state_dict: expected what state_dict() returned, got a mapping without {missing}"
         )
+    if state.get("shard") != shard_name(run):
+        raise StateError(
+            f"load_state_dict: the state is of {_shard(state.get('shard'))}, this collector is "
+            f"{_shard(shard_name(run))}; each goes on from its own"
+        )
     if (state["policy"] is None) != (policy is None):
         saved = "without" if state["policy"] is None else "with"
         raise StateError(
@@ -110,6 +116,15 @@ def require_fit(
         )
     if policy is not None and (why := policy.misfit(state["policy"])) is not None:
         raise StateError(f"load_state_dict: {why}; give the policies that it was saved with")
+
+
+def shard_name(run: RunState) -> str | None:
+    """Return the name of the shard that ``run`` is, ``"2/8"``; None: it is whole."""
+    return None if run.options.part is None else str(run.options.part)
+
+
+def _shard(name: object) -> str:
+    return "a whole run" if name is None else f"shard {name!s:.40}"
 
 
 def _go_on_counting(ledger: Ledger, state: Mapping[str, Any], incarnation: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.options.sharding import Shard
 from tallyroll.collector.policies.several.openings import Counts
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
@@ -95,6 +96,8 @@ class LastRun:
     environment: Mapping[str, Any]
     lanes: int | None
     """The number of its lanes; None if its entry does not say one."""
+    shard: str | None = None
+    """The shard that it is, as "2/8"; None: it is whole."""
 
 
 def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> LastRun:
@@ -119,7 +122,19 @@ def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> 
         raise _damaged(path, "environment", environment)
     found = last.get("lanes")
     lanes = found if type(found) is int and found > 0 else None
-    return LastRun(last["first_row_of_run"], last["seed"], last["incarnation"], environment, lanes)
+    shard = _shard_of(last, path)
+    first, seed, incarnation = (last[name] for name in ("first_row_of_run", "seed", "incarnation"))
+    return LastRun(first, seed, incarnation, environment, lanes, shard)
+
+
+def _shard_of(last: Mapping[str, Any], path: Path) -> str | None:
+    """Return the name of the shard that a run's entry is of; None: it is a whole run."""
+    said = last.get("shard")
+    if said is None:
+        return None
+    if not isinstance(said, dict) or not all(is_count(said.get(name)) for name in ("index", "of")):
+        raise _damaged(path, "shard", said)
+    return f"{said['index']}/{said['of']}"
 
 
 def without_rows(
@@ -171,6 +186,21 @@ def same_lanes(before: LastRun, lanes: int) -> None:
             f"the run to be continued has {before.lanes} lanes, got {lanes}; make as many "
             f"(num_envs={before.lanes}), or append a new run instead"
         )
+
+
+def same_shard(before: LastRun, part: Shard | None) -> None:
+    """Refuse another part of a run than the one that is continued."""
+    now = None if part is None else str(part)
+    if before.shard == now:
+        return
+    was, got = (
+        "a whole run, and no shard" if each is None else f"shard {each}"
+        for each in (before.shard, now)
+    )
+    way_out = "leave shard out" if before.shard is None else f'give shard="{before.shard}"'
+    raise StateError(
+        f"the run to be continued is {was}, got {got}; {way_out}, or the storage of the other one"
+    )
 
 
 # --- what its last record and its rows say --------------------------------------------------------

@@ -9,13 +9,16 @@ from tallyroll.collector.batches.stored.resume import (
     last_run_of,
     resumed_ledger,
     same_lanes,
+    same_shard,
     same_source,
     whole_record,
     without_rows,
 )
 from tallyroll.collector.batches.stored.run_events import RunEvents
 from tallyroll.collector.counting.ledger import COUNTS, Ledger
+from tallyroll.collector.counting.shards import first_id
 from tallyroll.collector.errors import StateError
+from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.slot_rows import RunCounts
 from tallyroll.storage.errors import NotInitialised, StorageClosed
@@ -41,6 +44,7 @@ class StoredRun:
         buffer_ids: the ids of a run whose rows go to a TorchRL storage alone.
         resumes: the last run in the storage is continued.
         frames: transitions of the whole run, for which space is reserved; None if unknown.
+        part: the shard that it is, whose ids begin at a multiple of its run's lanes.
     """
 
     def __init__(
@@ -50,8 +54,10 @@ class StoredRun:
         *,
         resumes: bool,
         frames: int | None,
+        part: ShardOfRun | None = None,
     ) -> None:
         self._storage, self._buffer_ids, self._frames = storage, buffer_ids, frames
+        self._part = part
         self._reader = None if storage is None else storage.reader
         self._resumes = resumes
         self._last: LastRun | None = None
@@ -97,6 +103,7 @@ class StoredRun:
             return None
         self._last = last_run_of(entries, reader.path, reader.head)
         same_lanes(self._last, lanes)
+        same_shard(self._last, self._part)
         ledger, self._stored_before = resumed_ledger(reader, self._last)
         return ledger
 
@@ -157,6 +164,8 @@ class StoredRun:
                 f"expected trajectory ids below {_MOST_IDS}, got {next_id - 1} in what is "
                 "stored: there is no room for more after it; begin another storage"
             )
+        if self._part is not None:
+            next_id = first_id(next_id, self._part.run_lanes)
         self.counts.next_id = next_id
         return next_id
 

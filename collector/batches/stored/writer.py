@@ -28,6 +28,7 @@ from tallyroll.collector.batches.stored.sinks import sink_of, sink_under
 from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError
+from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
@@ -61,6 +62,7 @@ class BatchWriter:
             begins one where there is none.
         frames: transitions of the whole run, for which space is reserved; None if unknown.
         batch: transitions of the largest batch, which a ring must have room for.
+        part: the shard that the run is; None: it is whole.
 
     Raises:
         ArgumentError: neither a path nor a storage; a storage that cannot be written; a path of
@@ -75,6 +77,7 @@ class BatchWriter:
         resume: Resume,
         frames: int | None = None,
         batch: int = 1,
+        part: ShardOfRun | None = None,
     ) -> None:
         if replay_buffer is not None and not isinstance(replay_buffer, ReplayBuffer):
             raise ArgumentError(
@@ -105,7 +108,7 @@ class BatchWriter:
         only_buffer = self.storage is None and replay_buffer is not None
         self._buffer_ids = BufferIds(replay_buffer) if only_buffer else None
         self.stored_run = StoredRun(
-            self.storage, self._buffer_ids, resumes=bool(resume), frames=frames
+            self.storage, self._buffer_ids, resumes=bool(resume), frames=frames, part=part
         )
         self._behind: Shapes = {}
         self._check: BatchCheck | None = None

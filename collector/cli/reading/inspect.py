@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.filesize import decimal
 
+from tallyroll.collector.batches.state.provenance import SHARD
 from tallyroll.collector.cli.output import as_json, emit
 from tallyroll.collector.cli.page import Page, times
 from tallyroll.collector.cli.progress import shown_progress
@@ -375,11 +376,25 @@ def _told(run: Mapping[str, Any], span: str | None = None, resumed: str | None =
         f"{run.get('lanes', '?')} lanes"
         + (f" in {workers} {call.get('mode', '')} workers" if workers else ""),
         f"seed {run.get('seed', '?')}",
+        _shard_words(part(run, SHARD)),
         resumed,
         *(f"{n.replace('_', ' ')} {asked[n]}" for n in names if asked.get(n) is not None),
         f"policy {asked.get('policy') or ('random' if asked else 'unknown')}",
     ]
     return ", ".join(str(each) for each in parts if each is not None)
+
+
+def _shard_words(said: Mapping[str, Any]) -> str | None:
+    if not said:
+        return None
+    index, of, asked = (whole_number(said, name) for name in ("index", "of", "asked"))
+    lanes = said.get("lanes")
+    if not isinstance(lanes, list) or [type(each) for each in lanes] != [int, int]:
+        return "a shard whose entry is damaged"
+    return (
+        f"shard {index}/{of}: lanes {lanes[0]} to {lanes[1] - 1}, {asked:,} frames in all shards "
+        f"of run {said.get('run')!s:.16}"
+    )
 
 
 def _resumed(run: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Options
+from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named, Rename, new_name, renamed, require_names
 from tallyroll.storage.rows.keys import Key, as_key
@@ -64,14 +65,20 @@ def make_env(create: CreateEnv, options: Options) -> Made:
     if isinstance(create, str):
         return _by_name(create, options)
     require_no_env_kwargs(options)
-    factory = _callable_alone(create) if _is_factory(create) else None
+    factory = _callable_alone(create, options.num_envs) if _is_factory(create) else None
+    sized = False
+    if factory is not None and options.num_envs is not None:
+        sized = _takes_lanes(create)
     with processes_guarded():
         made: Any = create if factory is None else factory()
         if factory is not None and isinstance(made, gymnasium.Env) and registry.adopt(made) is None:
             made, factory = of_gymnasium.vector_of(made, factory, options.num_envs or 1)
             options = replace(options, num_envs=None)
+    sized = sized and options.num_envs is not None
     with closing_on_error(None if factory is None else made):
-        if options.num_envs is not None and not isinstance(made, gymnasium.Env):
+        if options.num_envs is not None and not sized and not isinstance(made, gymnasium.Env):
+            if options.part is not None:
+                raise ArgumentError(_no_shard(made, factory, options.part))
             raise ArgumentError(
                 f"num_envs={options.num_envs}: expected an id or a factory of a single Gymnasium "
                 f"environment, got {'a factory of ' if factory else ''}{type(made).__name__}; "
@@ -82,6 +89,12 @@ def make_env(create: CreateEnv, options: Options) -> Made:
         if factory is None and base is not None and not isinstance(made, EnvBase):
             base.owns_system = False
         refuse(env)
+        if sized and env.batch_size.numel() != options.num_envs:
+            raise ArgumentError(
+                f"create_env_fn: expected {options.num_envs} lanes of a factory that was called "
+                f"with num_envs={options.num_envs}, got {env.batch_size.numel()}; let it make "
+                "as many"
+            )
     described = _describe(env) | {VERSIONS: packages_of(env)}
     return Made(env, factory is not None, described, made)
 
@@ -116,13 +129,29 @@ def _is_factory(create: Any) -> bool:
     return callable(create) and not isinstance(create, (EnvBase, VectorEnv, System))
 
 
-def _callable_alone(factory: Any) -> Callable[..., Any]:
-    """Return ``factory``, called with ``seeds=None`` if it needs seeds and there are none yet.
+def _no_shard(made: object, factory: object, part: ShardOfRun) -> str:
+    """Say why an environment, or what a factory made, is no shard."""
+    what = f"a factory of {type(made).__name__}" if factory else f"an instance, {made}"
+    return (
+        f"shard={part}: expected an id, a factory of a single Gymnasium environment, or one with "
+        f"an argument num_envs, of {len(part.lanes)} of the {part.run_lanes} lanes, got {what}: "
+        "lanes that are made together cannot be cut into shards; pass def make(num_envs): …"
+    )
+
+
+def _callable_alone(factory: Any, num_envs: int | None = None) -> Callable[..., Any]:
+    """Return ``factory`` as it is called alone.
+
+    With ``num_envs``, if it takes that and there is one; with ``seeds=None`` if it needs seeds and
+    there are none yet.
 
     Raises:
         ArgumentError: it needs other arguments, as a policy does.
     """
-    if lacking := _needed_by(factory):
+    given: dict[str, Any] = {}
+    if num_envs is not None and _takes_lanes(factory):
+        given["num_envs"] = num_envs
+    if lacking := [name for name in _needed_by(factory) if name not in given]:
         name = getattr(factory, "__qualname__", type(factory).__qualname__)
         raise ArgumentError(
             f"create_env_fn: expected a function without arguments that makes an environment, got "
@@ -131,7 +160,9 @@ def _callable_alone(factory: Any) -> Callable[..., Any]:
         )
     seeds = _seeds_of(factory)
     wanted = seeds is not None and seeds.default is inspect.Parameter.empty
-    return partial(factory, seeds=None) if wanted else factory
+    if wanted:
+        given["seeds"] = None
+    return partial(factory, **given) if given else factory
 
 
 def _needed_by(factory: Callable[..., Any]) -> list[str]:
@@ -149,10 +180,20 @@ def _needed_by(factory: Callable[..., Any]) -> list[str]:
     ]
 
 
+def _takes_lanes(factory: Any) -> bool:
+    """Return whether ``factory`` has an argument ``num_envs`` that is not given to it already."""
+    given = isinstance(factory, partial) and "num_envs" in factory.keywords
+    return not given and _argument(factory, "num_envs") is not None
+
+
 def _seeds_of(factory: Callable[..., Any]) -> inspect.Parameter | None:
-    """The argument ``seeds`` of a factory, where it can be asked for it and has one."""
+    return _argument(factory, "seeds")
+
+
+def _argument(factory: Callable[..., Any], name: str) -> inspect.Parameter | None:
+    """The argument of that name, where a factory can be asked for it and has one."""
     try:
-        return inspect.signature(factory).parameters.get("seeds")
+        return inspect.signature(factory).parameters.get(name)
     except (TypeError, ValueError):
         return None
 

@@ -174,6 +174,7 @@ def options_for(found: Recovered, num_envs: int | None, resets: Resets | None = 
             "postproc": None,
             "devices": None,
             "resets": resets,
+            "shard": None,
             "storage": None,
             "replay_buffer": None,
             "more": {},

@@ -56,7 +56,7 @@ class Leases(LeasedAtRandom):
         budget: LeaseBudget,
     ) -> None:
         self._worker_pool, self._startup, self._budget = pool, startup, budget
-        self._lanes = share.total
+        self._lanes = share.of_run
         self._segments = [
             [
                 Segment(worker, index * share.stride, place.segment(worker, index))
@@ -64,7 +64,7 @@ class Leases(LeasedAtRandom):
             ]
             for worker in range(len(share.lanes))
         ]
-        self._queue = SegmentQueue(self._segments, share.total)
+        self._queue = SegmentQueue(self._segments, share.of_run)
         self.slabs = [segment.slab for each in self._segments for segment in each]
         self.counts = Decision("by lane", "workers fill the slots")
         self._stopping = False

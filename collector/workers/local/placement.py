@@ -81,4 +81,5 @@ class Blocks:
         return self._slab(part, share.slots, len(lanes), lanes.start)
 
     def _slab(self, memory: Memory, slots: int, lanes: int, first_lane: int) -> Slab:
+        first_lane += self._share.first_lane
         return self._plan.slab(slots, lanes, first_lane=first_lane, memory=memory)
