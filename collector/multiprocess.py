@@ -194,8 +194,7 @@ class MultiprocessCollector(Collector):
         self._startup = WorkerStartup(self._worker_pool, respawns, self._options.part)
         description = self._startup.made()
         if isinstance(self._policy, SeveralPolicies):
-            lanes = sum(self._startup.lanes)
-            self._policy.bind(range(lanes), lanes)
+            self._policy.bind_whole(sum(self._startup.lanes), self._options.part)
         self._begin_run(sum(self._startup.lanes), self._startup)
         self._startup.ledger = self.ledger
         plan = self._startup.planned.plan

@@ -184,7 +184,7 @@ class SyncCollector(Collector):
         self._env = prepare_env(self._env, given, self._options)
         self._policy = policy_of(given, self._options.policy_device, self.env.device)
         if isinstance(self._policy, SeveralPolicies):
-            self._policy.bind(range(lanes), lanes)
+            self._policy.bind_whole(lanes, self._options.part)
         self._begin_run(lanes, self._environments(self.env))
         options = self._options
         take_over(self.env, made.instance, self._lost_env)

@@ -54,8 +54,6 @@ class Beginning:
         self._options, self._writer = options, writer
         self._lanes = options.run_lanes(lanes)
         self.policy, self.envs = policy, envs
-        if options.part is not None:
-            _require_one_policy(policy)
         resumed = writer.stored_run.resumed(self._lanes, options.seed)
         self.ledger = resumed or Ledger(seed=options.seed)
         if options.seed not in (None, self.ledger.seed):
@@ -128,14 +126,6 @@ class Beginning:
         if (part := self._options.part) is not None:
             run[SHARD] = part.described(common_id(run, part))
         return run
-
-
-def _require_one_policy(policy: Policy | None) -> None:
-    if isinstance(policy, SeveralPolicies):
-        raise ArgumentError(
-            "shard: expected one policy, or none, got several: a shard need not have a lane of "
-            "each, and their random beginnings are counted over all lanes; collect them in one run"
-        )
 
 
 def _require_one_opening(options: Options, policy: SeveralPolicies) -> None:

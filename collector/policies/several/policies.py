@@ -12,6 +12,7 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.policies.policy import Policy, Weights
 from tallyroll.collector.policies.several.by_group import JointByGroup
 from tallyroll.collector.policies.several.by_lane import JointByLane
@@ -56,6 +57,20 @@ class SeveralPolicies(Policy):
         self._joint.bind(own, lanes)
         joint, asked = self._joint, [part.opening for part in self.parts]
         self.openings = Openings(asked, joint.acts_in, joint.version_columns)
+
+    def bind_whole(self, lanes: int, part: ShardOfRun | None) -> None:
+        """Act for all lanes of a run; a ``part`` of one is refused.
+
+        Raises:
+            ArgumentError: it is a shard; or as :meth:`bind`.
+        """
+        if part is not None:
+            raise ArgumentError(
+                "shard: expected one policy, or none, got several: a shard need not have a lane of "
+                "each, and their random beginnings are counted over all lanes; collect them in "
+                "one run"
+            )
+        self.bind(range(lanes), lanes)
 
     @property
     def _joint(self) -> Joint:
