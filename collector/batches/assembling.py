@@ -47,8 +47,8 @@ def assemble(
         ahead: copies wide rows of a batch while its slots are filled, if that saves time.
     """
     options, writer, slabs = run.options, run.writer, source.plan
-    lanes = len(run.lanes.step)
-    layout = (options, source, options.own_lanes(lanes), writer, torchrl)
+    lanes = options.own_lanes(len(run.lanes.step))
+    layout = (options, source, lanes, writer, torchrl)
     laying_out = LayingOut(*layout)
     if options.postproc is not None:
         laying_out = Processing(options.postproc, *layout)

@@ -21,6 +21,7 @@ import cloudpickle
 from tallyroll.collector.batches.state.provenance import SHARD
 from tallyroll.collector.batches.stored.resume import opened_or_created
 from tallyroll.collector.cli.output import CommandError, pasteable
+from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.evaluation.reporting.stored_runs import part as part
 from tallyroll.collector.options import MOST_LANES
 from tallyroll.collector.options.sharding import Shard, ShardOfRun, shard_of_run
@@ -116,7 +117,7 @@ class Plan:
         if self.shard is None:
             return None
         given = {"num_envs": self.lanes, "total_frames": self.frames, "seed": self.seed}
-        given["total_episodes"] = self.episodes
+        given |= {"total_episodes": self.episodes, "init_random_frames": 0}
         return shard_of_run(Shard.parsed(self.shard), given, by_agent=self.by_agent)
 
     @property
@@ -183,11 +184,20 @@ def _may_be(name: str, value: Any) -> bool:
     if isinstance(value, float):
         return 0 < value < math.inf
     if isinstance(value, str):
-        return value.isprintable()  # else it would come back in errors of those who get it
+        # Else it would come back in errors of those who get it.
+        return value.isprintable() and (name != "shard" or _names_shard(value))
     if isinstance(value, list):
         return all(isinstance(each, str) for each in value)
     most = MOST_LANES + 1 if name == "num_envs" else 2**63
     return not isinstance(value, int) or (0 if name in _MAY_BE_0 else 1) <= value < most
+
+
+def _names_shard(text: str) -> bool:
+    try:
+        Shard.parsed(text)
+    except ArgumentError:
+        return False
+    return True
 
 
 def _word(value: Any) -> str:

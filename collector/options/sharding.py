@@ -74,11 +74,13 @@ class ShardOfRun(Shard):
     Args:
         index, of: as of `Shard`.
         asked: transitions of the whole run.
+        opening: how many of them, at the start, have random actions.
         lanes: its own ones, numbered over the whole run.
         run_lanes: lanes of the whole run.
     """
 
     asked: int
+    opening: int
     lanes: range
     run_lanes: int
 
@@ -151,4 +153,11 @@ def shard_of_run(shard: Shard, given: Mapping[str, Any], *, by_agent: bool) -> S
             f"{last.start + 1} or more, got {frames}; make fewer shards"
         )
     own = lanes_of(shard.index, shard.of, lanes)
-    return ShardOfRun(index=shard.index, of=shard.of, asked=frames, lanes=own, run_lanes=lanes)
+    return ShardOfRun(
+        index=shard.index,
+        of=shard.of,
+        asked=frames,
+        opening=given["init_random_frames"],
+        lanes=own,
+        run_lanes=lanes,
+    )

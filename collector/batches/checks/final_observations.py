@@ -26,14 +26,14 @@ class FinalsWatch:
     """A watch of the rows of a run until it is decided whether its environment resets itself.
 
     Args:
-        lanes: number of lanes of the run.
+        lanes: the lanes that are made here, numbered over the run.
         keys: observations, at the root and under ``"next"``, that distinguish states; if there
             are none, nothing is compared.
     """
 
-    def __init__(self, lanes: int, keys: tuple[Key, ...]) -> None:
-        self._keys = keys
-        self._resets = SelfResets(lanes) if keys else None
+    def __init__(self, lanes: range, keys: tuple[Key, ...]) -> None:
+        self._keys, self._lanes = keys, lanes
+        self._resets = SelfResets(len(lanes)) if keys else None
         self.looks = self._resets is not None
         """True until it is decided whether the environment resets itself."""
         self._warned = False
@@ -52,7 +52,7 @@ class FinalsWatch:
             return
         self._resets.look(
             Ends(
-                lane=_flat(part, LANE),
+                lane=_flat(part, LANE) - self._lanes.start,
                 step=step,
                 ended=ended,
                 terminated=_flat(part, TERMINATED),
@@ -65,9 +65,9 @@ class FinalsWatch:
             self._resets, self.looks = None, False
 
     def forget(self, lanes: NDArray[np.bool_]) -> None:
-        """Forget the last rows of ``lanes`` ``[lane]``: the next ones do not follow them."""
+        """Forget the last rows of ``lanes``, flags of all of the run: no next ones follow them."""
         if self._resets is not None:
-            self._resets.forget(lanes)
+            self._resets.forget(lanes[self._lanes.start : self._lanes.stop])
 
     def require_true(self, committed: Callable[[], str]) -> None:
         """Raise if the environment resets itself; warn, once, if it may.

@@ -15,9 +15,7 @@ from tallyroll.collector.slab.names import spelled_rename
 MOST_SEEDS = 1024
 SHARD = "shard"
 """The name, in a run's entry, of what says which part of a run it is."""
-_OF_ONE_SHARD = frozenset(
-    ("frames_per_batch", "total_frames", "init_random_frames", "num_workers", "mode", "transport")
-)
+_OF_ONE_SHARD = frozenset(("frames_per_batch", "total_frames", "num_workers", "mode", "transport"))
 """Arguments of a call that may differ from shard to shard, or that have a part of the whole."""
 
 
@@ -59,7 +57,8 @@ def common_id(run: Mapping[str, Any], part: ShardOfRun) -> str:
     the call that decide which rows there are; not versions, workers and the size of a batch.
     """
     call = {name: value for name, value in run["call"].items() if name not in _OF_ONE_SHARD}
-    common = [run["environment"], run["seed"], run["lanes"], part.asked, part.of, call]
+    budget = [part.asked, part.opening, part.of]
+    common = [run["environment"], run["seed"], run["lanes"], *budget, call]
     text = json.dumps(common, sort_keys=True, default=repr)
     return sha256(text.encode()).hexdigest()[:16]
 

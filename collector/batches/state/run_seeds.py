@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tallyroll.collector.batches.state.provenance import MOST_SEEDS
 from tallyroll.collector.compat import generator_states
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import driver_seed, lane_seeds
@@ -59,7 +60,7 @@ class RunSeeds:
         self.rng = SlotRng()
         """Draws actions."""
         self.of_lanes: list[int] = []
-        """Seed of each lane of the run; none if the environments chose them."""
+        """Seed of each lane of the run; none if the environments chose them, or they are many."""
 
     def seed(self, seed: int | None) -> None:
         """Seed every generator and every lane for the ledger's incarnation; None draws a seed."""
@@ -76,8 +77,7 @@ class RunSeeds:
             self._policy.seed(seed, incarnation)
         self.of_lanes = self._envs.seed(seed, incarnation, asked)
         if self._part is not None and self.of_lanes:
-            own, of_run = self._part.lanes, lane_seeds(seed, self._part.run_lanes, incarnation)
-            self.of_lanes = of_run[: own.start] + self.of_lanes + of_run[own.stop :]
+            self.of_lanes = _of_run(self._part, self.of_lanes, seed, incarnation)
 
     def generators(self) -> dict[str, Any]:
         """Return the states of the generators."""
@@ -92,3 +92,12 @@ class RunSeeds:
         self.rng.state = states["actions"]
         if isinstance(self._policy, SeveralPolicies):
             self._policy.generators = states["policies"]
+
+
+def _of_run(part: ShardOfRun, own: list[int], seed: int, incarnation: int) -> list[int]:
+    """Return a seed for each lane of the run, of which a shard has its ``own`` ones."""
+    if part.run_lanes > MOST_SEEDS:
+        return []
+    every = lane_seeds(seed, part.run_lanes, incarnation)
+    every[part.lanes.start : part.lanes.stop] = own
+    return every

@@ -132,9 +132,10 @@ def _shard_of(last: Mapping[str, Any], path: Path) -> str | None:
     said = last.get("shard")
     if said is None:
         return None
-    if not isinstance(said, dict) or not all(is_count(said.get(name)) for name in ("index", "of")):
+    index, of = (said.get(each) if isinstance(said, dict) else None for each in ("index", "of"))
+    if not is_count(index) or not is_count(of) or not 0 <= index < of:
         raise _damaged(path, "shard", said)
-    return f"{said['index']}/{said['of']}"
+    return f"{index}/{of}"
 
 
 def without_rows(

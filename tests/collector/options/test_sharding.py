@@ -21,7 +21,9 @@ from tallyroll.collector import (
     SyncCollector,
     replay,
 )
-from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.collector.batches.stored.resume import last_run_of
+from tallyroll.collector.cli.plan import Plan
+from tallyroll.storage import CorruptStorage, MemmapStorage, open_storage, verify
 from tallyroll.storage.rows.keys import LANE, STEP, TRAJ_IDS
 
 from toy_systems import Arrivals
@@ -231,6 +233,15 @@ def test_errors_name_the_lane_of_the_run() -> None:
         next(iter(collector))
 
 
+@pytest.mark.parametrize("shard", [None, "1/3"])
+def test_final_observations_of_a_shard_are_found_right(shard: str | None) -> None:
+    with SyncCollector(Wanderer, shard=shard, **{**RUN, "total_frames": 3000}) as collector:
+        assert collector._assembly._finals.looks
+        for _ in collector:
+            pass
+        assert not collector._assembly._finals.looks, "it waits for lanes that are not here"
+
+
 def test_policies_that_draw_get_other_numbers_in_each_shard() -> None:
     def policy(td: TensorDictBase) -> TensorDictBase:
         return td.set("action", torch.rand(td.batch_size[0], 2))
@@ -323,3 +334,29 @@ def test_a_factory_with_num_envs_makes_so_many_lanes() -> None:
         assert collector.lanes == 2
     assert made == [5, 2]
     assert collector.shard is None
+
+
+@pytest.mark.parametrize("said", [7, {}, {"index": 1}, {"index": -1, "of": 2}, {"index": "1\x1b"}])
+def test_a_damaged_entry_is_no_shard(said: Any) -> None:
+    entry = {"seed": 0, "first_row_of_run": 0, "incarnation": 0, "shard": said}
+    with pytest.raises(StateError, match="shard is"):
+        last_run_of([entry], Path("data"), 0)
+    if isinstance(said, dict) and said:
+        with pytest.raises(CorruptStorage, match="last run is damaged: shard is"):
+            Plan.of_run(entry)
+
+
+def test_what_shards_have_in_common_has_a_name_of_its_own() -> None:
+    def name(**more: Any) -> str:
+        with SyncCollector(Wanderer, **{**RUN, "shard": "1/3", **more}) as collector:
+            entry: dict[str, Any] = collector._run.provenance
+            return str(entry["shard"]["run"])
+
+    policy = {"policy": lambda place: place[..., 0] > 0}
+    same = [{}, {"shard": "0/3"}, {"frames_per_batch": 7}]
+    assert len({name(**each) for each in same}) == 1
+    others = [
+        *({"seed": 1}, {"shard": "1/4"}, {"num_envs": 9}, {"total_frames": 302}, policy),
+        *({**policy, "init_random_frames": 9}, {"max_frames_per_traj": 3}, {"reset_seeds": True}),
+    ]
+    assert len({name(**each) for each in (same[0], *others)}) == len(others) + 1
