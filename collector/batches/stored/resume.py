@@ -132,8 +132,8 @@ def _shard_of(last: Mapping[str, Any], path: Path) -> str | None:
     said = last.get("shard")
     if said is None:
         return None
-    index, of = (said.get(each) if isinstance(said, dict) else None for each in ("index", "of"))
-    if not is_count(index) or not is_count(of) or not 0 <= index < of:
+    index, of = (said.get(each) if isinstance(said, dict) else -1 for each in ("index", "of"))
+    if type(index) is not int or type(of) is not int or not 0 <= index < of:
         raise _damaged(path, "shard", said)
     return f"{index}/{of}"
 
