@@ -72,6 +72,7 @@ PUBLIC: dict[str, set[str]] = {
         "RowReader",
         "RowSink",
         "Schema",
+        "StoredTrajectories",
         "TrajectorySliceSampler",
         "Trajectories",
         "ZarrStorage",
