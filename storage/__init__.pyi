@@ -1,5 +1,8 @@
 """Public names, stated here alone (`package/public_names.py`). Every error is one."""
 
+from tallyroll.storage.datasets.views.trajectories import (
+    StoredTrajectories as StoredTrajectories,
+)
 from tallyroll.storage.errors import *  # noqa: F403
 from tallyroll.storage.overlays.overlay import Overlay as Overlay
 from tallyroll.storage.readers.reused_rows import ReusedRows as ReusedRows

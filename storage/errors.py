@@ -43,6 +43,7 @@
     ├── NotEnoughMemory               (a MemoryError) less memory is left than is needed
     ├── NotPicklable                  a storage was sent to another process
     ├── Overrun                       a ring's writer is faster than this reader
+    ├── InvalidExpression             (a ValueError) no condition on trajectories
     ├── ColumnsMissing                rows that do not say which trajectory they belong to
     ├── UnknownTrajectory             (a KeyError) no row of that trajectory
     ├── NoSlices                      no trajectory is as long as the slices asked for
@@ -76,6 +77,7 @@ __all__ = [
     "ForeignContent",
     "FormatVersionMismatch",
     "IndexOutOfRange",
+    "InvalidExpression",
     "InvalidProvenance",
     "InvalidSchema",
     "LoaderForked",
@@ -279,6 +281,10 @@ class NotPicklable(StorageError):
 
 class Overrun(StorageError):
     """Rows of a ring were overwritten again and again while they were read."""
+
+
+class InvalidExpression(StorageError, ValueError):
+    """An expression that is no condition on trajectories; the message shows the place."""
 
 
 class ColumnsMissing(StorageError):

@@ -13,6 +13,10 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from tallyroll.storage.datasets.views.chosen_rows import ChosenRows
+from tallyroll.storage.datasets.views.splitting import split
+from tallyroll.storage.datasets.views.trajectories import StoredTrajectories
+from tallyroll.storage.datasets.views.view_reader import ViewReader
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.errors import (
@@ -28,6 +32,7 @@ from tallyroll.storage.files.run_events import shown
 from tallyroll.storage.package.moved_attributes import Moved
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.reused_rows import ReusedRows
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.replay.loader import Loader, Make
@@ -266,6 +271,33 @@ class DiskStorage(RowStore, AsTensorStorage):
         """
         return _Overlaid(self, names)
 
+    @property
+    def trajectories(self) -> StoredTrajectories[DiskStorage]:
+        """The trajectories that the rows belong to, by id."""
+        return StoredTrajectories(self.reader, self, self._over)
+
+    def split(self, *, seed: int = 0, **shares: float) -> dict[str, DiskStorage]:
+        """Divide the trajectories at random, and return a view of each part by its name.
+
+        No trajectory is in two parts, and each part has its share of all trajectories, rounded to
+        whole ones; if the shares are 1 together, every trajectory is in one part. The parts are the
+        same for the same trajectory ids and seed, in whatever order and format rows are stored.
+        Views are those of `StoredTrajectories.where`.
+
+        Args:
+            seed: of the division, 0 or more.
+            shares: the parts, such as ``train=0.9, val=0.1``.
+
+        Raises:
+            ValueError: a share that is none, or shares above 1 together.
+            ColumnsMissing: the rows do not say which trajectory they belong to.
+        """
+        parts = split(self.trajectories, shares, seed)
+        return {name: self._over(reader) for name, reader in parts.items()}
+
+    def _over(self, reader: ViewReader) -> DiskStorage:
+        return _View(self, reader)
+
     def loader(
         self,
         batch: int | Make,
@@ -462,6 +494,9 @@ class DiskStorage(RowStore, AsTensorStorage):
         )
 
 
+_OVERLAID = "together with overlays", "whose with_overlays was called"
+
+
 class _Overlaid(DiskStorage):
     """The rows of a storage, read together with overlays."""
 
@@ -474,7 +509,7 @@ class _Overlaid(DiskStorage):
         reader = rows.reader_with([*rows.reader.keys, *names])
         self.of_rows, self._names = rows, names
         self.path, self.mode, self.reader = rows.path, rows.mode, reader
-        self.writer = _WritesElsewhere(reader)
+        self.writer = _WritesElsewhere(reader, *_OVERLAID)
         self.overlay_files = rows.overlay_files
         self._fit_ring()
 
@@ -487,7 +522,7 @@ class _Overlaid(DiskStorage):
 
     def drop_overlay(self, name: str | Key) -> None:
         """Refuse: it may be one of those that are read here."""
-        _WritesElsewhere(self.reader).refuse()
+        _WritesElsewhere(self.reader, *_OVERLAID).refuse()
 
     def dumps(self, path: Any) -> None:
         """Write a checkpoint of the storage that has the rows, overlays included."""
@@ -501,6 +536,36 @@ class _Overlaid(DiskStorage):
         return _with_overlays, (self.of_rows, self._names)
 
 
+class _View(DiskStorage):
+    """Rows of chosen trajectories of a storage, which has to stay open."""
+
+    reader: ViewReader
+
+    def __init__(self, rows: DiskStorage, reader: ViewReader) -> None:
+        AsTensorStorage.__init__(self)
+        self.of_rows = rows
+        self.path, self.mode, self.reader = reader.path, "read", reader
+        self.writer = _WritesElsewhere(reader, "as a view", "that it is of")
+
+    def close(self) -> None:
+        """Do nothing: the storage that has the rows closes them."""
+
+    @property
+    def closed(self) -> bool:
+        """True if the storage that has the rows was closed."""
+        return self.of_rows.closed
+
+    def _over(self, reader: ViewReader) -> DiskStorage:
+        return _View(self.of_rows, reader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _view_of, (self.of_rows, self.reader.picked, self.reader.lines)
+
+
+def _view_of(rows: DiskStorage, picked: ChosenRows, lines: np.ndarray | None) -> DiskStorage:
+    return _View(rows, ViewReader(rows.reader, picked, lines))
+
+
 def storage_of_rows(storage: DiskStorage) -> DiskStorage:
     """Return the storage that has the rows, where overlays are read together with them."""
     return storage.of_rows if isinstance(storage, _Overlaid) else storage
@@ -511,12 +576,16 @@ def _with_overlays(rows: DiskStorage, names: tuple[str | Key, ...]) -> DiskStora
 
 
 class _WritesElsewhere(NoWriter):
-    """Refuses to write through a storage that was made by `DiskStorage.with_overlays`."""
+    """Refuses to write through a storage that reads the rows of another one."""
+
+    def __init__(self, reader: RowReader, how: str, whose: str) -> None:
+        super().__init__(reader)
+        self._how, self._whose = how, whose
 
     def refuse(self) -> NoReturn:
         raise ReadOnlyStorage(
-            f"{self.reader.path} is read here together with overlays, and nothing is written. "
-            "Write to the storage whose with_overlays was called."
+            f"{self.reader.path} is read here {self._how}, and nothing is written. "
+            f"Write to the storage {self._whose}."
         )
 
 

@@ -45,6 +45,7 @@ def test_what_users_meet_first_has_examples() -> None:
         "recover_env",
         "replay",
         "uniform",
+        "where",
     ]
 
 

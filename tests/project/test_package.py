@@ -73,6 +73,7 @@ PUBLIC: dict[str, set[str]] = {
         "RowReader",
         "RowSink",
         "Schema",
+        "StoredTrajectories",
         "TrajectorySliceSampler",
         "Trajectories",
         "ZarrStorage",

@@ -1,0 +1,1 @@
+"""Views: rows of chosen trajectories, read as a storage of their own."""
