@@ -15,6 +15,7 @@
     │   ├── FormatVersionMismatch     written by another version of the format
     │   ├── CopyOfOpenStorage         a copy that was made while a writer had the original open
     │   ├── StorageLocked             another writer holds it
+    │   ├── RowsDoubled               two members of a union are the same storage
     │   ├── CapacityMissing           create: the format must know how many rows there will be
     │   ├── MissingLibrary            the format needs a library that is not installed
     │   └── UnsupportedPlatform       no locks, shared maps or fallocate here
@@ -97,6 +98,7 @@ __all__ = [
     "RateStalled",
     "ReadOnlyStorage",
     "RecordTooLarge",
+    "RowsDoubled",
     "RowsMismatch",
     "RunUnderWay",
     "SchemaMismatch",
@@ -169,6 +171,10 @@ class CopyOfOpenStorage(OpenError):
 
 class StorageLocked(OpenError):
     """Another writer holds the storage."""
+
+
+class RowsDoubled(OpenError):
+    """Two members of a union are the same storage, whose rows would be there twice."""
 
 
 class CapacityMissing(OpenError):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from tallyroll.storage.datasets.members import PathLike, expanded, is_pattern
+from tallyroll.storage.datasets.union import MemberIds, UnionReader
 from tallyroll.storage.errors import NotAStorage, StorageMissing
 from tallyroll.storage.files.paths import refuse_impossible, refuse_nothing, translated, user_path
-from tallyroll.storage.formats.base import Format
+from tallyroll.storage.formats.by_name import FILES, SUFFIXES
 from tallyroll.storage.formats.hdf5.format import H5Format
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.formats.zarr.format import ZarrFormat, refuse_newer_group
@@ -19,6 +22,7 @@ from tallyroll.storage.readers.registry import reader_at
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.replay.disk_storage import DiskStorage
 from tallyroll.storage.replay.tensor_storage import AsTensorStorage
+from tallyroll.storage.rows.keys import Keys
 from tallyroll.storage.stores.row_writer import NoWriter
 
 __all__ = [
@@ -94,6 +98,18 @@ class _ReaderStorage(DiskStorage):
         return function, (partial(open_storage, **self._reopening), state)
 
 
+class UnionStorage(_ReaderStorage):
+    """Several storages as one, to read: see `open_storage`."""
+
+    reader: UnionReader
+
+    def reopen_by(self, places: Sequence[Path], **options: Any) -> None:
+        """Be pickled as these paths, with the rows that are there now."""
+        spans = [each.span for each in self.reader.members]
+        paths = [os.path.abspath(each) for each in places]
+        self._reopening = {"path": paths, "spans": spans, **options}
+
+
 FORMATS: Mapping[str, type[DiskStorage]] = {
     "memmap": MemmapStorage,
     "hdf5": H5Storage,
@@ -101,24 +117,29 @@ FORMATS: Mapping[str, type[DiskStorage]] = {
 }
 """The classes by the short names of their formats."""
 
-_FILES: Mapping[str, type[Format]] = {
-    "memmap": MemmapFormat,
-    "hdf5": H5Format,
-    "zarr": ZarrFormat,
-}
-_SUFFIXES = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
 _OTHER_ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
 def open_storage(
-    path: str | os.PathLike[str], mode: Literal["append", "read"] = "read", **options: Any
+    path: PathLike | Sequence[PathLike],
+    mode: Literal["append", "read"] = "read",
+    **options: Any,
 ) -> DiskStorage:
     """Open the storage at ``path``; its files decide the format.
 
+    Of several paths, or of a pattern such as ``"runs/*"``, the storages are read as one, in any
+    formats: their rows are numbered one storage after the other in the order given, those of a
+    pattern in natural order (run-2 before run-10). It has the rows that are there when it is
+    opened. Their columns must be the same. Nothing is written to it.
+
     Args:
-        path: the path of the storage.
+        path: the path of the storage, or a list of paths and patterns.
         mode: ``"read"`` or ``"append"``.
-        options: further arguments of the storage's class, such as ``accept_copy``.
+        options: further arguments of the storage's class, such as ``accept_copy``. Of several:
+            ``columns``, those that are wanted, which all must have (None: all columns), and
+            ``ids``. ``ids="offset"`` moves the trajectory ids of a storage of which an earlier one
+            has some to above all of these (``storage.reader.ids_moved_by`` says by how much);
+            ``ids="keep"`` refuses that.
 
     Raises:
         StorageMissing: nothing is there.
@@ -127,7 +148,13 @@ def open_storage(
         FormatVersionMismatch: another version of the format is there.
         CopyOfOpenStorage: the storage is a copy of one that was open for writing.
         CorruptStorage: the storage is damaged.
+        RowsDoubled: of several: two are the same storage, or copies of one.
+        SchemaMismatch: of several: their columns differ. Each difference is named.
+        TrajectoryIdTaken: of several, with ``ids="keep"``: two have a trajectory id.
+        ReadOnlyStorage: of several, with ``mode="append"``.
     """
+    if not isinstance(path, str | os.PathLike) or is_pattern(user_path(path)):
+        return _union(path, mode, **options)
     place = user_path(path)
     try:
         with translated(place):
@@ -137,6 +164,35 @@ def open_storage(
         if (reader := reader_at(place)) is None:
             raise
     return _ReaderStorage(reader, mode)
+
+
+def _union(
+    path: PathLike | Sequence[PathLike],
+    mode: Mode,
+    *,
+    columns: Keys | None = None,
+    ids: MemberIds = "offset",
+    spans: Sequence[range] | None = None,
+    **options: Any,
+) -> UnionStorage:
+    places = expanded(path)
+    given = [path] if isinstance(path, str | os.PathLike) else path
+    with ExitStack() as stack:
+        members = [stack.enter_context(open_storage(place, **options)) for place in places]
+        reader = UnionReader(
+            [each.reader for each in members],
+            Path(", ".join(str(each) for each in given)),
+            columns=columns,
+            ids=ids,
+            spans=spans,
+            owners=members,
+        )
+        found = UnionStorage(reader, mode)
+        if ids == "keep":
+            _ = reader.ids_moved_by
+        stack.pop_all()
+    found.reopen_by(places, columns=columns, ids=ids, **options)
+    return found
 
 
 def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:
@@ -153,7 +209,7 @@ def storage_class(path: str | os.PathLike[str], format: str | None = None) -> ty
     if format is not None and format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}.")
     place = user_path(path)
-    suffix = _SUFFIXES.get(place.suffix.lower())
+    suffix = SUFFIXES.get(place.suffix.lower())
     try:
         with translated(place):
             there = _name_at(place)
@@ -190,10 +246,10 @@ def _name_of_directory(place: Path) -> str:
                     "be a storage, create it again."
                 )
     manifest = (zarr if zarr.stands() else memmap).read_manifest()
-    for name, files in _FILES.items():
+    for name, files in FILES.items():
         if files.name == manifest["format"]:
             return name
-    known = ", ".join(files.name for files in _FILES.values())
+    known = ", ".join(files.name for files in FILES.values())
     raise NotAStorage(
         f"{place} is of format {manifest['format']}, and this Tallyroll knows {known}. Use a newer "
         "Tallyroll."

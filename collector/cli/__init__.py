@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from tallyroll.collector.cli.datasets import copy as copying
 from tallyroll.collector.cli.output import (
     CommandError,
     emit,
@@ -28,6 +29,8 @@ from tallyroll.collector.workers.unblocked_output import output_dropped
 
 _READING = ("diff", "inspect", "replay", "report", "verify")
 """Commands whose modules are in `reading`."""
+_OF_DATASETS = dict.fromkeys(copying.NAMES, "copy")
+"""Commands whose modules are in `datasets`, and these."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +54,12 @@ def _main(argv: Sequence[str] | None) -> int:
         status = 2 if args.command in ("diff", "replay", "verify") else 1
         with visible_warnings():
             # Each command has a module, imported now: torch takes seconds, and --help none.
-            folder = f"{__name__}.reading" if args.command in _READING else __name__
-            return int(import_module(f"{folder}.{args.command}").run(args))
+            module = args.command
+            if module in _OF_DATASETS:
+                module = f"datasets.{_OF_DATASETS[module]}"
+            elif module in _READING:
+                module = f"reading.{module}"
+            return int(import_module(f"{__name__}.{module}").run(args))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from tallyroll.collector.cli import texts
+from tallyroll.collector.cli.datasets import copy as copying
 from tallyroll.collector.cli.output import emit, shortened, visible
 from tallyroll.storage.package.near_names import did_you_mean, in_words
 
@@ -411,6 +412,7 @@ def make_parser() -> argparse.ArgumentParser:
     completion = command("completion", "print a script that completes commands in a shell")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=in_words(SHELLS))
     _add_output(completion)
+    copying.add_to(commands, _path, _FILE)
     diff = command("diff", "compare two storages row by row")
     _add_path(diff)
     other = diff.add_argument("other", metavar="OTHER", help="another storage, of any format")
@@ -423,8 +425,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(envs, "--json")
     info = command("info", "show versions, systems and devices, for reports of bugs")
     _add_output(info, "--json")
-    inspect = command("inspect", "show what is in a storage")
-    _add_path(inspect)
+    inspect = command("inspect", "show what is in a storage, or in several as one")
+    _add_paths(inspect)
     _add(inspect.add_mutually_exclusive_group(), "--runs", "--trajectories")
     _add(inspect, "--rows", default=5)
     _add(inspect, "--hash", "--accept-copy")
@@ -447,7 +449,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add(report.add_mutually_exclusive_group(), "--csv", "--json")
     _add_output(report, "--quiet")
     verify = command("verify", "check that every row of a storage is as it was written")
-    _add_path(verify)
+    _add_paths(verify)
     _add(verify, "--skip", "--accept-copy")
     _add_output(verify, "--json", "--quiet")
     return parser
@@ -492,6 +494,13 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
     added: Any = parser.add_argument(
         "path", type=_path, metavar="PATH", help="the storage, of any format"
     )
+    added.complete = _FILE
+
+
+def _add_paths(parser: argparse.ArgumentParser) -> None:
+    """Add the storages that a command reads as one."""
+    text = "the storage, of any format; several, or a pattern in quotes, are read as one"
+    added: Any = parser.add_argument("path", nargs="+", type=_path, metavar="PATH", help=text)
     added.complete = _FILE
 
 

@@ -147,12 +147,13 @@ examples:
   tallyroll info --json | jq .extension
 """
 
-INSPECT_USAGE = "%(prog)s PATH [options]"
+INSPECT_USAGE = "%(prog)s PATH [PATH ...] [options]"
 INSPECT = """\
 Show a storage: its columns, its runs, how many rows and trajectories it holds,
 returns and lengths of the episodes that ended (in all, by run, and by the
 policy's version at the last action), and its first rows. Another process may
-write meanwhile.
+write meanwhile. Of several storages, all of them as one: which rows are whose,
+and of the shards of a run, which are missing, doubled or foreign.
 """
 INSPECT_EXAMPLES = """\
 examples:
@@ -161,6 +162,7 @@ examples:
   tallyroll inspect runs/pole --runs
   tallyroll inspect runs/pole --trajectories | tail
   tallyroll inspect runs/pole --json | jq .returns.mean
+  tallyroll inspect runs/shard-* --json | jq .shards.complete
 """
 
 REPLAY_USAGE = "%(prog)s PATH [options]"
@@ -211,20 +213,22 @@ exit status:
   2  a wrong argument
 """
 
-VERIFY_USAGE = "%(prog)s PATH [options]"
+VERIFY_USAGE = "%(prog)s PATH [PATH ...] [options]"
 VERIFY = """\
 Read every row of a storage, and report rows that are inconsistent: counts that
 do not match, ids and steps with gaps or repeats, rows after an end, next
 observations that differ from the following row's observation, lost final
 observations, NaN, rows that were never written, a ledger that does not
 balance, bytes that changed since the storage was finalized. Each finding names
-its row. Another process may write meanwhile.
+its row. Another process may write meanwhile. Of several storages, each is
+checked, that no two have the same rows, and that no shard of a run is missing.
 """
 VERIFY_EXAMPLES = """\
 examples:
   tallyroll verify runs/pole
   tallyroll verify runs/pole.h5 --skip nan,zeros
   tallyroll verify runs/pole --json | jq .findings
+  tallyroll verify runs/shard-*
 
 exit status:
   0  sound

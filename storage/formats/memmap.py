@@ -194,6 +194,20 @@ class MemmapFormat(DirectoryFormat):
                 region.add(file, size, start)
         return Area(region, starts[:-1], room)
 
+    def map_into(self, regions: Sequence[Region | None], rows: int, starts: Sequence[int]) -> None:
+        """Map the first ``rows`` rows of each column to a byte of its region; without one, not.
+
+        Raises:
+            CorruptStorage: the files are shorter than that.
+            OSError: the system refuses.
+        """
+        with self._opened() as files:
+            self._room(files, rows)
+            columns = self.schema.columns
+            for file, column, region, at in zip(files, columns, regions, starts, strict=True):
+                if region is not None:
+                    region.add(file, rows * column.row_nbytes, at)
+
     def _room(self, files: Sequence[int], rows: int) -> int:
         """Number of rows that all files hold, at least ``rows``."""
         sizes = [os.fstat(file).st_size for file in files]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.errors import CorruptStorage, DamagedTable, MissingLibrary, Overrun
+from tallyroll.storage.datasets.doubled import copied_from_members, doubled_trajectories
+from tallyroll.storage.datasets.members import Member, PathLike
+from tallyroll.storage.datasets.union import UnionReader
+from tallyroll.storage.errors import (
+    CorruptStorage,
+    DamagedTable,
+    MissingLibrary,
+    Overrun,
+    RowsDoubled,
+)
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import translated
@@ -16,17 +25,17 @@ from tallyroll.storage.files.rewind_history import without_runs_from
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.keys import REWARD, Key, spell
+from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, spell
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import open_storage
-from tallyroll.storage.trajectories.columns import missing
+from tallyroll.storage.trajectories.columns import WHOSE, missing
 from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.trajectories.kept_leaves import KeptLeaves, UnusableLeaves
 from tallyroll.storage.trajectories.leaves import kept_of
 from tallyroll.storage.verification.content_checks import check_content
 from tallyroll.storage.verification.event_checks import check_events
-from tallyroll.storage.verification.findings import Finding, Findings, Place, Report
+from tallyroll.storage.verification.findings import PLACES, Finding, Findings, Place, Report
 from tallyroll.storage.verification.index_checks import check_index
 from tallyroll.storage.verification.overlay_checks import check_overlays
 from tallyroll.storage.verification.record_checks import check_ledger, check_record, check_runs
@@ -55,6 +64,9 @@ CHECKS: Mapping[str, str] = {
 }
 """The checks by name, with the rule of each, in the order of the report."""
 
+_MEMBERS = "members"
+"""The check of several storages together: no rows are there twice, and no shard is missing."""
+
 Progress = Callable[[int, int], object]
 _PATIENCE = 1000
 _HEALING = (
@@ -65,7 +77,7 @@ _HEALING = (
 
 
 def verify(
-    path: str | os.PathLike[str],
+    path: PathLike | Sequence[PathLike],
     *,
     skip: Collection[str] = (),
     progress: Progress | None = None,
@@ -82,7 +94,8 @@ def verify(
     at the start are checked.
 
     Args:
-        path: a storage, of any format.
+        path: a storage, of any format; or several, as `open_storage` takes them: each is checked,
+            and that no two have the same rows, and whether all shards of a run are there.
         skip: names of `CHECKS` to leave out.
         progress: called now and then with the bytes that were read, and with those of all rows.
         accept_copy: check a copy that was made while a writer had the storage open.
@@ -99,11 +112,82 @@ def verify(
     try:
         with open_storage(path, accept_copy=accept_copy) as storage:
             reader = storage.reader
+            if isinstance(reader, UnionReader):
+                return _union_report(reader, skip, progress)
             return steadily(reader, lambda: _Verification(reader, skip, progress).report(str(path)))
+    except RowsDoubled as error:
+        found = Finding(_MEMBERS, str(error), 1, ())
+        rest = dict.fromkeys(CHECKS, "the same rows are there twice")
+        return Report(str(path), None, 0, (found,), (_MEMBERS,), rest)
     except CorruptStorage as error:
         found = Finding("files", str(error), 1, ())
         rest = {name: "the storage cannot be read" for name in CHECKS if name != "files"}
         return Report(str(path), None, 0, (found,), ("files",), rest)
+
+
+def _union_report(union: UnionReader, skip: Collection[str], progress: Progress | None) -> Report:
+    """Return one report of all members, and of what is wrong between them."""
+    check = _MemberChecks([each.reader for each in union.members], skip, progress)
+    reports = [check(each) for each in union.members]
+    findings, notes = Findings(), Findings()
+    shards = union.shards
+    for problem in [*copied_from_members(union), *(shards.problems if shards else ())]:
+        findings.add(_MEMBERS, problem)
+    if not missing(union.schema, (*WHOSE, TERMINATED)):
+        for each in doubled_trajectories(union, PLACES):
+            # A few short ones may be so by chance; more than half of a storage's are not.
+            (findings if 2 * each.count > each.of else notes).add(
+                _MEMBERS,
+                f"trajectories of {union.members[each.member].path} have the rows of those of an "
+                "earlier storage",
+                *(
+                    Place(row=row, trajectory=id, what=f"those of trajectory {before}")
+                    for row, id, before in each.pairs
+                ),
+                count=each.count,
+            )
+    of_all = [name for name in CHECKS if all(name in report.checked for report in reports)]
+    skipped = {name: why for report in reports for name, why in report.skipped.items()}
+    return Report(
+        str(union.path),
+        union.manifest["format"],
+        sum(report.rows for report in reports),
+        (*(_named(r, each) for r in reports for each in r.findings), *findings),
+        (*of_all, _MEMBERS),
+        {name: skipped[name] for name in CHECKS if name in skipped},
+        (*(_named(r, each) for r in reports for each in r.notes), *notes),
+        next((report.healing for report in reports if report.healing is not None), None),
+    )
+
+
+def _named(report: Report, finding: Finding) -> Finding:
+    return replace(finding, message=f"{finding.message} ({report.path})")
+
+
+class _MemberChecks:
+    """Verifies the members of a union, with one progress over all."""
+
+    def __init__(
+        self, members: Sequence[RowReader], skip: Collection[str], progress: Progress | None
+    ) -> None:
+        self._skip, self._progress = skip, progress
+        self._done, self._total = 0, sum(len(m) * m.schema.row_nbytes for m in members)
+
+    def __call__(self, member: Member) -> Report:
+        """Return the report of a member."""
+        reader, before = member.reader, self._done
+        own = len(reader) * reader.schema.row_nbytes
+
+        def tell(done: int, total: int) -> None:
+            self._done = before + own * done // max(1, total)
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+        report = steadily(
+            reader, lambda: _Verification(reader, self._skip, tell).report(str(member.path))
+        )
+        self._done = before + own
+        return report
 
 
 class _Verification:

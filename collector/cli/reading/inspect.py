@@ -26,6 +26,7 @@ from tallyroll.collector.evaluation.reporting.stored_runs import (
     whole_number,
 )
 from tallyroll.storage import CorruptStorage, content_hash, open_storage
+from tallyroll.storage.datasets.union import UnionReader
 from tallyroll.storage.errors import ColumnsMissing, StorageError
 from tallyroll.storage.files.checksums import rows_covered
 from tallyroll.storage.files.copied_runs import (
@@ -58,7 +59,8 @@ _MOST_MAKERS = 3
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``tallyroll inspect``; returns the exit status."""
-    with open_storage(args.path, accept_copy=args.accept_copy) as storage:
+    path = args.path[0] if len(args.path) == 1 else args.path
+    with open_storage(path, accept_copy=args.accept_copy) as storage:
         with contextlib.suppress(ColumnsMissing, CorruptStorage):  # what is there is shown
             count_rows(storage)
         if args.trajectories:
@@ -107,6 +109,7 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
             for column in storage.schema.columns
         ],
         "overlays": _overlays(storage),
+        **_members(storage),
         "runs": runs,
         **_episodes(storage, span, runs),
         "ledger": record and record.ledger,
@@ -127,6 +130,25 @@ def _overlays(storage: DiskStorage) -> list[dict[str, Any]]:
             said |= {"dtype": "?", "shape": None, "fill": None, "error": str(error)}
         found.append(said)
     return found
+
+
+def _members(storage: DiskStorage) -> dict[str, Any]:
+    """The members of a union, and the shards among them; of one storage nothing."""
+    if not isinstance(union := storage.reader, UnionReader):
+        return {}
+    members = [
+        {
+            "path": str(each.path),
+            "format": each.format,
+            "id": each.id,
+            "rows": len(each.rows),
+            "first_row": each.rows.start,
+            "ids_moved_by": moved,
+        }
+        for each, moved in zip(union.members, union.ids_moved_by, strict=True)
+    ]
+    shards = union.shards
+    return {"members": members} | ({} if shards is None else {"shards": shards.as_json()})
 
 
 def _finalized(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -208,6 +230,7 @@ def as_text(facts: Mapping[str, Any]) -> str:
         for each in overlays:
             if "error" in each:
                 page.print(f"{each['name']}: {each['error']}")
+    _show_members(page, facts)
     _show_runs(page, facts["runs"])
     if found := facts["trajectories"]:
         ends = ", ".join(f"{found[name]:,} {name}" for name in END_NAMES)
@@ -248,6 +271,25 @@ def as_text(facts: Mapping[str, Any]) -> str:
             ((name, *(_cell(row[name]) for row in rows)) for name in rows[0]),
         )
     return page.text
+
+
+def _show_members(page: Page, facts: Mapping[str, Any]) -> None:
+    if "members" in facts:
+        page.head("Members")
+        names = ("path", "format", "first_row", "rows", "ids_moved_by")
+        lines = (tuple(each[name] for name in names) for each in facts["members"])
+        page.table(("path", "format", "first row", "rows", "ids moved by"), lines)
+    if (shards := facts.get("shards")) is not None:
+        there = shards["of"] - len(shards["missing"])
+        whole = "exactly all" if shards["complete"] else "not exactly all"
+        of = "" if shards["asked"] is None else f" of {shards['asked']:,}"
+        page.head(f"Shards of run {shards['run']}")
+        page.print(f"{there} of {shards['of']}, {shards['rows']:,} rows{of}: {whole}")
+        for name in ("missing", "foreign"):
+            if shards[name]:
+                page.print(f"{name}: {', '.join(map(str, shards[name]))}")
+        for index, paths in shards["doubled"].items():
+            page.print(f"doubled: {index} is {', '.join(paths)}")
 
 
 def runs_as_text(facts: Mapping[str, Any]) -> str:

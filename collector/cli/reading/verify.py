@@ -14,10 +14,9 @@ from tallyroll.storage import Finding, Report, verify
 def run(args: argparse.Namespace) -> int:
     """Carry out ``tallyroll verify``; returns the exit status."""
     began = time.monotonic()
+    path = args.path[0] if len(args.path) == 1 else args.path
     with shown_progress("verified", args.quiet) as progress:
-        report = verify(
-            args.path, skip=args.skip or (), progress=progress, accept_copy=args.accept_copy
-        )
+        report = verify(path, skip=args.skip or (), progress=progress, accept_copy=args.accept_copy)
     if args.json:
         emit(json.dumps(as_json(report), indent=2) + "\n")
     elif not args.quiet:

@@ -1,0 +1,270 @@
+"""``tallyroll copy``, and its short names: rows of storages, written to a new one."""
+
+import argparse
+import dataclasses
+import json
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tallyroll.storage.datasets.copying import CopyReport
+
+# No line is longer than 78 columns.
+
+
+class _Texts(NamedTuple):
+    about: str
+    usage: str
+    description: str
+    examples: str
+
+
+_END = """
+exit status:
+  0  written, whole
+  1  not written, and nothing is at DST: the message says why
+  2  a wrong argument
+"""
+
+_TEXTS = {
+    "copy": _Texts(
+        "copy rows of one or more storages to a new one",
+        "%(prog)s SRC [SRC ...] DST [options]",
+        """\
+Write the committed rows of one or more storages to a new one, of any format:
+all of them, or only some columns; in their order, or sorted by trajectory. The
+sources stay as they are, and other processes may write to them meanwhile. DST
+is there whole, or not at all. Its manifest says where the rows came from.
+""",
+        """\
+examples:
+  into one HDF5 file; into one storage from many, a pattern in quotes:
+    tallyroll copy runs/pole pole.h5
+    tallyroll copy 'runs/shard-*' runs/all
+  what would be done, and how much space it takes:
+    tallyroll copy runs/a runs/b runs/both --dry-run
+  without pixels, one trajectory after the other:
+    tallyroll copy runs/pong runs/small --drop pixels,next/pixels --sort
+  beside a collector, until it ends, or Ctrl-C:
+    tallyroll copy runs/pole backup/pole --follow
+"""
+        + _END,
+    ),
+    "merge": _Texts(
+        "copy several storages into one",
+        "%(prog)s DST SRC [SRC ...] [options]",
+        """\
+Write the rows of several storages to a new one, one storage after the other:
+`tallyroll copy SRC ... DST`. Trajectory ids that are in two of them are moved.
+""",
+        """\
+examples:
+  tallyroll merge runs/all runs/a runs/b runs/c
+  tallyroll merge all.zarr 'runs/shard-*' --ids keep
+"""
+        + _END,
+    ),
+    "drop": _Texts(
+        "copy a storage without some columns",
+        "%(prog)s SRC DST COLUMN [COLUMN ...] [options]",
+        """\
+Write the rows of a storage to a new one, without some of their columns:
+`tallyroll copy SRC DST --drop COLUMN`.
+""",
+        """\
+example:
+  tallyroll drop runs/pong runs/small pixels next/pixels
+"""
+        + _END,
+    ),
+    "sort": _Texts(
+        "copy a storage, one trajectory after the other",
+        "%(prog)s SRC DST [options]",
+        """\
+Write the rows of a storage to a new one, one trajectory after the other, in the
+order of their first rows: `tallyroll copy SRC DST --sort`.
+""",
+        """\
+example:
+  tallyroll sort runs/pole runs/sorted.zarr
+"""
+        + _END,
+    ),
+}
+
+NAMES = tuple(_TEXTS)
+"""The commands of this module."""
+
+
+def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
+    """Add the commands to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    for name, (about, usage, description, examples) in _TEXTS.items():
+        parser = commands.add_parser(
+            name, help=about, usage=usage, description=description, epilog=examples
+        )
+        parser.set_defaults(usage_error=parser.error, drop=[], sort=name == "sort", follow=False)
+        several = name in ("copy", "merge")
+        places = [("sources", "SRC", "a storage, or a pattern in quotes", several)]
+        places.append(("destination", "DST", "the new storage; nothing may be there", False))
+        for dest, metavar, text, many in reversed(places) if name == "merge" else places:
+            more = {"nargs": "+"} if many else {}
+            added = parser.add_argument(dest, type=path, metavar=metavar, help=text, **more)
+            added.complete = complete
+        if name == "drop":
+            parser.add_argument(
+                "drop", nargs="+", type=_key, metavar="COLUMN", help="as next/pixels"
+            )
+        _add_options(parser, name)
+
+
+def _add_options(parser: Any, name: str) -> None:
+    if name != "drop":
+        parser.add_argument(
+            "--columns", type=_keys, metavar="A,B", help="only these columns, as next/reward"
+        )
+    else:
+        parser.set_defaults(columns=None)
+    if name == "copy":
+        parser.add_argument("--drop", type=_keys, metavar="A,B", help="all columns but these")
+        parser.add_argument(
+            "--sort",
+            action="store_true",
+            help="one trajectory after the other, in the order of their first rows",
+        )
+        parser.add_argument(
+            "--follow",
+            action="store_true",
+            help="go on with the rows that a process adds, until it closes the storage, or until "
+            "Ctrl-C or SIGTERM, after which DST is there with whole batches",
+        )
+    parser.add_argument(
+        "--format",
+        choices=("memmap", "hdf5", "zarr"),
+        help="format of DST (default: by the end of its path: .h5 and .hdf5 are hdf5, .zarr is "
+        "zarr, others are memmap)",
+    )
+    if name in ("copy", "merge"):
+        parser.add_argument(
+            "--ids",
+            choices=("offset", "keep"),
+            default="offset",
+            help="trajectory ids that are in two storages. offset: those of the later one are "
+            "moved to above all before; keep: they are refused (default: offset)",
+        )
+    else:
+        parser.set_defaults(ids="offset")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be done, and write nothing"
+    )
+    parser.add_argument(
+        "--accept-copy",
+        action="store_true",
+        help="read a copy that was made while a writer had the storage open",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+
+
+def _key(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split("/"))
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"expected a column, as next/reward, got {text!r}")
+    return parts
+
+
+def _keys(text: str) -> list[tuple[str, ...]]:
+    return [_key(name.strip()) for name in text.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    from tallyroll.collector.cli.output import emit
+    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.storage.datasets.members import expanded
+
+    paths = expanded(args.sources)
+    if args.follow and (len(paths) > 1 or args.sort):
+        args.usage_error("--follow is of one storage, and not sorted")
+    with (
+        _opened(paths, args) as storage,
+        _until_a_signal(wanted=args.follow) as stop,
+        shown_progress("copied", args.quiet or args.dry_run) as progress,
+    ):
+        try:
+            report = storage.copy_to(
+                args.destination,
+                columns=args.columns,
+                drop=args.drop if args.drop and len(paths) == 1 else [],
+                sort=args.sort,
+                format=args.format,
+                follow=args.follow,
+                stop=stop,
+                dry_run=args.dry_run,
+                progress=progress,
+            )
+        except ValueError as error:
+            args.usage_error(str(error))
+    if args.json:
+        emit(json.dumps(dataclasses.asdict(report) | {"dry_run": args.dry_run}, indent=2) + "\n")
+    elif not args.quiet:
+        emit(_as_text(report, dry=args.dry_run))
+    return 0
+
+
+def _opened(paths: "Sequence[Path]", args: argparse.Namespace) -> Any:
+    """Return the storage to copy; of several, as one, with the columns that are wanted."""
+    from tallyroll.storage import open_storage
+
+    options: dict[str, Any] = {"accept_copy": args.accept_copy}
+    if len(paths) == 1:
+        return open_storage(paths[0], **options)
+    columns = args.columns
+    if args.drop:
+        every: dict[Any, None] = {}
+        for each in paths:
+            with open_storage(each, **options) as storage:
+                every |= dict.fromkeys(storage.schema.keys)
+        if unknown := [key for key in args.drop if key not in every]:
+            columns = unknown  # which is refused, with those that there are
+        else:
+            wanted = every if columns is None else columns
+            columns = [key for key in wanted if key not in args.drop]
+    return open_storage(paths, ids=args.ids, columns=columns, **options)
+
+
+@contextmanager
+def _until_a_signal(*, wanted: bool) -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether a signal has asked for the end of following."""
+    came: list[int] = []
+    if not wanted:
+        yield lambda: False
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.signal(each, lambda number, _: came.append(number)) for each in numbers}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _as_text(report: "CopyReport", *, dry: bool) -> str:
+    from rich.filesize import decimal
+
+    from tallyroll.collector.cli.output import visible
+
+    said = "would be written" if dry else "written"
+    lines = [
+        f"{report.path}: {report.rows:,} rows of {report.row_nbytes:,} bytes {said} "
+        f"({report.format}, {len(report.columns)} columns, {decimal(report.nbytes)})"
+    ]
+    if dry:
+        lines.append(f"{decimal(report.free)} are free there; nothing was written")
+    lines += [f"not copied: overlay {each}" for each in report.overlays_left_out]
+    return "".join(f"{visible(line)}\n" for line in lines)

@@ -1,0 +1,349 @@
+"""Rows of any reader, copied to a new storage of any format: the one pass that rewrites rows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.datasets.aside import folder_beside, publish, require_free
+from tallyroll.storage.datasets.union import UnionReader
+from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.errors import ColumnsMissing, Overrun, StateMismatch
+from tallyroll.storage.files.copied_runs import (
+    LEFT_OUT,
+    copy_entry,
+    has_room,
+    makers,
+    room_beside,
+)
+from tallyroll.storage.files.paths import user_path
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.formats.by_name import FILES, SUFFIXES
+from tallyroll.storage.formats.space import estimate, require_room
+from tallyroll.storage.overlays.beside import Overlays
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.batch_dims import fitting
+from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, Keys, as_key, spell
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.stores.opened_files import OpenedFiles
+from tallyroll.storage.stores.row_writer import RowWriter
+from tallyroll.storage.trajectories.columns import missing, numbers_of
+
+Progress = Callable[[int, int], object]
+
+_BLOCK_NBYTES: Final = 2**26
+_SORTED_NBYTES: Final = 48
+"""Bytes of memory a row while their order is found."""
+_LOOK_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What was copied, or would be."""
+
+    path: str
+    format: str
+    """The short name: ``memmap``, ``hdf5`` or ``zarr``."""
+    rows: int
+    row_nbytes: int
+    columns: tuple[str, ...]
+    nbytes: int
+    """Bytes that it takes on the disk."""
+    free: int
+    """Bytes that were free there before."""
+    overlays_left_out: tuple[str, ...] = ()
+    """Overlays of the sources, as ``PATH: NAME``: they are not copied."""
+
+
+def copy(
+    reader: RowReader,
+    destination: str | os.PathLike[str],
+    *,
+    columns: Keys | None = None,
+    drop: Keys = (),
+    sort: bool = False,
+    format: str | None = None,
+    follow: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Write the committed rows of a reader to a new storage; see `DiskStorage.copy_to`.
+
+    Raises:
+        PathIsTaken: something is at ``destination``.
+        StorageLocked: another process writes to it.
+        StorageFull: they do not fit on the disk.
+        ColumnsMissing: there is no such column.
+        Overrun: a ring's writer overwrites rows before they are copied.
+        StateMismatch: rows were taken back meanwhile.
+        ValueError: an argument is none of its values.
+    """
+    place = user_path(destination)
+    name = _format_of(place, format)
+    schema = _schema_of(reader, columns, drop)
+    if follow:
+        _require_followed(reader, name, sort)
+    span = reader.span
+    require_free(place)
+    files = FILES[name](Path(os.path.abspath(place)))
+    files.check(schema)
+    space, rows = estimate(files, schema, len(span)), len(span)
+    if not dry_run:
+        require_room(files, schema, len(span))
+        with folder_beside(place) as folder:
+            target = folder / f"rows{place.suffix if name == 'hdf5' else ''}"
+            copying = _Copying(reader, span, schema, FILES[name](target))
+            with closing(copying.writer):
+                copying.take(_blocks(reader, span, schema, sort=sort), len(span), progress)
+                if follow:
+                    copying.follow(stop, progress)
+            publish(target, place)
+        rows = copying.rows
+    return CopyReport(
+        str(place),
+        name,
+        rows,
+        schema.row_nbytes,
+        tuple(map(spell, schema.keys)),
+        files.footprint(schema, rows).nbytes,
+        space.free,
+        tuple(_overlays(reader)),
+    )
+
+
+def _format_of(place: Path, format: str | None) -> str:
+    if format is not None and format not in FILES:
+        raise ValueError(f"format is one of {', '.join(FILES)}, got {format!r:.80}.")
+    by_suffix = SUFFIXES.get(place.suffix.lower())
+    if by_suffix is not None and format not in (None, by_suffix):
+        raise ValueError(
+            f"{place} has the suffix of {by_suffix}, and the format {format} was asked for. Leave "
+            "one of them out, or give another path."
+        )
+    return format or by_suffix or "memmap"
+
+
+def _schema_of(reader: RowReader, columns: Keys | None, drop: Keys) -> Schema:
+    """Return the columns that are wanted, in their order."""
+    schema = reader.schema
+    wanted = None if columns is None else {as_key(key) for key in _several(columns)}
+    dropped = {as_key(key) for key in _several(drop)}
+    unknown = sorted(map(spell, (dropped | (wanted or set())) - {*schema.keys}))
+    if unknown or wanted == set():
+        raise ColumnsMissing(
+            f"columns: expected some of {', '.join(map(spell, schema.keys))}, got "
+            f"{', '.join(unknown) or 'none'}."
+        )
+    left = [key for key in schema.keys if key not in dropped and (wanted is None or key in wanted)]
+    if not left:
+        raise ColumnsMissing(f"all columns of {reader.path} would be dropped. Keep one.")
+    kept = tuple(each for each in schema.columns if each.key in left)
+    dims = fitting(dict(schema.batch_dims), {each.key: each.shape for each in kept})
+    return Schema(kept, tuple(dims.items()))
+
+
+def _several(keys: Keys) -> Sequence[str | Key]:
+    return (keys,) if isinstance(keys, str) else keys
+
+
+def _require_followed(reader: RowReader, name: str, sort: bool) -> None:
+    if sort:
+        raise ValueError("follow and sort: the order of all rows is known at the end only.")
+    if name == "hdf5":
+        raise ValueError(
+            "follow: an HDF5 file has to know how many rows there will be. Copy to memmap or zarr."
+        )
+    if not isinstance(reader, FileReader):
+        raise ValueError(
+            f"follow: {reader.path} is not one storage that a process may be writing. Give its "
+            "path alone."
+        )
+
+
+def _overlays(reader: RowReader) -> Iterator[str]:
+    members = reader.members if isinstance(reader, UnionReader) else ()
+    for each in [member.reader for member in members] or [reader]:
+        if isinstance(each, FileReader):
+            with closing(Overlays(each)) as beside:
+                for key in beside.keys():
+                    yield f"{each.path}: {spell(key)}"
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _blocks(
+    reader: RowReader, span: range, schema: Schema, *, sort: bool
+) -> Iterator[range | np.ndarray]:
+    """Yield the numbers of rows, as many at a time as there is memory for."""
+    size = max(1, _BLOCK_NBYTES // schema.row_nbytes)
+    rows = trajectory_order(reader, span) if sort else None
+    for start in range(0, len(span), size):
+        yield span[start : start + size] if rows is None else rows[start : start + size]
+
+
+def trajectory_order(reader: RowReader, span: range) -> np.ndarray:
+    """Return the numbers of rows, one trajectory after the other in the order of first rows.
+
+    Raises:
+        ColumnsMissing: the rows do not say which trajectory and step they are.
+    """
+    if lacking := missing(reader.schema, (TRAJ_IDS, STEP)):
+        raise ColumnsMissing(
+            f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one a row), by which "
+            "rows are sorted. Leave out the sorting."
+        )
+    require_memory(
+        len(span) * _SORTED_NBYTES, f"the order of {len(span):,} rows", "Copy without sorting."
+    )
+    ids, steps = (
+        numbers_of(reader.column(key).slice(span.start, span.stop)) for key in (TRAJ_IDS, STEP)
+    )
+    _, first, which = np.unique(ids, return_index=True, return_inverse=True)
+    return np.lexsort((steps, first[which])) + span.start
+
+
+class _Copying:
+    """A new storage that gets the rows ``span`` of a reader, and those that come after them."""
+
+    def __init__(self, reader: RowReader, span: range, schema: Schema, files: Format) -> None:
+        self._reader, self._schema, self._rewinds = reader, schema, reader.rewinds
+        self._columns = {key: reader.column(key) for key in schema.keys}
+        self._sources = _Sources(reader)
+        self._upto, self.rows = span.stop, 0
+        target = FileReader(files, files.path, "create")
+        self.writer = RowWriter(OpenedFiles(target, capacity=max(1, len(span)), durability="power"))
+        self.writer.runs.create(schema, [{"first_row": 0}])
+
+    def take(
+        self, blocks: Iterable[range | np.ndarray], total: int, progress: Progress | None
+    ) -> None:
+        """Copy rows, a block at a time, of ``total`` in all."""
+        each = self._schema.row_nbytes
+        for block in blocks:
+            self.writer.append(self.writer.given.checked(self._read(block)))
+            self.rows += len(block)
+            self._sources.count(block)
+            if progress is not None:
+                progress(self.rows * each, total * each)
+        if self._reader.rewinds != self._rewinds:
+            raise StateMismatch(
+                f"rows of {self._reader.path} were taken back while they were copied. Copy them "
+                "again."
+            )
+        self.writer.runs.write(self._sources.entries())
+
+    def _read(self, block: range | np.ndarray) -> dict[Key, np.ndarray]:
+        if isinstance(block, np.ndarray):
+            rows = {key: column.take(block) for key, column in self._columns.items()}
+        else:
+            rows = {
+                key: column.slice(block.start, block.stop) for key, column in self._columns.items()
+            }
+            if _is_overwritten(self._reader):  # they may be the ring's own memory
+                rows = {key: values.copy() for key, values in rows.items()}
+        _require_left(self._reader, block)
+        return rows
+
+    def follow(self, stop: Callable[[], bool], progress: Progress | None) -> None:
+        """Copy the rows that a writer adds, until it ends, or ``stop`` says so."""
+        reader = self._reader
+        while True:
+            written = reader.is_written  # first: what it adds before it ends is read below
+            span = range(self._upto, reader.head)
+            if span:
+                blocks = _blocks(reader, span, self._schema, sort=False)
+                self.take(blocks, self.rows + len(span), progress)
+                self._upto = span.stop
+            if stop() or not written:
+                return
+            time.sleep(_LOOK_SECONDS)
+
+
+def _is_overwritten(reader: RowReader) -> bool:
+    if isinstance(reader, UnionReader):
+        return any(each.reader.ring for each in reader.members)
+    return bool(reader.ring)
+
+
+def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
+    """Raise `Overrun` if rows that were just read had been overwritten meanwhile."""
+    if not _is_overwritten(reader):
+        return
+    rows = np.asarray(block)
+    if isinstance(reader, UnionReader):
+        reader.require_there(reader.parts(rows))
+    elif int(rows.min()) < (first := reader.span.start):
+        raise Overrun(
+            f"{reader.path} is a ring, and its writer has overwritten row {int(rows.min())} before "
+            f"it was copied: it begins with row {first} now. Nothing was written. Copy it again, "
+            "or when the writer pauses."
+        )
+
+
+# --- what made them -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Rows of the new storage that are of one source."""
+
+    first_row: int
+    source: int
+    least: int
+    most: int
+
+
+class _Sources:
+    """Knows which rows of the new storage are of which storage, for its manifest."""
+
+    def __init__(self, reader: RowReader) -> None:
+        self._union = reader if isinstance(reader, UnionReader) else None
+        self._readers = [reader]
+        if self._union is not None:
+            self._readers = [each.reader for each in self._union.members]
+        self._stretches: list[_Stretch] = []
+        self._rows = 0
+
+    def count(self, block: range | np.ndarray) -> None:
+        """Count rows that were written, by their numbers."""
+        rows = np.asarray(block)
+        if self._union is None:
+            self._add(0, rows)
+        else:  # members follow one another, also if trajectories are sorted by their first rows
+            for part in self._union.parts(rows):
+                self._add(part.member, part.rows)
+
+    def _add(self, source: int, rows: np.ndarray) -> None:
+        least, most = int(rows.min()), int(rows.max())
+        last = self._stretches[-1] if self._stretches else None
+        if last is not None and last.source == source:
+            last.least, last.most = min(last.least, least), max(last.most, most)
+        else:
+            self._stretches.append(_Stretch(self._rows, source, least, most))
+        self._rows += len(rows)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries of the manifest: each names a storage, its rows, and their runs."""
+        found: list[dict[str, Any]] = []
+        for each in self._stretches:
+            if not has_room(found):
+                found.append({"first_row": each.first_row, LEFT_OUT: True})
+                break
+            manifest = self._readers[each.source].manifest
+            runs, _ = makers(manifest["runs"], range(each.least, each.most + 1))
+            rows: list[int | None] = [each.least, each.most]
+            room = room_beside(found)
+            found.append(
+                copy_entry({"first_row": each.first_row}, manifest["id"], rows, runs, room)
+            )
+        return found or [{"first_row": 0}]

@@ -1,0 +1,486 @@
+"""Several storages read as one: their rows, one member after the other."""
+# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from tensordict import TensorDict
+
+from tallyroll.storage.datasets.joined_maps import JoinedMaps
+from tallyroll.storage.datasets.members import Member, joined_runs, joined_schema
+from tallyroll.storage.datasets.shards import Shards, shards_of
+from tallyroll.storage.datasets.taken_back import TakenBack, require_kept
+from tallyroll.storage.engine.columns import Places
+from tallyroll.storage.errors import (
+    NotInitialised,
+    Overrun,
+    RowsDoubled,
+    StateMismatch,
+    TrajectoryIdTaken,
+)
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.rows.indexing import resolve
+from tallyroll.storage.rows.keys import TRAJ_IDS, Key, Keys, spell
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.columns import missing, numbers_of
+from tallyroll.storage.trajectories.episodes import END_CUT, END_OPEN
+
+MemberIds: TypeAlias = Literal["offset", "keep"]
+
+_CHUNK_ROWS: Final = 2**20
+_NAMED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows of one member among rows that are wanted."""
+
+    member: int
+    at: np.ndarray | slice
+    """Their places among the rows that are wanted, in one dimension."""
+    rows: np.ndarray
+    """Their numbers in the member's storage."""
+
+
+class UnionColumn(ColumnReader):
+    """A column of all members."""
+
+    def __init__(self, union: UnionReader, key: Key) -> None:
+        self._union, self.key = union, key
+        self._place = union.schema.keys.index(key)
+        self._column = union.schema.columns[self._place]
+
+    @cached_property
+    def _own(self) -> list[ColumnReader]:
+        return [each.reader.column(self.key) for each in self._union.members]
+
+    @property
+    def array(self) -> np.ndarray | None:
+        members = self._union.members
+        if len(members) > 1 or members[0].reader.ring or self.key == TRAJ_IDS:
+            return None
+        array = self._own[0].array
+        return None if array is None else array[: len(members[0].rows)]
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        found = self._union.taken_at_once(self._place, rows, out)
+        return self.taken(self._union.parts(rows), rows, out) if found is None else found
+
+    def taken(
+        self, parts: Sequence[_Part], rows: np.ndarray, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Copy the values of ``rows``, of which ``parts`` says in which member they are."""
+        column, own = self._column, self._own
+        if len(parts) == 1:
+            found = own[parts[0].member].take(parts[0].rows.reshape(rows.shape), out)
+        else:
+            shape = (*rows.shape, *column.shape)
+            found = np.empty(shape, column.numpy_dtype) if out is None else out
+            flat = found.reshape(rows.size, *column.shape)
+            for part in parts:
+                flat[part.at] = own[part.member].take(part.rows)
+        if self.key == TRAJ_IDS:
+            flat = found.reshape(rows.size)
+            for part in parts:
+                if move := self._union.ids_moved_by[part.member]:
+                    flat[part.at] += move
+        self._union.require_there(parts)
+        return found
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        pieces = []
+        for number, rows in self._union.stretches(start, stop):
+            piece = self._own[number].slice(rows.start, rows.stop)
+            if self.key == TRAJ_IDS and (move := self._union.ids_moved_by[number]):
+                piece = piece + piece.dtype.type(move)
+            pieces.append(piece)
+            self._union.require_left(number, rows.start)
+        if len(pieces) == 1:
+            return pieces[0]
+        if not pieces:
+            return np.empty((0, *self._column.shape), self._column.numpy_dtype)
+        return np.concatenate(pieces)
+
+
+class UnionReader(RowReader):
+    """The rows of several storages, one member after the other, numbered from 0.
+
+    They are those that were there when the union was opened: rows that writers add later are not
+    in it, so that a number always means the same row. A row that is gone since, from a ring or
+    because it was taken back, raises an error.
+
+    Args:
+        members: readers of the storages, which `close` closes.
+        path: for messages.
+        columns: those that are wanted; None: all, which every member must have.
+        ids: of trajectories. ``"offset"``: those of a member of which an earlier one has some are
+            moved by one number, to above all of these: `ids_moved_by`. ``"keep"``: they stay.
+        spans: the rows of each member; None: those that are there now.
+        owners: kept while the reader is: what closes the members when it goes.
+
+    Raises:
+        SchemaMismatch: the members' columns differ; each difference is named.
+        ColumnsMissing: no member has a column that is wanted.
+        RowsDoubled: two members are the same storage.
+        NotInitialised: a member has no columns yet.
+        Overrun: rows of ``spans`` are gone.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[RowReader],
+        path: Path,
+        *,
+        columns: Keys | None = None,
+        ids: MemberIds = "offset",
+        spans: Sequence[range] | None = None,
+        owners: Sequence[object] = (),
+    ) -> None:
+        self._owners = owners
+        if ids not in ("offset", "keep"):
+            raise ValueError(f"ids is one of 'offset', 'keep', got {ids!r}.")
+        self.path, self.ids = path, ids
+        for each in members:
+            if not each.initialised:
+                raise NotInitialised(f"{each.path} has no columns yet. Write rows first.")
+        self._schema = joined_schema(members, columns)
+        found, first = [], 0
+        for number, each in enumerate(members):
+            span = each.span if spans is None else spans[number]
+            rows = range(first, first + len(span))
+            first = rows.stop
+            manifest = each.manifest
+            found.append(
+                Member(
+                    each,
+                    each.path,
+                    manifest["id"],
+                    manifest["format"],
+                    span,
+                    rows,
+                    each.rewinds,
+                )
+            )
+        _refuse_doubled(found)
+        self.members: tuple[Member, ...] = tuple(found)
+        """The storages, in their order, and which rows are theirs."""
+        self._span = range(first)
+        self._starts = np.array([each.rows.start for each in found], np.int64)
+        self._moves = np.array([each.moved_by for each in found], np.int64)
+        self._rings = [number for number, each in enumerate(found) if each.reader.ring]
+        self._taken_back = TakenBack(self.members)
+        self._kept = sum(each.rewinds for each in found)
+        self._runs = joined_runs(found)
+        self._columns: dict[Key, UnionColumn] = {}
+        self._keys = self._schema.keys
+        self._all = tuple(range(len(self._keys)))
+        ids_there = not missing(self._schema, (TRAJ_IDS,))
+        self._ids_place = self._schema.keys.index(TRAJ_IDS) if ids_there else None
+        if spans is not None:
+            for number, span in enumerate(spans):
+                self._require_span(number, span)
+
+    def _require_span(self, number: int, span: range) -> None:
+        self.require_left(number, span.start)
+        if span.stop > (head := self.members[number].reader.head):
+            raise StateMismatch(
+                f"{self.members[number].path} has {head} rows, and {span.stop} were wanted. Open "
+                "a copy that is as new."
+            )
+
+    # --- what is there ----------------------------------------------------------------------------
+
+    @property
+    def schema(self) -> Schema:
+        self.require_open()
+        return self._schema
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return self._keys
+
+    @property
+    def span(self) -> range:
+        return self._span
+
+    @property
+    def rewinds(self) -> int:
+        return self._taken_back.count
+
+    @property
+    def rewinding(self) -> bool:
+        return any(each.reader.rewinding for each in self.members)
+
+    @property
+    def revision(self) -> int:
+        return self.head + (self.rewinds << 48)
+
+    @cached_property
+    def id(self) -> str:
+        """The name of these rows: another union of the same rows, numbered so, has it too."""
+        said = [[each.id, each.span.start, each.span.stop] for each in self.members]
+        of = json.dumps([said, self.ids, [*map(spell, self._schema.keys)]]).encode()
+        return hashlib.sha256(of).hexdigest()[:32]
+
+    @property
+    def manifest(self) -> Manifest:
+        self.require_open()
+        return {
+            "format": "tallyroll.union",
+            "id": self.id,
+            "created": max(each.reader.manifest["created"] for each in self.members),
+            "runs": self._runs,
+        }
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        return self._runs
+
+    @property
+    def shards(self) -> Shards | None:
+        """The shards of a run that are members, and what is missing of them; None without any."""
+        return shards_of(self.members)
+
+    def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
+        tables = []
+        for number, each in enumerate(self.members):
+            reader = each.reader
+            if reader.ring or each.span.start or reader.rewinds != each.rewinds:
+                return None
+            lines = reader.episode_lines(dtype) if len(each.rows) else np.empty(0, dtype)
+            if lines is None or reader.head != each.span.stop:
+                return None
+            if len(each.rows) and lines["last_row"].max(initial=-1) != each.span.stop - 1:
+                return None  # it ends before the last row
+            lines = lines.copy()
+            for name in ("first_row", "last_row"):
+                lines[name] += each.rows.start
+            lines["id"] += self.ids_moved_by[number]
+            if number < len(self.members) - 1:
+                lines["end"][lines["end"] == END_OPEN] = END_CUT
+            tables.append(lines)
+        return np.concatenate(tables)
+
+    def close(self) -> None:
+        super().close()
+        for each in self.members:
+            each.reader.close()
+
+    # --- ids of trajectories ----------------------------------------------------------------------
+
+    @cached_property
+    def ids_moved_by(self) -> tuple[int, ...]:
+        """The number by which the trajectory ids of each member are moved.
+
+        Raises:
+            TrajectoryIdTaken: with ``ids="keep"``, two members have an id.
+        """
+        moves = [0] * len(self.members)
+        if self._ids_place is None:
+            return tuple(moves)
+        taken, of = np.empty(0, np.int64), np.empty(0, np.int64)
+        for number in range(len(self.members)):
+            own = self._ids_of(number)
+            if not len(own):
+                continue
+            clash = np.intersect1d(taken, own, assume_unique=True)
+            if len(clash) and self.ids == "keep":
+                before = int(of[np.flatnonzero(taken == clash[0])[0]])
+                raise TrajectoryIdTaken(
+                    f"{len(clash)} trajectory ids of {self.members[number].path} are those of "
+                    f"earlier members, as {clash[0]} of {self.members[before].path}. Open them "
+                    'with ids="offset", which moves them.'
+                )
+            if len(clash):
+                moves[number] = self._move_to(number, own, int(taken[-1]) + 1)
+            own = own + moves[number]
+            order = np.argsort(both := np.concatenate([taken, own]))
+            of = np.concatenate([of, np.full(len(own), number)])[order]
+            taken = both[order]
+        return tuple(moves)
+
+    def _move_to(self, number: int, own: np.ndarray, least: int) -> int:
+        move = least - int(own[0])
+        column = self._schema.columns[self._schema.keys.index(TRAJ_IDS)]
+        if int(own[-1]) + move > np.iinfo(column.numpy_dtype).max:
+            raise TrajectoryIdTaken(
+                f"the trajectory ids of {self.members[number].path} are to be moved to above "
+                f"{least - 1}, which {column.dtype_name} does not hold. Copy the storages one by "
+                "one with other ids."
+            )
+        return move
+
+    def _ids_of(self, number: int) -> np.ndarray:
+        """Return the ids of a member's trajectories, each once, ascending."""
+        member = self.members[number]
+        column, span = member.reader.column(TRAJ_IDS), member.span
+        found = [np.empty(0, np.int64)]
+        for start in range(span.start, span.stop, _CHUNK_ROWS):
+            stop = min(start + _CHUNK_ROWS, span.stop)
+            found.append(_once(numbers_of(column.slice(start, stop))))
+        self.require_left(number, span.start)
+        return np.unique(np.concatenate(found))
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
+        where = None if self._joined is None else resolve(index, len(self._span))
+        if not isinstance(where, np.ndarray):
+            return super().get(index, keys)
+        only, nest = (None, self.nest) if keys is None else self.chosen(keys)
+        return nest(self._gathered(where, only), where.shape)
+
+    def column(self, key: Key) -> UnionColumn:
+        self.require_open()
+        found = self._columns.get(key)
+        if found is None:
+            if key not in self._schema:
+                names = ", ".join(map(spell, self._schema.keys))
+                raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
+            found = self._columns[key] = UnionColumn(self, key)
+        return found
+
+    def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
+        keys = self.keys if keys is None else keys
+        if self._joined is not None:
+            only = tuple(self.keys.index(key) for key in keys)
+            return self._gathered(rows, None if only == self._all else only)
+        parts = self.parts(rows)
+        return [self.column(key).taken(parts, rows) for key in keys]
+
+    def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+        if isinstance(rows, np.ndarray):
+            if self._joined is not None:
+                return self._gathered(rows, None)
+            return self.copies(rows)
+        known: dict[int, list[_Part]] = {}  # many are the same
+        for each in rows:
+            if id(each) not in known:
+                known[id(each)] = self.parts(each)
+        pairs = zip(self.keys, rows, strict=True)
+        return [self.column(key).taken(known[id(at)], at) for key, at in pairs]
+
+    def _gathered(self, rows: np.ndarray, only: Places | None) -> list[np.ndarray]:
+        """Copy rows of memory-mapped members, of all columns or of some."""
+        assert self._joined is not None
+        self.require_open()
+        of = self._starts.searchsorted(rows, "right") - 1
+        found = self._joined.gather(self._joined.slots_of(rows, of), only)
+        places = self._all if only is None else only
+        if self._ids_place in places:
+            self._move_ids(found[places.index(self._ids_place)], of)
+        self._require_left(rows, of)
+        return found
+
+    def taken_at_once(
+        self, place: int, rows: np.ndarray, out: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Copy rows of one column, if all members are memory-mapped; else return None."""
+        if self._joined is None:
+            return None
+        self.require_open()
+        of = self._starts.searchsorted(rows, "right") - 1
+        found = self._joined.take(place, self._joined.slots_of(rows, of), out)
+        if place == self._ids_place:
+            self._move_ids(found, of)
+        self._require_left(rows, of)
+        return found
+
+    def _move_ids(self, ids: np.ndarray, of: np.ndarray) -> None:
+        if any(self.ids_moved_by):
+            ids += self._id_moves[of].astype(ids.dtype, copy=False).reshape(ids.shape)
+
+    def _require_left(self, rows: np.ndarray, of: np.ndarray) -> None:
+        self._taken_back.require(self._kept)
+        for number in self._rings:
+            if (mine := rows[of == number]).size:
+                self.require_left(number, int(mine.min() - self._moves[number]))
+
+    @cached_property
+    def _id_moves(self) -> np.ndarray:
+        return np.array(self.ids_moved_by, np.int64)
+
+    @cached_property
+    def _joined(self) -> JoinedMaps | None:
+        return JoinedMaps.of(self.members, self._schema)
+
+    def parts(self, rows: np.ndarray) -> list[_Part]:
+        """Return the rows [*] of each member that has some, of those that are wanted."""
+        self.require_open()
+        flat = rows.reshape(-1)
+        if len(self.members) == 1:
+            return [_Part(0, slice(None), flat - self._moves[0])]
+        of = self._starts.searchsorted(flat, "right") - 1
+        own = flat - self._moves[of]
+        order = of.argsort(kind="stable")
+        ends = np.bincount(of, minlength=len(self.members)).cumsum()
+        found, begin = [], 0
+        for number, end in enumerate(ends.tolist()):
+            if end > begin:
+                at = order[begin:end] if end - begin < len(flat) else slice(None)
+                found.append(_Part(number, at, own[at]))
+            begin = end
+        return found or [_Part(0, slice(None), own)]
+
+    def stretches(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """Yield the numbers of members, and which of their rows the rows ``[start, stop)`` are."""
+        self.require_open()
+        for number, each in enumerate(self.members):
+            begin, end = max(start, each.rows.start), min(stop, each.rows.stop)
+            if begin < end:
+                yield number, range(begin - each.moved_by, end - each.moved_by)
+
+    def require_there(self, parts: Sequence[_Part]) -> None:
+        """Raise an error if rows that were just read are not those of the union any more."""
+        for part in parts:
+            if len(part.rows):
+                member = self.members[part.member]
+                first = int(part.rows.min()) if member.reader.ring else member.span.start
+                self.require_left(part.member, first)
+
+    def require_left(self, number: int, first: int) -> None:
+        """Raise an error if rows of a member from ``first`` on are gone.
+
+        Raises:
+            Overrun: a ring's writer has overwritten them.
+            StateMismatch: rows were taken back.
+        """
+        member = self.members[number]
+        require_kept(member)
+        if member.reader.ring and first < (least := member.reader.span.start):
+            raise Overrun(
+                f"{member.path} is a ring, and its writer has overwritten row {first} since this "
+                f"union was opened: it begins with row {least} now. Open the union again, or copy "
+                "it when the writer is done."
+            )
+
+
+def _refuse_doubled(members: Sequence[Member]) -> None:
+    by_id: dict[str, Member] = {}
+    for each in members:
+        if (before := by_id.setdefault(each.id, each)) is not each:
+            raise RowsDoubled(
+                f"{before.path} and {each.path} are the same storage, or copies of one: each of "
+                "its rows would be there twice. Leave one out."
+            )
+
+
+def _once(ids: np.ndarray) -> np.ndarray:
+    """Return each id once; those of few trajectories are found without sorting all."""
+    if not len(ids):
+        return ids
+    least, most = int(ids.min()), int(ids.max())
+    if most - least > 4 * len(ids):
+        return np.unique(ids)
+    there = np.zeros(most - least + 1, np.bool_)
+    there[ids - least] = True
+    return there.nonzero()[0] + least

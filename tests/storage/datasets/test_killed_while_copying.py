@@ -1,0 +1,79 @@
+"""A copy that is killed leaves nothing at its place, or all of it; the next call cleans up.
+
+``TALLYROLL_KILLS`` says how many kills, 8 by default.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tallyroll.storage import MemmapStorage, content_hash, open_storage, verify
+from tallyroll.storage.datasets import copying
+from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+
+from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
+
+KILLS = int(os.environ.get("TALLYROLL_KILLS", "8"))
+ROWS = 400
+
+
+def copy(folder: Path, place: Path, told: Told) -> None:
+    told.head = 0
+    copying._BLOCK_NBYTES = 2000
+
+    def tell(done: int, total: int) -> None:
+        told.head = done
+
+    with open_storage([folder / "a", folder / "b"]) as union:
+        union.copy_to(place, sort=True, progress=tell)
+    told.head = -1
+    while True:
+        time.sleep(1)
+
+
+def kill_at_random(folder: Path, kills: int, suffix: str) -> tuple[int, int]:
+    """Kill copies; return how many left nothing, and how many all."""
+    for number, name in enumerate("ab"):
+        with MemmapStorage(folder / name) as storage:
+            storage.extend(trajectory_rows(number * ROWS, ROWS, steps=7))
+    with open_storage([folder / "a", folder / "b"]) as union:
+        wanted, total = content_hash(union), union.nbytes
+        nothing = whole = 0
+        for seed in range(kills):
+            place, pick, told = folder / f"copy-{seed // 3}{suffix}", random.Random(seed), Told()
+            until = pick.choice([pick.randrange(total), total])
+            told.head = 0
+            child = forked(lambda p=place, t=told: copy(folder, p, t))
+            if until < total:
+                wait_until(lambda t=told, u=until: t.head > u or t.head == -1)
+            else:  # near the end, where it gets its name
+                wait_until(lambda t=told: t.head in (total, -1))
+                time.sleep(pick.uniform(0, 0.02))
+            killed(child)
+            if place.exists():
+                whole += 1
+                assert content_hash(place) == wanted, f"kill {seed}: half a copy"
+                assert verify(place).sound
+                place.rename(folder / f"kept-{seed}{suffix}")
+            else:
+                nothing += 1
+        last = folder / f"last{suffix}"
+        union.copy_to(last)
+        for each in range(0, kills, 3):
+            place = folder / f"copy-{each // 3}{suffix}"
+            union.copy_to(place)  # cleans what the killed ones left
+            assert content_hash(place) == wanted
+    assert not [each for each in folder.iterdir() if each.name.endswith(".written-aside")]
+    return nothing, whole
+
+
+@pytest.mark.parametrize("suffix", ["", ".h5", ".zarr"])
+def test_a_killed_copy_leaves_nothing_or_all(tmp_path: Path, suffix: str) -> None:
+    kills = -(-KILLS // 3)
+    found = in_a_process(kill_at_random, tmp_path, kills, suffix, seconds=20 + 2 * KILLS)
+    assert sum(found) == kills
