@@ -1,5 +1,6 @@
 """Public names, stated here alone (`package/public_names.py`). Every error is one."""
 
+from tallyroll.storage.datasets.copying import CopyReport as CopyReport
 from tallyroll.storage.datasets.views.trajectories import (
     StoredTrajectories as StoredTrajectories,
 )

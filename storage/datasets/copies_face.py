@@ -24,7 +24,7 @@ class HasCopies:
         sort: bool = False,
         format: str | None = None,
         follow: bool = False,
-        stop: Callable[[], bool] = lambda: False,
+        stop: Callable[[], bool] | None = None,
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> CopyReport:

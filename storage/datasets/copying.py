@@ -14,6 +14,7 @@ import numpy as np
 
 from tallyroll.storage.datasets.aside import folder_beside, publish, require_free
 from tallyroll.storage.datasets.union import UnionReader
+from tallyroll.storage.datasets.views.view_reader import ViewReader
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import ColumnsMissing, Overrun, StateMismatch
 from tallyroll.storage.files.copied_runs import (
@@ -47,7 +48,7 @@ _LOOK_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """What was copied, or would be."""
+    """The rows that were copied, or would be."""
 
     path: str
     format: str
@@ -72,7 +73,7 @@ def copy(
     sort: bool = False,
     format: str | None = None,
     follow: bool = False,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> CopyReport:
@@ -170,6 +171,7 @@ def _require_followed(reader: RowReader, name: str, sort: bool) -> None:
 
 
 def _overlays(reader: RowReader) -> Iterator[str]:
+    reader, _ = _there(reader, np.empty(0, np.int64))
     members = reader.members if isinstance(reader, UnionReader) else ()
     for each in [member.reader for member in members] or [reader]:
         if isinstance(each, FileReader):
@@ -254,7 +256,7 @@ class _Copying:
         _require_left(self._reader, block)
         return rows
 
-    def follow(self, stop: Callable[[], bool], progress: Progress | None) -> None:
+    def follow(self, stop: Callable[[], bool] | None, progress: Progress | None) -> None:
         """Copy the rows that a writer adds, until it ends, or ``stop`` says so."""
         reader = self._reader
         while True:
@@ -264,12 +266,18 @@ class _Copying:
                 blocks = _blocks(reader, span, self._schema, sort=False)
                 self.take(blocks, self.rows + len(span), progress)
                 self._upto = span.stop
-            if stop() or not written:
+            if not written or (stop is not None and stop()):
                 return
             time.sleep(_LOOK_SECONDS)
 
 
+def _there(reader: RowReader, rows: np.ndarray) -> tuple[RowReader, np.ndarray]:
+    """Return the reader that has the rows of a view, and their numbers in it."""
+    return (reader.rows, reader.numbers(rows)) if isinstance(reader, ViewReader) else (reader, rows)
+
+
 def _is_overwritten(reader: RowReader) -> bool:
+    reader, _ = _there(reader, np.empty(0, np.int64))
     if isinstance(reader, UnionReader):
         return any(each.reader.ring for each in reader.members)
     return bool(reader.ring)
@@ -279,7 +287,7 @@ def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
     """Raise `Overrun` if rows that were just read had been overwritten meanwhile."""
     if not _is_overwritten(reader):
         return
-    rows = np.asarray(block)
+    reader, rows = _there(reader, np.asarray(block))
     if isinstance(reader, UnionReader):
         reader.require_there(reader.parts(rows))
     elif int(rows.min()) < (first := reader.span.start):
@@ -307,6 +315,8 @@ class _Sources:
     """Knows which rows of the new storage are of which storage, for its manifest."""
 
     def __init__(self, reader: RowReader) -> None:
+        self._reader = reader
+        reader, _ = _there(reader, np.empty(0, np.int64))
         self._union = reader if isinstance(reader, UnionReader) else None
         self._readers = [reader]
         if self._union is not None:
@@ -316,7 +326,7 @@ class _Sources:
 
     def count(self, block: range | np.ndarray) -> None:
         """Count rows that were written, by their numbers."""
-        rows = np.asarray(block)
+        _, rows = _there(self._reader, np.asarray(block))
         if self._union is None:
             self._add(0, rows)
         else:  # members follow one another, also if trajectories are sorted by their first rows

@@ -43,9 +43,9 @@ EVENTS_FILE: Final = "run.events"
 class Format(ABC):
     """The places of a storage's rows, and the metadata around them.
 
-    A new format gets a class of storages in `tallyroll.storage.storages`: there `FORMATS` and
-    ``_FILES`` give both a short name, ``_SUFFIXES`` says which suffixes mean it, and ``_name_at``
-    finds it by its files.
+    A new format gets a class of storages in `tallyroll.storage.storages`: there `FORMATS` gives it
+    a short name, and ``_name_at`` finds it by its files. `tallyroll.storage.formats.by_name` has
+    the format by that name, and the suffixes that mean it.
     """
 
     name: ClassVar[str]

@@ -56,6 +56,7 @@ PUBLIC: dict[str, set[str]] = {
         "uniform",
     },
     "tallyroll.storage": {
+        "CopyReport",
         "DifferentRow",
         "Differences",
         "DiskStorage",

@@ -36,9 +36,10 @@ _TEXTS = {
         "%(prog)s SRC [SRC ...] DST [options]",
         """\
 Write the committed rows of one or more storages to a new one, of any format:
-all of them, or only some columns; in their order, or sorted by trajectory. The
-sources stay as they are, and other processes may write to them meanwhile. DST
-is there whole, or not at all. Its manifest says where the rows came from.
+all of them, or those of chosen trajectories; all columns, or some; in their
+order, or sorted by trajectory. The sources stay as they are, and other
+processes may write to them meanwhile. DST is there whole, or not at all. Its
+manifest says where the rows came from.
 """,
         """\
 examples:
@@ -49,6 +50,8 @@ examples:
     tallyroll copy runs/a runs/b runs/both --dry-run
   without pixels, one trajectory after the other:
     tallyroll copy runs/pong runs/small --drop pixels,next/pixels --sort
+  the trajectories for which a condition holds:
+    tallyroll copy runs/pole runs/good --where 'return > 200'
   beside a collector, until it ends, or Ctrl-C:
     tallyroll copy runs/pole backup/pole --follow
 """
@@ -65,6 +68,22 @@ Write the rows of several storages to a new one, one storage after the other:
 examples:
   tallyroll merge runs/all runs/a runs/b runs/c
   tallyroll merge all.zarr 'runs/shard-*' --ids keep
+"""
+        + _END,
+    ),
+    "select": _Texts(
+        "copy the trajectories for which a condition holds",
+        "%(prog)s SRC DST --where EXPR [options]",
+        """\
+Write the rows of chosen trajectories to a new storage: `tallyroll copy SRC DST
+--where EXPR`. EXPR compares what a trajectory has, as return, length, end,
+lane, run, id, policy_version, reset_seed.
+""",
+        """\
+examples:
+  tallyroll select runs/pole runs/good --where 'return > 200'
+  tallyroll select 'runs/*' best.zarr \\
+    --where "return > 5 and end == 'terminated' and policy_version >= 3"
 """
         + _END,
     ),
@@ -106,7 +125,9 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
         parser = commands.add_parser(
             name, help=about, usage=usage, description=description, epilog=examples
         )
-        parser.set_defaults(usage_error=parser.error, drop=[], sort=name == "sort", follow=False)
+        parser.set_defaults(
+            usage_error=parser.error, where=None, drop=[], sort=name == "sort", follow=False
+        )
         several = name in ("copy", "merge")
         places = [("sources", "SRC", "a storage, or a pattern in quotes", several)]
         places.append(("destination", "DST", "the new storage; nothing may be there", False))
@@ -128,6 +149,14 @@ def _add_options(parser: Any, name: str) -> None:
         )
     else:
         parser.set_defaults(columns=None)
+    if name in ("copy", "select"):
+        parser.add_argument(
+            "--where",
+            metavar="EXPR",
+            required=name == "select",
+            help="only the trajectories for which it is true, as: return > 5 and end == "
+            "'terminated' and policy_version >= 3",
+        )
     if name == "copy":
         parser.add_argument("--drop", type=_keys, metavar="A,B", help="all columns but these")
         parser.add_argument(
@@ -184,23 +213,25 @@ def _keys(text: str) -> list[tuple[str, ...]]:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
-    from tallyroll.collector.cli.output import emit
+    from tallyroll.collector.cli.output import emit, say
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage.datasets.members import expanded
+    from tallyroll.storage.errors import InvalidExpression
 
     paths = expanded(args.sources)
-    if args.follow and (len(paths) > 1 or args.sort):
-        args.usage_error("--follow is of one storage, and not sorted")
+    if args.follow and (len(paths) > 1 or args.sort or args.where is not None):
+        args.usage_error("--follow is of one storage, all of its rows, and not sorted")
     with (
         _opened(paths, args) as storage,
         _until_a_signal(wanted=args.follow) as stop,
         shown_progress("copied", args.quiet or args.dry_run) as progress,
     ):
         try:
-            report = storage.copy_to(
+            rows = storage if args.where is None else storage.trajectories.where(args.where)
+            report = rows.copy_to(
                 args.destination,
                 columns=args.columns,
-                drop=args.drop if args.drop and len(paths) == 1 else [],
+                drop=args.drop or [],
                 sort=args.sort,
                 format=args.format,
                 follow=args.follow,
@@ -208,6 +239,9 @@ def run(args: argparse.Namespace) -> int:
                 dry_run=args.dry_run,
                 progress=progress,
             )
+        except InvalidExpression as error:
+            say(f"tallyroll: error: --where: {error}", lines=True)  # a caret is below a place
+            return 2
         except ValueError as error:
             args.usage_error(str(error))
     if args.json:
@@ -218,23 +252,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _opened(paths: "Sequence[Path]", args: argparse.Namespace) -> Any:
-    """Return the storage to copy; of several, as one, with the columns that are wanted."""
+    """Return the storage to copy; of several, as one, with the columns that all have alike.
+
+    These are more than those that are wanted: trajectories are chosen by others.
+    """
     from tallyroll.storage import open_storage
 
     options: dict[str, Any] = {"accept_copy": args.accept_copy}
     if len(paths) == 1:
         return open_storage(paths[0], **options)
-    columns = args.columns
-    if args.drop:
-        every: dict[Any, None] = {}
+    columns = None
+    if args.drop or args.columns:
+        every: dict[Any, list[Any]] = {}
         for each in paths:
             with open_storage(each, **options) as storage:
-                every |= dict.fromkeys(storage.schema.keys)
-        if unknown := [key for key in args.drop if key not in every]:
-            columns = unknown  # which is refused, with those that there are
-        else:
-            wanted = every if columns is None else columns
-            columns = [key for key in wanted if key not in args.drop]
+                for column in storage.schema.columns:
+                    every.setdefault(column.key, []).append(column)
+        alike = [k for k, own in every.items() if len(own) == len(paths) and len({*own}) == 1]
+        wanted = [*(args.columns or every)]
+        wanted = [key for key in wanted if key not in (args.drop or ())]
+        columns = alike if {*wanted} <= {*alike} else wanted  # which says what is not alike
+        args.drop = [key for key in args.drop or () if key in alike or key not in every]
     return open_storage(paths, ids=args.ids, columns=columns, **options)
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, content_hash, open_storage
@@ -73,12 +74,31 @@ def test_short_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "got nothing" in capsys.readouterr().err
 
 
+def test_chosen_trajectories(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--where", "return > 50", "--columns", "observation", "--quiet"]
+    assert main(["copy", "?", "good", *words]) == 0
+    with open_storage("good") as storage, open_storage("a") as source:
+        good = [source.trajectories[id]["observation"] for id in (2, 3)]
+        assert storage.schema.keys == (("observation",),)
+        wanted = torch.cat([*good, *(each + 1000 for each in good)])
+        assert storage.get(slice(None))["observation"].equal(wanted)
+    assert main(["select", "a", "one", "--where", "id == 3"]) == 0
+    assert "one: 5 rows" in capsys.readouterr().out
+    assert main(["select", "a", "none", "--where", "id == "]) == 2
+    assert "\n         ^" in capsys.readouterr().err
+    assert not Path("none").exists()
+    assert main(["select", "a", "none", "--where", "id == 77"]) == 0
+    assert "none: 0 rows" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["copy", "a"],
         ["copy", "a", "b", "x", "--follow"],
         ["copy", "?", "x", "--follow"],
+        ["copy", "a", "x", "--follow", "--where", "id == 3"],
+        ["select", "a", "x"],
         ["copy", "a", "x.h5", "--follow"],
         ["copy", "a", "x.h5", "--format", "zarr"],
         ["copy", "a", "x", "--follow", "--sort"],
@@ -96,7 +116,7 @@ def test_wrong_arguments(folder: Path, words: list[str]) -> None:
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("copy", "merge", "drop", "sort"):
+    for name in ("copy", "merge", "select", "drop", "sort"):
         with pytest.raises(SystemExit):
             main([name, "--help"])
         out = capsys.readouterr().out

@@ -400,3 +400,38 @@ def test_more_sources_than_a_manifest_names(tmp_path: Path) -> None:
         assert [run["first_row"] for run in copy.runs] == [0, 3]
         assert np.array_equal(copy.trajectories.ids, [0, 1, 2, 3, 4, 5])
     assert verify(tmp_path / "copy").sound
+
+
+def test_chosen_trajectories(tmp_path: Path) -> None:
+    """Of many storages, sorted: each entry names the rows there that have all of them."""
+    for number in range(3):
+        with MemmapStorage(tmp_path / f"m-{number}") as storage:
+            storage.extend(of_lanes([0, 1] * 10, 4))
+    with open_storage(str(tmp_path / "m-?")) as union:
+        view = union.trajectories.where("lane == 1 and length == 4 and id > 8")
+        ids = view.trajectories.ids.tolist()
+        assert len(ids) == 4
+        assert view.copy_to(tmp_path / "copy.zarr", sort=True, drop=["action"]).rows == 16
+        with open_storage(tmp_path / "copy.zarr") as copy:
+            assert copy.trajectories.ids.tolist() == ids
+            for id in ids:
+                wanted = union.trajectories[id].exclude("action")
+                assert_same_rows(copy.trajectories[id], wanted)
+            with open_storage([tmp_path / "m-1", tmp_path / "m-2"]) as sources:
+                members = [each.id for each in sources.reader.members]  # type: ignore[attr-defined]
+            assert [run["copied_from"] for run in copy.runs] == [
+                {"id": each, "rows": [1, 15]} for each in members
+            ]
+    assert verify(tmp_path / "copy.zarr").sound
+
+
+def test_a_view_of_a_ring_that_is_overwritten(tmp_path: Path) -> None:
+    with MemmapStorage(tmp_path / "ring", max_size=40) as ring:
+        ring.extend(trajectory_rows(0, 40, steps=5))
+        for source in (tmp_path / "ring", [tmp_path / "ring"]):
+            with open_storage(source) as storage:
+                view = storage.trajectories.where("length == 5")
+                ring.extend(trajectory_rows(ring.head, 10, steps=5))
+                with pytest.raises(Overrun):
+                    view.copy_to(tmp_path / "copy")
+    assert nothing_is_left(tmp_path)
