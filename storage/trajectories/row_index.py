@@ -211,6 +211,31 @@ class RowIndex:
         least = position - length + 1
         return blocks.up_to(lane[at], position, least, length, np.full(count, self.seen))
 
+    def pieces(self, length: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Cut all stretches into pieces of ``length`` rows, from their first row that is left on.
+
+        Returns:
+            The last row of each piece, and how many rows it has: fewer at the end of a stretch.
+        """
+        found = self._segments(max(first, self._blocks.oldest))
+        order = np.lexsort((found.begin, found.start, found.lane))
+        lane, begin, stop, start = (each[order] for each in found)
+        if not len(lane):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        new = np.ones(len(lane), np.bool_)
+        new[1:] = (lane[1:] != lane[:-1]) | (start[1:] != start[:-1])
+        at = np.flatnonzero(new)
+        lane, begin = lane[at], begin[at]
+        stop = np.maximum.reduceat(stop, at)
+        many = -(-(stop - begin) // length)
+        of = np.arange(len(lane)).repeat(many)
+        number = np.arange(len(of)) - (many.cumsum() - many).repeat(many)
+        piece = begin[of] + number * length
+        until = np.minimum(piece + length, stop[of])
+        near = np.full(len(of), self.seen)
+        rows = self._blocks.up_to(lane[of], until - 1, until - 1, 1, near)
+        return rows[:, 0], until - piece
+
     def longest(self, first: int = 0) -> int:
         """Return the length of a trajectory's longest stretch of steps, from ``first`` on."""
         segments = self._segments(max(first, self._blocks.oldest))

@@ -1,0 +1,160 @@
+"""Rows, or pieces of trajectories, as a map-style dataset of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch.utils.data import Dataset
+
+from tallyroll.storage.errors import IndexOutOfRange
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import MASK, Key
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.stores.rewinds import require_kept
+from tallyroll.storage.trajectories.slice_columns import SliceColumns
+from tallyroll.storage.trajectories.windows import Slices
+
+
+class RowDataset(Dataset[Any]):
+    """The rows of a storage, each an item; or pieces of its trajectories.
+
+    A `torch.utils.data.DataLoader` reads a whole batch at once: give it `collate`, which leaves
+    the batch as it is::
+
+        data = storage.dataset(["observation", "action"])
+        loader = DataLoader(data, batch_size=256, shuffle=True, collate_fn=data.collate)
+
+    The items are those of the rows that were there when the dataset was made: rows that come
+    later are no items, and those that a ring overwrites raise `IndexOutOfRange`. It is pickled as
+    its storage is, for workers of any start method. Made by ``storage.dataset(...)``.
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        keys: Sequence[Key] | None,
+        pieces: Pieces | None,
+        transform: Callable[[TensorDict], Any] | None,
+    ) -> None:
+        self.storage, self.keys, self.transform = storage, keys, transform
+        self._pieces = pieces
+        span = storage.span
+        self._stop, self._rewinds = span.stop, storage.reader.rewinds
+        self._first, self._count = span.start, len(span) if pieces is None else len(pieces)
+
+    def __len__(self) -> int:
+        """Items."""
+        return self._count
+
+    def __getitem__(self, item: int) -> Any:
+        """Return one item, after the transform."""
+        return self.__getitems__([item])[0]
+
+    def __getitems__(self, items: Sequence[int] | torch.Tensor) -> Any:
+        """Return a batch of items, after the transform: a TensorDict [n], or [n, slice_len].
+
+        Raises:
+            IndexOutOfRange: there is no such item, or its rows were overwritten.
+            StateMismatch: its rows were taken back.
+        """
+        at = np.asarray(items, np.int64).reshape(-1)
+        at = np.where(at < 0, at + self._count, at)
+        if len(at) and not (at.min() >= 0 and at.max() < self._count):
+            raise IndexOutOfRange(
+                f"items are numbered from 0 to {self._count - 1}, got {min(items)} to {max(items)}."
+            )
+        reader = self.storage.reader if self.keys is None else self.storage.reader_with(self.keys)
+        if self._pieces is None:
+            found = reader.take(self._first + at, self.keys)
+        else:
+            found = self._pieces.read(reader, at, self.keys)
+        if reader.rewinds != self._rewinds:
+            require_kept(reader, self._stop, self._rewinds, "this dataset")
+            self._rewinds = reader.rewinds
+        return found if self.transform is None else self.transform(found)
+
+    @staticmethod
+    def collate(batch: Any) -> Any:
+        """Return the batch as it is: it was read at once."""
+        return batch
+
+    def __repr__(self) -> str:
+        what = "rows" if self._pieces is None else f"pieces of {self._pieces.length} rows"
+        return f"RowDataset({self._count:,} {what} of {self.storage!r})"
+
+
+class Pieces:
+    """All trajectories, each cut into pieces of ``length`` rows from its first one on.
+
+    The last piece of a trajectory may be shorter. Each row is in one piece.
+
+    Args:
+        reader: of the rows.
+        length: rows of a piece.
+        short: False leaves out pieces that are shorter.
+
+    Raises:
+        ColumnsMissing: the rows do not say which trajectory they belong to.
+    """
+
+    def __init__(self, reader: RowReader, length: int, *, short: bool) -> None:
+        self.length = length
+        self._ends, self._counts = steadily(reader, lambda: _pieces(reader, length))
+        if not short:
+            whole = self._counts == length
+            self._ends, self._counts = self._ends[whole], self._counts[whole]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def read(self, reader: RowReader, at: np.ndarray, keys: Sequence[Key] | None) -> TensorDict:
+        """Return pieces [n] as a TensorDict [n, length].
+
+        A piece ends as a trajectory does: see `Trajectories.sample_slices`, whose mask it has.
+        """
+        slices = self._slices(reader, self._ends[at], self._counts[at])
+        nest, columns = reader.nest, reader.schema.columns
+        if keys is not None:
+            places, nest = reader.chosen(keys)
+            columns = tuple(columns[place] for place in places)
+        arrays = steadily(reader, lambda: self._copied(reader, slices, [c.key for c in columns]))
+        mask = slices.mask
+        assert mask is not None
+        for array in arrays:
+            array[~mask] = 0
+        found = SliceColumns(Schema(columns)).marked(arrays, slices, nest)
+        found.set(MASK, torch.from_numpy(mask))
+        return found
+
+    def _copied(self, reader: RowReader, slices: Slices, keys: Sequence[Key]) -> list[np.ndarray]:
+        found = reader.copies(slices.rows, keys)
+        if len(slices.rows) and (least := int(slices.rows.min())) < reader.span.start:
+            raise IndexOutOfRange(
+                f"row {least} of {reader.path} was overwritten since the dataset was made. Make it "
+                "again, or give the ring more slots."
+            )
+        return found
+
+    def _slices(self, reader: RowReader, ends: np.ndarray, counts: np.ndarray) -> Slices:
+        index = reader.trajectory_index
+        with index.lock:
+            rows = index.rows(reader).windows(ends, self.length)
+        place = np.arange(self.length)
+        mask = place < counts[:, None]
+        first = self.length - counts[:, None]
+        at = first + np.minimum(place, counts[:, None] - 1)
+        return Slices(np.take_along_axis(rows, at, axis=1), mask)
+
+
+def _pieces(reader: RowReader, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the last row of each piece, and how many rows it has, in the order of last rows."""
+    index = reader.trajectory_index
+    with index.lock:
+        ends, counts = index.rows(reader).pieces(length, reader.span.start)
+    order = ends.argsort(kind="stable")
+    return ends[order], counts[order]

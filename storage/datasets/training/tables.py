@@ -1,0 +1,104 @@
+"""Rows as tables of pandas and Arrow."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.errors import MissingLibrary
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import Keys
+from tallyroll.storage.rows.schema import Column
+from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.trajectories.columns import floats_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+_MOST_NUMBERS: Final = 64
+"""Numbers a row that become columns of a table of pandas."""
+
+
+def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
+    """Return rows as a table; see `HasTraining.to_pandas`."""
+    pandas = _imported("pandas", "pandas")
+    columns = _columns(reader, keys)
+    large = [each for each in columns if math.prod(each.shape) > _MOST_NUMBERS]
+    if keys is not None and large:
+        raise ValueError(
+            f"{_name(large[0])} has {math.prod(large[0].shape)} numbers a row, and a table of "
+            f"pandas gets at most {_MOST_NUMBERS} a column. Use to_arrow, or get."
+        )
+    found: dict[str, np.ndarray] = {}
+    for column, values in _read(reader, [each for each in columns if each not in large]):
+        flat = values.reshape(len(values), -1)
+        names = [_name(column)]
+        if column.shape and flat.shape[1] > 1:
+            names = [f"{names[0]}.{number}" for number in range(flat.shape[1])]
+        found |= {name: flat[:, place] for place, name in enumerate(names)}
+    return pandas.DataFrame(found, copy=False)
+
+
+def arrow_table(reader: RowReader, keys: Keys | None) -> pa.Table:
+    """Return rows as a table; see `HasTraining.to_arrow`."""
+    arrow = _imported("pyarrow", "arrow")
+    columns = _columns(reader, keys)
+    for column in columns:
+        if column.dtype.is_complex:
+            raise ValueError(
+                f"{_name(column)} has complex numbers, and Arrow has none. Leave it out: columns=."
+            )
+    arrays, fields = [], []
+    for column, values in _read(reader, columns):
+        size, numbers = math.prod(column.shape), arrow.array(values.reshape(-1))
+        kind = numbers.type
+        if column.shape:
+            kind = arrow.list_(numbers.type, size)
+            numbers = arrow.FixedSizeListArray.from_arrays(numbers, size)
+        arrays.append(numbers)
+        shape = {"shape": json.dumps(list(column.shape))} if column.shape else None
+        fields.append(arrow.field(_name(column), kind, nullable=False, metadata=shape))
+    return arrow.Table.from_arrays(arrays, schema=arrow.schema(fields))
+
+
+def _columns(reader: RowReader, keys: Keys | None) -> list[Column]:
+    columns = reader.schema.columns
+    if keys is None:
+        return list(columns)
+    places, _ = reader.chosen(keys)
+    return [columns[place] for place in places]
+
+
+def _read(reader: RowReader, columns: list[Column]) -> Iterator[tuple[Column, np.ndarray]]:
+    """Yield columns with all their values [rows, ...], of the same rows, in their order."""
+    keys = [each.key for each in columns]
+    nbytes = len(reader.span) * sum(each.row_nbytes for each in columns)
+    require_memory(nbytes, f"{len(reader.span):,} rows in a table", "Ask for fewer columns.")
+
+    def copied() -> list[np.ndarray]:
+        span = reader.span
+        return reader.copies(np.arange(span.start, span.stop), keys)
+
+    for column, values in zip(columns, steadily(reader, copied), strict=True):
+        yield column, floats_of(values) if column.dtype is torch.bfloat16 else values
+
+
+def _name(column: Column) -> str:
+    return ".".join(column.key)
+
+
+def _imported(name: str, extra: str) -> ModuleType:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise MissingLibrary(
+            f"a table needs {name}, which is not installed: pip install 'tallyroll[{extra}]'"
+        ) from error
