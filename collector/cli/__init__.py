@@ -29,7 +29,7 @@ from tallyroll.collector.workers.unblocked_output import output_dropped
 
 _READING = ("diff", "inspect", "replay", "report", "verify")
 """Commands whose modules are in `reading`."""
-_OF_DATASETS = dict.fromkeys(copying.NAMES, "copy")
+_OF_DATASETS = {**dict.fromkeys(copying.NAMES, "copy"), "pack": "pack"}
 """Commands whose modules are in `datasets`, and these."""
 
 

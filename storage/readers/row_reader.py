@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -202,6 +202,15 @@ class RowReader(ABC):
     def made_wrongly(self) -> Iterator[str]:
         """Return faults in metadata that only the creation writes."""
         return iter(())
+
+    def damaged_chunks(self, tell: Callable[[int], object]) -> Iterator[tuple[str, str]] | None:
+        """Check all stored bytes by checksums; None where there are none beside the rows.
+
+        Return an iterator over names of columns, or of what they come from, each with a sentence
+        that says what is damaged, and which rows are not. ``tell`` is called with the bytes that
+        were checked since its last call.
+        """
+        return None
 
     # --- what follows -----------------------------------------------------------------------------
 

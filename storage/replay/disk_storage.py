@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from tallyroll.storage.datasets.copies_face import HasCopies
+from tallyroll.storage.datasets.packed.face import HasPacking
 from tallyroll.storage.datasets.training.face import HasTraining
 from tallyroll.storage.datasets.views.chosen_rows import ChosenRows
 from tallyroll.storage.datasets.views.splitting import split
@@ -57,7 +58,7 @@ def _extend_fixed(append: Callable[..., range]) -> Callable[..., range]:
     return extend_fixed
 
 
-class DiskStorage(RowStore, HasCopies, HasTraining, AsTensorStorage):
+class DiskStorage(RowStore, HasCopies, HasPacking, HasTraining, AsTensorStorage):
     """Rows on disk, growing or a ring, that survive the end of the process in any way.
 
     A row is in the storage for good once `extend` has returned. Other processes

@@ -59,11 +59,15 @@ class ReaderContract:
         """Write the rows and the manifest of ``source`` to ``path``, which is free."""
         raise NotImplementedError
 
+    def rows(self) -> TensorDict:
+        """Return the rows that are compared, in the order in which the reader has them."""
+        return collected()
+
     @pytest.fixture
     def paths(self, tmp_path: Path) -> _Paths:
         """A file of ours with the rows of `collected`, and a place where the reader has them."""
         with MemmapStorage(tmp_path / "file") as storage:
-            for rows in collected().split([20, 1, 64, _LANES * _SLOTS - 85]):
+            for rows in self.rows().split([20, 1, 64, _LANES * _SLOTS - 85]):
                 storage.extend(rows)
         with open_storage(tmp_path / "file") as file:
             self.write_rows(file, tmp_path / "other")
@@ -266,7 +270,7 @@ class ReaderContract:
         assert (found.rows, found.findings) == (wanted.rows, wanted.findings)
 
     def test_verify_finds_what_is_wrong(self, tmp_path: Path) -> None:
-        rows = collected()
+        rows = self.rows()
         rows["observation"][30, 1] = torch.nan
         rows["next", "observation"][50, 0] += 1
         rows[STEP][70] += 5

@@ -224,6 +224,8 @@ class _Verification:
         hashes = None if "content" in self._skip else self._hashes()
         passes = 1 + bool(sums) + (hashes is not None)
         self._total = len(rows.span) * reader.schema.row_nbytes * passes
+        if not self._chunks_whole():
+            return self._cut_off(path, manifest)
         rows.run(findings, self._tell)
         if known is None:
             self._skipped.setdefault("record", "no collector wrote one")
@@ -254,6 +256,35 @@ class _Verification:
             {name: self._skipped[name] for name in CHECKS if name in self._skipped},
             notes,
             _HEALING if notes else None,
+        )
+
+    def _chunks_whole(self) -> bool:
+        """Return whether rows can be read, as far as checksums beside them say."""
+        if "checksums" in self._skip:
+            return True
+        found = self._reader.damaged_chunks(lambda nbytes: None)
+        if found is None:
+            return True
+        self._skipped.pop("checksums", None)
+        whole = True
+        for column, message in found:
+            self._findings.add("checksums", "rows are damaged", Place(column=column, what=message))
+            whole = False
+        return whole
+
+    def _cut_off(self, path: str, manifest: Manifest) -> Report:
+        """Return the report on rows that cannot all be read."""
+        for name in CHECKS:
+            if name not in ("files", "metadata", "runs", "events", "record", "checksums"):
+                self._skipped.setdefault(name, "rows are damaged")
+        return Report(
+            path,
+            manifest["format"],
+            len(self._reader.span),
+            self._listed(self._findings),
+            tuple(name for name in CHECKS if name not in self._skipped),
+            {name: self._skipped[name] for name in CHECKS if name in self._skipped},
+            self._listed(self._notes),
         )
 
     def _manifest(self, head: int) -> Manifest:

@@ -169,7 +169,8 @@ def _whole(value: Any, least: int) -> int:
     return value
 
 
-def _h5py() -> Any:
+def h5py_module() -> Any:
+    """Return h5py; raise MissingLibrary where it is not installed."""
     try:
         return importlib.import_module("h5py")
     except ImportError as error:
@@ -210,9 +211,9 @@ def make_file(
     # Random bytes by which the attributes are found in the file afterwards.
     marks = {"rows": os.urandom(8), "provenance": os.urandom(32)}
     try:
-        _make(_h5py(), made, marks, schema, capacity)
+        _make(h5py_module(), made, marks, schema, capacity)
         if like is not None:
-            _copy_attributes(_h5py(), like, made, path, schema)
+            _copy_attributes(h5py_module(), like, made, path, schema)
     except OSError:
         raise
     except _DAMAGE as error:  # after an error of the file system h5py may raise anything
@@ -361,7 +362,7 @@ def shown_attributes(file: int, path: Path) -> dict[str, int | str]:
 @contextmanager
 def _opened(file: int, path: Path) -> Iterator[Any]:
     """Yield the file of a descriptor in h5py; what goes wrong with it there is damage."""
-    h5py = _h5py()
+    h5py = h5py_module()
     try:
         # By the descriptor: the path may be another file by now. As a Python file it has
         # nothing to do with HDF5's locks, nor with what this process has open in h5py.
@@ -375,7 +376,7 @@ def _opened(file: int, path: Path) -> Iterator[Any]:
 
 
 def _dataset(opened: Any, path: Path, column: Column) -> Any:
-    h5py = _h5py()
+    h5py = h5py_module()
     node = opened
     for part in column.key:
         # A link of another kind leads elsewhere, to another file even.

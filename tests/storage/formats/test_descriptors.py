@@ -135,9 +135,9 @@ def test_a_library_whose_files_may_not_be_opened_is_not_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "h5py", None)  # as where none of its files can be read
     with no_more_files(), pytest.raises(TooManyFiles, match="ulimit -n"):
-        datasets._h5py()
+        datasets.h5py_module()
     with pytest.raises(MissingLibrary):
-        datasets._h5py()
+        datasets.h5py_module()
 
 
 @pytest.mark.parametrize("kind", [MemmapStorage, ZarrStorage])

@@ -1,0 +1,160 @@
+"""``tallyroll pack``: the rows of a storage, compressed, in a new one."""
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tallyroll.storage.datasets.packed.packing import PackReport
+
+# No line is longer than 78 columns.
+
+_ABOUT = "compress the rows of a storage into a new one"
+_USAGE = "%(prog)s SRC DST [options]"
+_DESCRIPTION = """\
+Write the committed rows of a storage to a new one, compressed: one trajectory
+after the other, each observation once, and each frame of a stack of frames
+once. No bit is lost. `tallyroll` and open_storage read DST as any storage, by
+new row numbers, but nothing is added to it; zarr-python, TensorStore, xarray or
+h5py read it, too. SRC stays as it is, and other processes may write to it
+meanwhile. DST is there whole, or not at all.
+"""
+_EXAMPLES = """\
+examples:
+  tallyroll pack runs/breakout breakout.packed
+  tallyroll pack runs/breakout breakout.h5 --format hdf5
+  smaller, and slower to make; positions with their bytes shuffled:
+    tallyroll pack runs/ant ant.packed --codec zstd:9
+    tallyroll pack runs/ant ant.packed --codec observation=shuffle:9
+  eight frames of three colours each, stacked along the last axis:
+    tallyroll pack runs/doom doom.packed --stack pixels:8:-1
+  every column as an array with a row for each row, for other programs:
+    tallyroll pack runs/ant ant.zarr --rows-as-they-are
+
+exit status:
+  0  packed, whole
+  1  not packed, and nothing is at DST: the message says why
+  2  a wrong argument
+"""
+_CODECS = (
+    "how chunks are compressed, all or those of a column; may be given several times. zstd:1 to "
+    "zstd:22; shuffle:1 to shuffle:9, zstd after a shuffle of the bytes of numbers; none; with "
+    "--format hdf5 gzip:1 to gzip:9 (default: zstd:3 for bytes, shuffle:5 for numbers; gzip:4)"
+)
+_STACKS = (
+    "the column is a stack of N frames, oldest first, along an axis of its values (default: the "
+    "first; all of it); may be given several times. Without --stack, packing looks which are"
+)
+
+
+def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
+    """Add the command to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    parser = commands.add_parser(
+        "pack", help=_ABOUT, usage=_USAGE, description=_DESCRIPTION, epilog=_EXAMPLES
+    )
+    for name, metavar, text in (
+        ("path", "SRC", "a storage, of any format"),
+        ("destination", "DST", "the new storage; nothing may be there"),
+    ):
+        added = parser.add_argument(name, type=path, metavar=metavar, help=text)
+        added.complete = complete
+    formats = ("zarr", "hdf5")
+    text = "zarr: a directory; hdf5: a file (default: by the end of DST: .h5 and .hdf5 are hdf5)"
+    parser.add_argument("--format", choices=formats, help=text)
+    parser.add_argument(
+        "--codec", action="append", default=[], metavar="[COLUMN=]CODEC", type=_codec, help=_CODECS
+    )
+    parser.add_argument(
+        "--stack", action="append", metavar="COLUMN[:N[:AXIS]]", type=_stack, help=_STACKS
+    )
+    text = "store neither observations nor frames once"
+    parser.add_argument("--rows-as-they-are", action="store_true", help=text)
+    text = "pack a copy of a storage that was made while a writer had it open"
+    parser.add_argument("--accept-copy", action="store_true", help=text)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+
+
+def _codec(text: str) -> tuple[str, str]:
+    """Return a column, empty for all, and a codec."""
+    column, _, codec = text.rpartition("=")
+    if not codec:
+        raise argparse.ArgumentTypeError(f"expected CODEC, or COLUMN=CODEC, got {text!r}")
+    return column, codec
+
+
+def _stack(text: str) -> tuple[str, int | None, int]:
+    found = re.fullmatch(r"([^:]+)(?::([0-9]{1,4})(?::(-?[0-9]{1,2}))?)?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"expected COLUMN, COLUMN:N or COLUMN:N:AXIS, as pixels:4:-1, got {text!r}"
+        )
+    column, n, axis = found.groups()
+    return column, None if n is None else int(n), int(axis or 0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``tallyroll pack``; returns the exit status."""
+    from tallyroll.collector.cli.output import CommandError, emit
+    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.storage import open_storage
+    from tallyroll.storage.datasets.packed.column_writers import FrameStack
+
+    if args.rows_as_they_are and args.stack:
+        raise CommandError(
+            "--stack stores frames once, and --rows-as-they-are stores none so: leave out one."
+        )
+    began = time.monotonic()
+    every = [codec for column, codec in args.codec if not column]
+    chosen = {tuple(column.split("/")): codec for column, codec in args.codec if column}
+    if len(every) > 1 or (every and chosen):
+        raise CommandError("--codec: expected one for all, or some of columns, got both or more.")
+    is_hdf5 = args.destination.lower().endswith((".h5", ".hdf5"))
+    codecs: Any = every[0] if every else chosen
+    with (
+        open_storage(args.path, accept_copy=args.accept_copy) as storage,
+        shown_progress("packed", args.quiet, "{:,} rows".format) as progress,
+    ):
+        try:
+            report = storage.pack(
+                args.destination,
+                format=args.format or ("hdf5" if is_hdf5 else "zarr"),
+                codecs=codecs,
+                once=not args.rows_as_they_are,
+                stacks=args.stack
+                and [FrameStack(tuple(key.split("/")), n, axis) for key, n, axis in args.stack],
+                progress=progress,
+            )
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+    if args.json:
+        emit(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    elif not args.quiet:
+        emit(_as_text(report, time.monotonic() - began))
+    return 0
+
+
+def _as_text(report: "PackReport", seconds: float) -> str:
+    from tallyroll.collector.cli.page import Page
+
+    page = Page()
+    a_row = report.nbytes / max(1, report.rows)
+    page.print(
+        f"{report.path}: {report.rows:,} rows of {a_row:,.1f} bytes, which were "
+        f"{report.row_nbytes:,} ({report.nbytes:,} bytes in all), {seconds:.1f} s"
+    )
+    if report.once:
+        page.print(f"observations stored once: {', '.join(report.once)}")
+    if report.stacks:
+        found = ", ".join(f"{name} ({n})" for name, n in report.stacks.items())
+        page.print(f"frames stored once: {found}")
+    page.head("Bytes a row")
+    for name, nbytes in sorted(report.columns.items(), key=lambda each: -each[1]):
+        page.print(f"  {nbytes / max(1, report.rows):10,.2f}  {name}")
+    return page.text

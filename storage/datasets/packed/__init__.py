@@ -1,0 +1,1 @@
+"""Packed rows: in trajectory order, compressed, observations and frames once."""

@@ -1,0 +1,224 @@
+"""How the bytes of a chunk are compressed, as Zarr v3 names it; libraries come when they are used.
+
+A chunk that is stored is its compressed bytes and their CRC-32C, which is checked before anything
+is decompressed. How many bytes come out is compared with how many there have to be, before that.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib import import_module
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.errors import CorruptStorage, MissingLibrary
+
+LEVELS: Final = {"zstd": (1, 22), "shuffle": (1, 9), "gzip": (1, 9)}
+"""The codecs that have levels, and the least and the largest of each."""
+NAMES: Final = ("zstd", "shuffle", "none")
+"""The codecs of Zarr: zstd; zstd after a shuffle of the bytes of numbers, as Blosc; and none."""
+_USUAL_LEVEL: Final = {"zstd": 3, "shuffle": 5, "gzip": 4}
+
+_SUM: Final = struct.Struct("<I")
+_ZSTD_MAGIC: Final = 0xFD2FB528
+# Of one block, which has one stream of zstd: what is before its length, and that length.
+_BLOSC_HEAD: Final = struct.Struct("<BBBBIIIII")
+_BLOSC_FLAGS: Final = 4 << 5 | 1 << 4 | 1
+"""Compressed by zstd, in one stream, after a shuffle of bytes."""
+_BLOSC_MOST: Final = 2**31 - 1 - 16
+
+
+class BadChunk(CorruptStorage):
+    """The bytes of a chunk are not those that were written."""
+
+
+@lru_cache
+def library(name: str) -> Any:
+    """Return a module of numcodecs, or google_crc32c.
+
+    Raises:
+        MissingLibrary: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingLibrary(
+            f"packed rows need {name.partition('.')[0].replace('_', '-')}, which is not installed "
+            f"({error}): pip install 'tallyroll[pack]'"
+        ) from error
+
+
+def crc32c(content: bytes) -> int:
+    """Return the CRC-32C of bytes."""
+    found: int = library("google_crc32c").value(content)
+    return found
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A codec and its level, spelled ``zstd:3``, ``shuffle``, ``none``; without a level its usual.
+
+    Raises:
+        ValueError: there is no such codec, or level.
+    """
+
+    name: str
+    level: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name == "none" and not self.level:
+            return
+        if self.name not in LEVELS:
+            raise ValueError(f"codec: expected one of {', '.join(NAMES)}, got {self.name!r:.80}.")
+        least, most = LEVELS[self.name]
+        if type(self.level) is not int or not least <= self.level <= most:
+            raise ValueError(
+                f"codec {self.name}: expected a level from {least} to {most}, got "
+                f"{self.level!r:.80}."
+            )
+
+    @classmethod
+    def of(cls, text: str | Codec) -> Codec:
+        """Return the codec of its spelling."""
+        if isinstance(text, Codec):
+            return text
+        name, colon, level = str(text).partition(":")
+        if name == "none" and colon:
+            raise ValueError(f"codec none has no level, got {text!r:.80}.")
+        if not colon:
+            return cls(name, _USUAL_LEVEL.get(name, 0))
+        if not level.isdecimal() or len(level) > 2:
+            raise ValueError(f"codec: expected a name, or NAME:LEVEL, got {text!r:.80}.")
+        return cls(name, int(level))
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.level}" if self.level else self.name
+
+    def require(self, nbytes: int) -> None:
+        """Raise ValueError if chunks of so many bytes cannot be compressed so."""
+        if self.name == "shuffle" and nbytes > _BLOSC_MOST:
+            raise ValueError(
+                f"codec {self.name} has chunks of less than 2 GiB, and a chunk here would have "
+                f"{nbytes:,} bytes. Use zstd."
+            )
+
+    def as_zarr(self, itemsize: int) -> list[dict[str, Any]]:
+        """Return the codecs of a chunk in the metadata of a Zarr array."""
+        found: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        if self.name == "zstd":
+            settings: dict[str, Any] = {"level": self.level, "checksum": False}
+            found.append({"name": "zstd", "configuration": settings})
+        elif self.name != "none":
+            settings = {"typesize": itemsize, "cname": "zstd", "clevel": self.level}
+            settings |= {"shuffle": self.name, "blocksize": 0}
+            found.append({"name": "blosc", "configuration": settings})
+        return [*found, {"name": "crc32c"}]
+
+    @cached_property
+    def _zstd(self) -> Any:
+        return library("numcodecs.zstd").Zstd(self.level)
+
+    def most_stored(self, nbytes: int) -> int:
+        """Return the most bytes that ``nbytes`` take when they are stored."""
+        return nbytes + nbytes // 128 + 4096
+
+    def encode(self, chunk: np.ndarray) -> bytes:
+        """Return a C-contiguous chunk as it is stored."""
+        if self.name == "none":
+            body = chunk.tobytes()
+        elif self.name == "zstd":
+            body = bytes(self._zstd.encode(chunk))
+        else:
+            body = self._blosc(chunk)
+        return body + _SUM.pack(crc32c(body))
+
+    # numcodecs has Blosc, which shares a semaphore with all processes that are forked.
+
+    def _blosc(self, chunk: np.ndarray) -> bytes:
+        size, nbytes = chunk.itemsize, chunk.nbytes
+        values = chunk.reshape(-1).view(np.uint8).reshape(-1, size)
+        shuffled = np.ascontiguousarray(values.T)
+        stream = bytes(self._zstd.encode(shuffled))
+        if len(stream) >= nbytes:
+            stream = shuffled.tobytes()
+        head = (2, 1, _BLOSC_FLAGS, size, nbytes, nbytes, _BLOSC_HEAD.size + len(stream))
+        return _BLOSC_HEAD.pack(*head, _BLOSC_HEAD.size - 4, len(stream)) + stream
+
+    def _unblosc(self, body: bytes, out: np.ndarray) -> None:
+        nbytes, size = out.nbytes, out.itemsize
+        if body[: _BLOSC_HEAD.size] != _BLOSC_HEAD.pack(
+            *(2, 1, _BLOSC_FLAGS, size, nbytes, nbytes, len(body), _BLOSC_HEAD.size - 4),
+            max(0, len(body) - _BLOSC_HEAD.size),
+        ):
+            raise BadChunk("its header is not that of its bytes")
+        stream, shuffled = body[_BLOSC_HEAD.size :], np.empty((size, nbytes // size), np.uint8)
+        if len(stream) == nbytes:
+            shuffled.reshape(-1)[:] = np.frombuffer(stream, np.uint8)
+        else:
+            self._unzstd(stream, shuffled)
+        out.reshape(-1).view(np.uint8).reshape(-1, size)[:] = shuffled.T
+
+    def _unzstd(self, frame: bytes, out: np.ndarray) -> None:
+        if (nbytes := zstd_nbytes(frame)) != out.nbytes:
+            raise BadChunk(f"it would have {nbytes} bytes, expected {out.nbytes}")
+        try:
+            self._zstd.decode(frame, out)
+        except (RuntimeError, ValueError) as error:
+            raise BadChunk(f"it cannot be decompressed ({error})") from error
+
+    def decode(self, stored: bytes, out: np.ndarray) -> None:
+        """Decompress a chunk to ``out``, C-contiguous.
+
+        Raises:
+            BadChunk: these are not the bytes of such a chunk.
+        """
+        body = stored[: -_SUM.size]
+        if len(stored) < _SUM.size or _SUM.pack(crc32c(body)) != stored[-_SUM.size :]:
+            raise BadChunk("its checksum does not fit")
+        if self.name == "none":
+            if len(body) != out.nbytes:
+                raise BadChunk(f"it has {len(body)} bytes, expected {out.nbytes}")
+            out.reshape(-1).view(np.uint8)[:] = np.frombuffer(body, np.uint8)
+        elif self.name == "zstd":
+            self._unzstd(body, out)
+        else:
+            self._unblosc(body, out)
+
+
+def zstd_nbytes(frame: bytes) -> int:
+    """Return how many bytes a frame of zstd (RFC 8878) says that it has; -1 if it does not."""
+    if len(frame) < 14 or int.from_bytes(frame[:4], "little") != _ZSTD_MAGIC:
+        raise BadChunk("it is no frame of zstd")
+    flags = frame[4]
+    single, size, dictionary = flags >> 5 & 1, flags >> 6, flags & 3
+    if not size and not single:
+        return -1
+    at = 5 + (not single) + (0, 1, 2, 4)[dictionary]
+    width = (1, 2, 4, 8)[size]
+    return int.from_bytes(frame[at : at + width], "little") + (256 if width == 2 else 0)
+
+
+def inflate(stored: bytes, mask: int, shuffled: bool, out: np.ndarray) -> None:
+    """Decompress a chunk of an HDF5 dataset with gzip, and shuffle, to ``out``, C-contiguous.
+
+    Raises:
+        BadChunk: these are not the bytes of such a chunk.
+    """
+    if mask:
+        raise BadChunk("it was written without its filters")
+    tool = zlib.decompressobj()
+    try:
+        body = tool.decompress(stored, out.nbytes + 1)
+    except zlib.error as error:
+        raise BadChunk(f"it cannot be decompressed ({error})") from error
+    if len(body) != out.nbytes or not tool.eof:
+        raise BadChunk(f"it has not {out.nbytes} bytes")
+    found, target = np.frombuffer(body, np.uint8), out.reshape(-1).view(np.uint8)
+    if shuffled:
+        target.reshape(-1, out.itemsize)[:] = found.reshape(out.itemsize, -1).T
+    else:
+        target[:] = found

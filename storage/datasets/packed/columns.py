@@ -1,0 +1,145 @@
+"""The columns of packed rows: rows of an array, or states and their frames."""
+# ruff: noqa: D102 - what a column gives is said once, in `ColumnReader`
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from tallyroll.storage.datasets.packed.chunk_cache import CachedArray
+from tallyroll.storage.datasets.packed.layout import StatesLayout
+from tallyroll.storage.datasets.packed.stacks import frames_of, stacked, state_of, what_is_wrong
+from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.readers.row_reader import ColumnReader
+from tallyroll.storage.rows.schema import Column
+
+
+class RowsColumn(ColumnReader):
+    """A column that is an array."""
+
+    def __init__(self, array: CachedArray) -> None:
+        self._array = array
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        return self._array.take(rows, out)
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        return self._array.slice(start, stop)
+
+
+class States:
+    """States of a packed storage, and where their frames are.
+
+    Args:
+        path: the storage, for messages.
+        layout: the states.
+        array: returns an array by its place.
+        rows: how many rows there are.
+    """
+
+    def __init__(
+        self, path: object, layout: StatesLayout, array: Callable[[int], CachedArray], rows: int
+    ) -> None:
+        self.layout, self._path, self._array, self._rows = layout, path, array, rows
+        self._lock = threading.Lock()
+        self._found: tuple[np.ndarray | None, np.ndarray | None] | None = None
+
+    @property
+    def frames(self) -> CachedArray:
+        """The array of the frames."""
+        return self._array(self.layout.frames)
+
+    def tables(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the breaks and the starts, read once.
+
+        Raises:
+            CorruptStorage: they cannot be those of these rows.
+            NotEnoughMemory: there is not enough memory for them.
+        """
+        if self._found is None:
+            with self._lock:
+                self._found = self._read()
+        return self._found
+
+    def _read(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        layout = self.layout
+        breaks, starts = (self._whole(place) for place in (layout.breaks, layout.starts))
+        frames = self.frames.layout.rows
+        if wrong := what_is_wrong(breaks, starts, self._rows, layout.states, frames, layout.n):
+            raise CorruptStorage(
+                f"{self._path} has states that cannot be: {wrong}. Restore it from a copy."
+            )
+        return breaks, starts
+
+    def _whole(self, place: int | None) -> np.ndarray | None:
+        if place is None:
+            return None
+        array = self._array(place)
+        count, nbytes = array.layout.rows, array.layout.row_nbytes
+        require_memory(3 * count * nbytes, f"where the {count:,} states of {self._path} begin")
+        return array.slice(0, count)
+
+
+class StateColumn(ColumnReader):
+    """A column whose rows are states, or what came next after them.
+
+    Args:
+        states: the states.
+        column: the column.
+        is_next: whether it is what came next.
+    """
+
+    def __init__(self, states: States, column: Column, is_next: bool) -> None:
+        self._states, self._column, self._is_next = states, column, is_next
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        breaks, starts = self._states.tables()
+        state = state_of(rows.reshape(-1), breaks, self._is_next)
+        frames, layout = self._states.frames, self._states.layout
+        shape = (*rows.shape, *self._column.shape)
+        if starts is None:
+            return frames.take(state.reshape(rows.shape), out)
+        at, zeros = frames_of(state, starts, layout.n)
+        if out is not None and layout.axis == 0:
+            target = out.reshape(*at.shape, *frames.layout.shape)
+            frames.take(at, target)
+            target[zeros] = 0
+            return out
+        found = frames.take(at)
+        return self._stacked(found, zeros, shape, out)
+
+    def _stacked(
+        self,
+        found: np.ndarray,
+        zeros: np.ndarray,
+        shape: tuple[int, ...],
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        if zeros.any():
+            found[zeros] = 0
+        stacks = stacked(found, self._states.layout.axis).reshape(shape)
+        if out is None:
+            return stacks
+        out[...] = stacks
+        return out
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        breaks, starts = self._states.tables()
+        rows = np.arange(start, max(start, stop))
+        frames, layout = self._states.frames, self._states.layout
+        state = state_of(rows, breaks, self._is_next)
+        if not len(rows):
+            return np.empty((0, *self._column.shape), self._column.numpy_dtype)
+        if starts is None:
+            first = int(state[0])
+            found = frames.slice(first, int(state[-1]) + 1)
+            if len(found) == len(rows):
+                return found
+            return found.take(state - first, axis=0)
+        at, zeros = frames_of(state, starts, layout.n)
+        first = int(at.min())
+        found = frames.slice(first, int(at.max()) + 1).take(at - first, axis=0)
+        return self._stacked(found, zeros, (len(rows), *self._column.shape))

@@ -1,0 +1,202 @@
+"""Packed rows in an HDF5 file: datasets in chunks, with the filters shuffle and gzip of HDF5.
+
+A user block before it names the file; the manifest is a dataset of bytes, ``tallyroll/manifest``.
+Chunks are read as they are stored and decompressed here, so that no more memory is taken than they
+have to have; a chunk's checksum is that of zlib, Adler-32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.datasets.packed.codecs import BadChunk, inflate
+from tallyroll.storage.datasets.packed.layout import FORMAT_HDF5, ArrayLayout
+from tallyroll.storage.datasets.packed.shards import ChunkWriter, damaged_chunk
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.files.manifest import MANIFEST_LIMIT, Manifest, parse_manifest, sealed
+from tallyroll.storage.files.paths import translated
+from tallyroll.storage.files.safe_files import open_any
+from tallyroll.storage.formats.hdf5.datasets import h5py_module
+
+_MAGIC: Final = b"tallyroll packed rows\n"
+_USER_BLOCK: Final = 512
+_MANIFEST: Final = "tallyroll/manifest"
+
+
+def is_packed(path: Path) -> bool:
+    """Return whether a file begins as those that are written here."""
+    if not path.is_file():
+        return False
+    with translated(path), open(open_any(path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def opened(path: Path) -> Any:
+    """Return the file, open to read.
+
+    Raises:
+        MissingLibrary: h5py is not installed.
+        CorruptStorage: it cannot be opened.
+    """
+    try:
+        return h5py_module().File(path, "r", rdcc_nbytes=0)
+    except OSError as error:
+        raise _damaged(path, f"HDF5 cannot open it ({error})") from error
+
+
+def _damaged(path: Path, why: str) -> CorruptStorage:
+    return CorruptStorage(f"{path} is damaged: {why!s:.500}. Restore it from a copy.")
+
+
+def _dataset(file: Any, path: Path, name: str) -> Any:
+    """Return a dataset of this file and of no other one."""
+    h5py = h5py_module()
+    try:
+        found = file
+        for part in name.split("/"):
+            if not isinstance(found.get(part, getlink=True), h5py.HardLink):
+                raise _damaged(path, f"{name} is not there, or is a link")
+            found = found[part]
+    except (KeyError, OSError, RuntimeError, AttributeError) as error:
+        raise _damaged(path, f"{name} cannot be read ({error})") from error
+    if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
+        raise _damaged(path, f"{name} is no dataset of this file")
+    return found
+
+
+def stored_manifest(file: Any, path: Path) -> Manifest:
+    """Return the manifest; raise as `parse_manifest` does."""
+    data = _dataset(file, path, _MANIFEST)
+    plain = data.dtype == np.uint8 and data.ndim == 1 and data.chunks is None
+    if not plain or not 0 < data.shape[0] <= min(MANIFEST_LIMIT, data.id.get_storage_size()):
+        raise _damaged(path, f"{_MANIFEST} is no text of up to {MANIFEST_LIMIT} bytes")
+    try:
+        content = data[()].tobytes()
+    except (OSError, RuntimeError) as error:
+        raise _damaged(path, f"{_MANIFEST} cannot be read ({error})") from error
+    found = parse_manifest(content, path)
+    if found["format"] != FORMAT_HDF5:
+        raise _damaged(path, f"its manifest is of format {found['format']!r:.80}")
+    return found
+
+
+class DatasetChunks:
+    """The chunks of a dataset.
+
+    Raises:
+        CorruptStorage: the dataset is not the array.
+    """
+
+    def __init__(self, file: Any, path: Path, layout: ArrayLayout) -> None:
+        self.layout, self._path = layout, path
+        name = "/".join(layout.path)
+        self._data = data = _dataset(file, path, name)
+        self._shuffled = layout.numpy_dtype.itemsize > 1
+        wanted = ((layout.rows, *layout.shape), layout.numpy_dtype, "gzip", self._shuffled)
+        found = (data.shape, data.dtype, data.compression, data.shuffle)
+        others = data.fletcher32 or data.scaleoffset is not None
+        if found != wanted or others or data.chunks != (layout.chunk_rows, *layout.shape):
+            raise _damaged(path, f"{name} is not as the manifest says")
+        self.nbytes: int = data.id.get_storage_size()
+
+    def prepared(self, chunk: int) -> tuple[int, bytes]:
+        """Return the filters that a chunk lacks, and what is stored of it."""
+        layout = self.layout
+        place = (chunk * layout.chunk_rows, *(0 for _ in layout.shape))
+        try:
+            info = self._data.id.get_chunk_info_by_coord(place)
+            if info.byte_offset is None or info.size > _most_stored(layout.chunk_nbytes):
+                raise BadChunk("it is not there, or has more bytes than a chunk can have")
+            mask, stored = self._data.id.read_direct_chunk(place)
+        except (BadChunk, OSError, RuntimeError, ValueError) as error:
+            raise self._bad(chunk, error) from error
+        return mask, stored
+
+    def load(self, where: tuple[int, bytes], chunk: int, out: np.ndarray) -> None:
+        """Decompress a chunk; raise CorruptStorage if it is damaged."""
+        mask, stored = where
+        try:
+            inflate(stored, mask, self._shuffled, out)
+        except BadChunk as error:
+            raise self._bad(chunk, error) from error
+
+    def _bad(self, chunk: int, error: Exception) -> CorruptStorage:
+        return damaged_chunk(self._path, self.layout, chunk, error)
+
+    def done(self) -> None:
+        """Do nothing: the file stays open."""
+
+    def close(self) -> None:
+        """Let go of the dataset; the file is closed by what opened it."""
+        self._data = None
+
+
+def _most_stored(nbytes: int) -> int:
+    return nbytes + nbytes // 1000 + 1024
+
+
+class DatasetWriter(ChunkWriter):
+    """Writes the rows of an array to a dataset, one block of them after the other."""
+
+    def __init__(self, file: Any, layout: ArrayLayout) -> None:
+        super().__init__(layout)
+        self._shuffled = layout.numpy_dtype.itemsize > 1
+        self._data = file.create_dataset(
+            "/".join(layout.path),
+            shape=(0, *layout.shape),
+            maxshape=(None, *layout.shape),
+            chunks=(layout.chunk_rows, *layout.shape),
+            dtype=layout.numpy_dtype,
+            compression="gzip",
+            compression_opts=layout.codec.level,
+            shuffle=self._shuffled,
+        )
+        self._chunks = 0
+
+    def _store(self, chunk: np.ndarray) -> None:
+        body = chunk.tobytes()
+        if self._shuffled:
+            parts = np.frombuffer(body, np.uint8).reshape(-1, chunk.itemsize)
+            body = np.ascontiguousarray(parts.T).tobytes()
+        stored = zlib.compress(body, self.layout.codec.level)
+        size, start = self.layout.chunk_rows, self._chunks * self.layout.chunk_rows
+        if start + size > len(self._data):
+            # By ever more: a call takes longer than a chunk.
+            self._data.resize(size * max(16, 2 * self._chunks), axis=0)
+        self._data.id.write_direct_chunk((start, *(0 for _ in self.layout.shape)), stored)
+        self._chunks += 1
+        self.nbytes += len(stored)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        super().finish()
+        self._data.resize(self.rows, axis=0)
+
+
+def new_file(path: Path) -> Any:
+    """Return a new file, with its user block."""
+    return h5py_module().File(path, "x", userblock_size=_USER_BLOCK, libver="v110", locking=False)
+
+
+def finish_file(file: Any, path: Path, manifest: Manifest) -> None:
+    """Write the manifest and the user block, and return when all is on the disk.
+
+    Raises:
+        ValueError: the manifest has too many bytes.
+    """
+    content = json.dumps(sealed(manifest)).encode()
+    if len(content) > MANIFEST_LIMIT:
+        raise ValueError(f"the manifest has {len(content)} bytes, and may have {MANIFEST_LIMIT}")
+    file.create_dataset(_MANIFEST, data=np.frombuffer(content, np.uint8))
+    file.attrs["about"] = "packed by Tallyroll: tallyroll/manifest says how its rows are packed"
+    file.close()
+    with open(path, "r+b") as target:
+        target.write(_MAGIC.ljust(_USER_BLOCK, b"\0"))
+        target.flush()
+        os.fsync(target.fileno())

@@ -1,0 +1,169 @@
+"""The reader of packed rows."""
+# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.datasets.packed.archives import Archive, Hdf5Archive, ZarrArchive
+from tallyroll.storage.datasets.packed.chunk_cache import CachedArray, Workers, budgets
+from tallyroll.storage.datasets.packed.columns import RowsColumn, StateColumn, States
+from tallyroll.storage.datasets.packed.layout import Layout
+from tallyroll.storage.engine.memory_left import available_bytes
+from tallyroll.storage.errors import CorruptStorage, InvalidSchema
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.trajectories.index import TrajectoryIndex
+from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex
+
+CACHE_NBYTES: Final = 2**29
+"""The bytes of decompressed chunks that a reader keeps, where a tenth of the memory is as much."""
+
+
+class PackedReader(RowReader):
+    """Packed rows, numbered from 0 in the order of their trajectories.
+
+    Args:
+        archive: the files.
+        cache_nbytes: bytes of decompressed chunks that are kept, but for one chunk of every
+            array; None: 512 MiB, or a tenth of the memory that is left.
+        threads: threads that decompress; None: one for each processor, eight at most.
+
+    Raises:
+        CorruptStorage: the files are damaged.
+        FormatVersionMismatch: a later Tallyroll packed them.
+        MissingLibrary: what reads them is not installed.
+    """
+
+    def __init__(
+        self, archive: Archive, *, cache_nbytes: int | None = None, threads: int | None = None
+    ) -> None:
+        self.path, self._archive = archive.path, archive
+        self._manifest = archive.read_manifest()
+        try:
+            self._schema = Schema.from_json(self._manifest.get("schema"))
+        except InvalidSchema as error:
+            raise CorruptStorage(
+                f"{self.path} does not say which columns it has ({error}). Restore it from a copy."
+            ) from error
+        self.layout = Layout.from_json(self._manifest.get("packed"), self._schema, self.path)
+        self.trajectory_index = TrajectoryIndex()  # made now, since threads share it
+        if cache_nbytes is None:
+            cache_nbytes = min(CACHE_NBYTES, available_bytes() // 10)
+        self._workers = Workers(threads)
+        self._arrays = self._opened(cache_nbytes)
+        self._states = [
+            States(self.path, each, self._arrays.__getitem__, self.layout.rows)
+            for each in self.layout.states
+        ]
+
+    @classmethod
+    def at(cls, path: Path) -> PackedReader | None:
+        archive = ZarrArchive(path) if path.is_dir() else Hdf5Archive(path)
+        return cls(archive) if archive.is_there() else None
+
+    def _opened(self, nbytes: int) -> list[CachedArray]:
+        layouts = self.layout.arrays
+        kept = budgets([each.chunks * each.chunk_nbytes for each in layouts], nbytes)
+        arrays = []
+        try:
+            for each, some in zip(layouts, kept, strict=True):
+                arrays.append(CachedArray(self._archive.chunks(each), some, self._workers))
+        except BaseException:
+            for array in arrays:
+                array.close()
+            self._archive.close()
+            raise
+        return arrays
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._workers.close()
+            for each in self._arrays:
+                each.close()
+            self._archive.close()
+
+    @property
+    def cache_nbytes(self) -> int:
+        """The bytes of decompressed chunks that are kept at the most."""
+        return sum(each.kept_nbytes for each in self._arrays)
+
+    @property
+    def loads(self) -> int:
+        """The number of chunks that were decompressed so far."""
+        return sum(each.loads for each in self._arrays)
+
+    @property
+    def nbytes(self) -> dict[tuple[str, ...], int]:
+        """Bytes on the disk by array."""
+        return {each.layout.path: each.chunks.nbytes for each in self._arrays}
+
+    @property
+    def schema(self) -> Schema:
+        return self._schema
+
+    @property
+    def span(self) -> range:
+        self.require_open()
+        return range(self.layout.rows)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        self.require_open()
+        found = self._manifest.get("record")
+        return (self.layout.rows, found.encode()) if isinstance(found, str) else None
+
+    def old_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return the numbers that ``rows`` [*] had in the storage that was packed, int64 [*]."""
+        return self._arrays[self.layout.old_rows].take(rows)
+
+    def column(self, key: Key) -> ColumnReader:
+        self.require_open()
+        if key not in self.keys:
+            names = ", ".join(map(spell, self.keys))
+            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
+        place = self.keys.index(key)
+        found = self.layout.columns[place]
+        if found.states is None:
+            assert found.array is not None
+            return RowsColumn(self._arrays[found.array])
+        return StateColumn(self._states[found.states], self.schema.columns[place], found.is_next)
+
+    def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
+        return self._archive.read_episodes(dtype, self.layout.rows)
+
+    def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
+        found = self._archive.read_index(Owner(self.id, 0, 0), whole=whole)
+        if found is not None and found.seen > self.layout.rows:
+            raise UnusableIndex(f"the index of {self.path} is of more rows than there are.")
+        return found
+
+    def made_wrongly(self) -> Iterator[str]:
+        return self._archive.shown_wrongly(self.layout, self._manifest)
+
+    def damaged_chunks(self, tell: Callable[[int], object]) -> Iterator[tuple[str, str]]:
+        self.require_open()
+        for array in self._arrays:
+            for chunk in array.each_chunk():
+                try:
+                    array.check(chunk)
+                except CorruptStorage as error:
+                    yield "/".join(array.layout.path), str(error)
+                tell(array.layout.chunk_nbytes)
+        for states in self._states:
+            try:
+                states.tables()
+            except CorruptStorage as error:
+                yield "/".join(self.layout.arrays[states.layout.frames].path), str(error)

@@ -1,0 +1,221 @@
+"""States stored once, and frames stored once. Pure.
+
+A row begins in a state and shows what came next. Where that is, bit for bit, what the following
+row begins with, it is one state. States are numbered in this order: for every row the one that it
+begins with, unless it is the one before, and then the one that came next.
+
+A stack of frames is mostly the one before it, with its oldest frame gone and one that is new.
+Frames are stored in that order, each once. A state that is not the one before it with a frame more
+is a *start*: a line of its number, of the place of the first frame that it has, of how many it has
+(its newest ones), and of what stands for the frames before those: `REPEATS`, the first one that it
+has, or `ZEROS`, as wrappers fill stacks at the beginning of an episode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+REPEATS: Final = 0
+ZEROS: Final = 1
+
+
+def as_bits(values: np.ndarray) -> np.ndarray:
+    """Return rows [n, ...] as [n, words], of the widest unsigned words that a row has."""
+    nbytes = values.itemsize * math.prod(values.shape[1:])
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(len(values), nbytes)
+    width = next(each for each in (8, 4, 2, 1) if nbytes % each == 0)
+    return flat.view(f"u{width}")
+
+
+def same_bits(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return which rows [n, ...] of two arrays have the same bits, bool [n]."""
+    found: np.ndarray = (as_bits(one) == as_bits(other)).all(1)
+    return found
+
+
+def by_frame(stacks: np.ndarray, n: int, axis: int) -> np.ndarray:
+    """Return stacks [rows, ...] as frames [rows, n, ...], oldest first; a view where it can be."""
+    if axis == 0:
+        size = stacks.shape[1] // n
+        return stacks.reshape(len(stacks), n, size, *stacks.shape[2:])
+    size = stacks.shape[axis + 1] // n
+    shape = (*stacks.shape[: axis + 1], n, size, *stacks.shape[axis + 2 :])
+    return np.moveaxis(stacks.reshape(shape), axis + 1, 1)
+
+
+def stacked(frames: np.ndarray, axis: int) -> np.ndarray:
+    """Return frames [rows, n, ...] as stacks, C-contiguous: what `by_frame` undoes."""
+    moved = np.moveaxis(frames, 1, axis + 1)
+    shape = moved.shape
+    joined = (*shape[: axis + 1], shape[axis + 1] * shape[axis + 2], *shape[axis + 3 :])
+    return np.ascontiguousarray(moved).reshape(joined)
+
+
+def frame_shape(shape: tuple[int, ...], n: int, axis: int) -> tuple[int, ...]:
+    """Return the shape of a frame of stacks of this shape."""
+    return (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
+
+
+def follows(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return where stacks [rows, n, ...] are those ``before`` with one frame more, bool [rows]."""
+    rows, n, shape = *before.shape[:2], before.shape[2:]
+    one, other = (
+        as_bits(np.ascontiguousarray(each).reshape(rows * n, *shape)) for each in (before, after)
+    )
+    words = one.shape[1]
+    one, other = (each.reshape(rows, n * words) for each in (one, other))
+    found: np.ndarray = (one[:, words:] == other[:, :-words]).all(1)
+    return found
+
+
+def own_frames(stack: np.ndarray) -> tuple[int, int]:
+    """Return how many frames of a stack [n, ...] have to be stored, and what stands before them."""
+    bits, n = as_bits(stack), len(stack)
+    zero = 0
+    while zero < n - 1 and not bits[zero].any():
+        zero += 1
+    same = 0
+    while same < n - 1 and (bits[same + 1] == bits[0]).all():
+        same += 1
+    return (n - zero, ZEROS) if zero > same else (n - same, REPEATS)
+
+
+class StateWriter:
+    """Finds the states of rows that come one block after the other."""
+
+    def __init__(self) -> None:
+        self._last: np.ndarray | None = None
+        self.states = 0
+        """How many there are so far."""
+        self._rows = 0
+
+    def breaks(self, root: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Return which of the next rows [n, ...] begin with a state of their own, bool [n]."""
+        own = np.ones(len(root), np.bool_)
+        own[1:] = ~same_bits(root[1:], after[:-1])
+        if self._last is not None:
+            own[:1] = ~same_bits(root[:1], self._last)
+        self._last = after[-1:].copy()
+        self._rows += len(root)
+        self.states += len(root) + int(own.sum())
+        return own
+
+
+def in_order(root: np.ndarray, after: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Return the states of rows in their order, of which ``own`` begin with one of theirs."""
+    states = np.empty((len(root) + int(own.sum()), *root.shape[1:]), root.dtype)
+    at = np.arange(len(root)) + np.cumsum(own)
+    states[at] = after
+    states[at[own] - 1] = root[own]
+    return states
+
+
+class FrameWriter:
+    """Finds the frames of states that come one block after the other."""
+
+    def __init__(self) -> None:
+        self._last: np.ndarray | None = None
+        self._states = 0
+        self.frames = 0
+        """How many there are so far."""
+
+    def add(self, stacks: np.ndarray, goes_on: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the frames that the next states add [k, ...], and the lines of starts [s, 4].
+
+        Args:
+            stacks: the states as frames [m, n, ...].
+            goes_on: False where one is a start for certain, [m].
+        """
+        m = len(stacks)
+        follow = goes_on.copy()
+        inner = np.flatnonzero(follow[1:]) + 1
+        follow[inner] = follows(stacks[inner - 1], stacks[inner])
+        if self._last is None:
+            follow[:1] = False
+        elif follow[0]:
+            follow[:1] = follows(self._last, stacks[:1])
+        found = self.of(stacks[:, -1], follow, stacks.__getitem__)
+        self._last = stacks[-1:].copy() if m else self._last
+        return found
+
+    def of(
+        self, newest: np.ndarray, follow: np.ndarray, stack: Callable[[int], np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `add` does, where it is known which states follow the one before.
+
+        Args:
+            newest: the newest frame of each state [m, ...].
+            follow: which are the one before with that frame, [m].
+            stack: returns one of these states as frames [n, ...].
+        """
+        count = np.ones(len(follow), np.int64)
+        alone = np.flatnonzero(~follow)
+        starts = np.zeros((len(alone), 4), np.int64)
+        starts[:, 0] = self._states + alone
+        found = [stack(state) for state in alone.tolist()]
+        for line, each in zip(starts, found, strict=True):
+            line[2:] = own_frames(each)
+        count[alone] = starts[:, 2]
+        at = np.cumsum(count) - 1
+        frames = np.empty((int(count.sum()), *newest.shape[1:]), newest.dtype)
+        frames[at] = newest
+        firsts = at[alone] - count[alone] + 1
+        starts[:, 1] = self.frames + firsts
+        for each, first, many in zip(found, firsts.tolist(), starts[:, 2].tolist(), strict=True):
+            frames[first : first + many] = each[len(each) - many :]
+        self._states += len(follow)
+        self.frames += len(frames)
+        return frames, starts
+
+
+def state_of(rows: np.ndarray, breaks: np.ndarray | None, is_next: bool) -> np.ndarray:
+    """Return the state of each of ``rows`` [n], or the one that came next."""
+    if breaks is None:
+        return rows
+    found: np.ndarray = rows + np.searchsorted(breaks, rows, side="right") - (not is_next)
+    return found
+
+
+def frames_of(states: np.ndarray, starts: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places of the frames of ``states`` [m], [m, n], and which are zeros, bool."""
+    line = np.searchsorted(starts[:, 0], states, side="right") - 1
+    state, first, count, what = starts[line].T
+    newest = first + count - 1 + states - state
+    at = newest[:, None] + np.arange(1 - n, 1)
+    before = at < first[:, None]
+    return np.where(before, first[:, None], at), before & (what == ZEROS)[:, None]
+
+
+def what_is_wrong(
+    breaks: np.ndarray | None,
+    starts: np.ndarray | None,
+    rows: int,
+    states: int,
+    frames: int,
+    n: int,
+) -> str | None:
+    """Return why these cannot be the breaks and starts of so many rows, or None."""
+    if breaks is not None and not _ascend(breaks, rows):
+        return "breaks are not rows in their order"
+    if starts is not None:
+        state, first, count, what = starts.T
+        if not _ascend(state, states):
+            return "starts are not states in their order"
+        if ((count < 1) | (count > n) | (what < REPEATS) | (what > ZEROS)).any():
+            return "a start has frames that a stack has not"
+        # Each begins where the frames of the states before it end.
+        length = np.diff(state, append=states) + count - 1
+        if (first != np.cumsum(length) - length).any() or length.sum() != frames:
+            return "starts are not where the frames before them end"
+    return None
+
+
+def _ascend(numbers: np.ndarray, stop: int) -> bool:
+    """Return whether numbers begin with 0, ascend, and are below ``stop``; none if that is 0."""
+    if not len(numbers) or not stop:
+        return len(numbers) == 0 and not stop
+    return bool(numbers[0] == 0 and numbers[-1] < stop and (np.diff(numbers) > 0).all())

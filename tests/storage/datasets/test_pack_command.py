@@ -1,0 +1,74 @@
+"""``tallyroll pack``, and the commands that read what it made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tallyroll.collector.cli import main
+from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.testing.reader_contract import collected
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend(collected())
+    return tmp_path / "rows"
+
+
+def test_the_command(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = rows.with_name("packed.h5")
+    assert main(["pack", str(rows), str(packed)]) == 0
+    said = capsys.readouterr().out
+    assert f"{packed}: 141 rows of " in said
+    assert "observations stored once: observation, pixels, agents/observation" in said
+    for words in (["verify"], ["inspect"], ["diff", str(rows)]):
+        assert main([*words, str(packed)]) == 0, words
+    assert "tallyroll.packed.hdf5" in capsys.readouterr().out
+
+
+def test_its_options(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, options in enumerate(
+        (
+            ["--codec", "zstd:9", "--stack", "pixels:2:-1"],
+            ["--codec", "action=none", "--codec", "next/reward=shuffle", "--rows-as-they-are"],
+        )
+    ):
+        packed = rows.with_name(f"packed{number}")
+        assert main(["pack", str(rows), str(packed), "--json", *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["path"], found["rows"]) == (str(packed), 141)
+        assert found["stacks"] == ({} if number else {"pixels": 2})
+        assert bool(found["once"]) is not bool(number)
+        with open_storage(packed) as storage:
+            assert storage.reader.layout.arrays[0].codec.level in (0, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (["--codec", "lz4"], 1, "expected one of zstd, shuffle, none, got 'lz4'"),
+        (["--codec", "zstd", "--codec", "action=none"], 1, "expected one for all, or some"),
+        (["--codec", "action="], 2, "expected CODEC, or COLUMN=CODEC, got 'action='"),
+        (["--stack", "pixels:x"], 2, "as pixels:4:-1, got 'pixels:x'"),
+        (["--stack", "pixels", "--rows-as-they-are"], 1, "leave out one"),
+    ],
+)
+def test_words_that_are_wrong(
+    rows: Path, capsys: pytest.CaptureFixture[str], options: list[str], status: int, said: str
+) -> None:
+    try:
+        found = main(["pack", str(rows), str(rows.with_name("new")), *options])
+    except SystemExit as error:
+        found = error.code  # type: ignore[assignment]
+    assert found == status
+    assert said in capsys.readouterr().err
+    assert [each.name for each in rows.parent.iterdir()] == ["rows"]
+
+
+def test_a_destination_that_is_there(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", str(rows), str(rows)]) == 1
+    assert f"{rows} is there already" in capsys.readouterr().err
