@@ -16,7 +16,7 @@ from tallyroll.storage.datasets.aside import folder_beside, publish, require_fre
 from tallyroll.storage.datasets.union import UnionReader
 from tallyroll.storage.datasets.views.view_reader import ViewReader
 from tallyroll.storage.engine.memory_left import require_memory
-from tallyroll.storage.errors import ColumnsMissing, Overrun, StateMismatch
+from tallyroll.storage.errors import ColumnsMissing, NotWritable, Overrun, StateMismatch
 from tallyroll.storage.files.copied_runs import (
     LEFT_OUT,
     copy_entry,
@@ -95,6 +95,7 @@ def copy(
         _require_followed(reader, name, sort)
     span = reader.span
     require_free(place)
+    _require_outside(reader, place)
     files = FILES[name](Path(os.path.abspath(place)))
     files.check(schema)
     space, rows = estimate(files, schema, len(span)), len(span)
@@ -170,10 +171,24 @@ def _require_followed(reader: RowReader, name: str, sort: bool) -> None:
         )
 
 
-def _overlays(reader: RowReader) -> Iterator[str]:
+def _sources(reader: RowReader) -> list[RowReader]:
+    """Return the readers of the storages that have the rows."""
     reader, _ = _there(reader, np.empty(0, np.int64))
-    members = reader.members if isinstance(reader, UnionReader) else ()
-    for each in [member.reader for member in members] or [reader]:
+    return [e.reader for e in reader.members] if isinstance(reader, UnionReader) else [reader]
+
+
+def _require_outside(reader: RowReader, place: Path) -> None:
+    real = Path(os.path.realpath(place))
+    for each in _sources(reader):
+        if Path(os.path.realpath(each.path)) in real.parents:
+            raise NotWritable(
+                f"{place} lies within the storage {each.path}, whose folder is its own. Give "
+                "another path."
+            )
+
+
+def _overlays(reader: RowReader) -> Iterator[str]:
+    for each in _sources(reader):
         if isinstance(each, FileReader):
             with closing(Overlays(each)) as beside:
                 for key in beside.keys():
@@ -277,10 +292,7 @@ def _there(reader: RowReader, rows: np.ndarray) -> tuple[RowReader, np.ndarray]:
 
 
 def _is_overwritten(reader: RowReader) -> bool:
-    reader, _ = _there(reader, np.empty(0, np.int64))
-    if isinstance(reader, UnionReader):
-        return any(each.reader.ring for each in reader.members)
-    return bool(reader.ring)
+    return any(each.ring for each in _sources(reader))
 
 
 def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
@@ -315,12 +327,9 @@ class _Sources:
     """Knows which rows of the new storage are of which storage, for its manifest."""
 
     def __init__(self, reader: RowReader) -> None:
-        self._reader = reader
-        reader, _ = _there(reader, np.empty(0, np.int64))
-        self._union = reader if isinstance(reader, UnionReader) else None
-        self._readers = [reader]
-        if self._union is not None:
-            self._readers = [each.reader for each in self._union.members]
+        self._reader, self._readers = reader, _sources(reader)
+        base, _ = _there(reader, np.empty(0, np.int64))
+        self._union = base if isinstance(base, UnionReader) else None
         self._stretches: list[_Stretch] = []
         self._rows = 0
 

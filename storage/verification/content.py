@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeAlias
 
+from tallyroll.storage.datasets.members import PathLike
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import DiskStorage, open_storage
@@ -18,7 +18,7 @@ Progress: TypeAlias = Callable[[int, int], object]
 
 
 def content_hash(
-    storage: DiskStorage | str | os.PathLike[str],
+    storage: DiskStorage | PathLike | Sequence[PathLike],
     *,
     ids: Numbering = "kept",
     incremental: bool = False,
@@ -34,7 +34,7 @@ def content_hash(
     ``collector/cut``, which says how they were committed, stay out.
 
     Args:
-        storage: a storage, or the path of one.
+        storage: a storage, or the path of one; of several, as `open_storage` takes them.
         ids: ``"relative"`` numbers trajectories 0, 1, 2 ... in the order of their ids, so that
             copies with ids of their own have the hash of their original.
         incremental: keep the hashes of parts in a file beside the rows, and take those that an

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -12,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from tallyroll.storage.datasets.members import PathLike
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column
@@ -86,8 +86,8 @@ class Differences:
 
 
 def diff(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
+    first: PathLike | Sequence[PathLike],
+    second: PathLike | Sequence[PathLike],
     *,
     ids: Numbering = "kept",
     progress: Progress | None = None,
@@ -99,7 +99,7 @@ def diff(
     which says how rows were committed, is not compared.
 
     Args:
-        first: the path of a storage.
+        first: the path of a storage; of several, as `open_storage` takes them.
         second: that of another.
         ids: ``"relative"`` numbers trajectories 0, 1, 2 ... in the order of their ids, in each.
         progress: called now and then with the bytes that were read, and with those of all rows.

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
-from tallyroll.storage import MemmapStorage, diff, open_storage, verify
+from tallyroll.storage import MemmapStorage, content_hash, diff, open_storage, verify
 from tallyroll.storage.datasets.union import UnionReader
 from tallyroll.storage.testing.reader_contract import collected
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
@@ -137,6 +138,30 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 of 3, 60 rows of 90: not exactly all" in out
     assert "missing: 2" in out
     assert f"foreign: {plain}" in out
+
+
+def test_shards_that_were_collected(tmp_path: Path) -> None:
+    """Together they are the one run, by id and step, with its ids as they are."""
+    for name, shard in (("one", None), ("s-0", "0/2"), ("s-1", "1/2")):
+        options: Any = {} if shard is None else {"shard": shard}
+        with SyncCollector(
+            "CartPole-v1",
+            num_envs=4,
+            frames_per_batch=101,
+            total_frames=101,
+            seed=3,
+            storage=tmp_path / name,
+            **options,
+        ) as collector:
+            assert len(list(collector)) == 1
+    shards = [tmp_path / "s-0", tmp_path / "s-1"]
+    with open_storage(shards, ids="keep") as union:
+        assert content_hash(union) == content_hash(tmp_path / "one")
+        assert isinstance(union.reader, UnionReader)
+        assert union.reader.shards is not None
+        assert union.reader.shards.problems == []
+    assert messages(shards) == []
+    assert messages(shards[:1]) == ["members: shards 1 of 2 are missing"]
 
 
 @pytest.mark.parametrize(
