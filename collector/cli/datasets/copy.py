@@ -113,6 +113,21 @@ example:
 """
         + _END,
     ),
+    "upgrade": _Texts(
+        "copy a storage of an older version to one of this version",
+        "%(prog)s SRC DST [options]",
+        """\
+Write all rows of a storage that an older Tallyroll made to a new one, of the
+format version that this Tallyroll writes, and of the same kind of files. Older
+versions are read, and gone on with, as they are: this is for other programs. A
+storage of this version is left alone, and nothing is written.
+""",
+        """\
+example:
+  tallyroll upgrade runs/old runs/new
+"""
+        + _END,
+    ),
 }
 
 NAMES = tuple(_TEXTS)
@@ -128,6 +143,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
         parser.set_defaults(
             usage_error=parser.error, where=None, drop=[], sort=name == "sort", follow=False
         )
+        parser.set_defaults(upgrade=name == "upgrade")
         several = name in ("copy", "merge")
         places = [("sources", "SRC", "a storage, or a pattern in quotes", several)]
         places.append(("destination", "DST", "the new storage; nothing may be there", False))
@@ -143,7 +159,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
 
 
 def _add_options(parser: Any, name: str) -> None:
-    if name != "drop":
+    if name not in ("drop", "upgrade"):
         parser.add_argument(
             "--columns", type=_keys, metavar="A,B", help="only these columns, as next/reward"
         )
@@ -170,12 +186,15 @@ def _add_options(parser: Any, name: str) -> None:
             help="go on with the rows that a process adds, until it closes the storage, or until "
             "Ctrl-C or SIGTERM, after which DST is there with whole batches",
         )
-    parser.add_argument(
-        "--format",
-        choices=("memmap", "hdf5", "zarr"),
-        help="format of DST (default: by the end of its path: .h5 and .hdf5 are hdf5, .zarr is "
-        "zarr, others are memmap)",
-    )
+    if name == "upgrade":
+        parser.set_defaults(format=None)
+    else:
+        parser.add_argument(
+            "--format",
+            choices=("memmap", "hdf5", "zarr"),
+            help="format of DST (default: by the end of its path: .h5 and .hdf5 are hdf5, .zarr "
+            "is zarr, others are memmap)",
+        )
     if name in ("copy", "merge"):
         parser.add_argument(
             "--ids",
@@ -226,6 +245,12 @@ def run(args: argparse.Namespace) -> int:
         _until_a_signal(wanted=args.follow) as stop,
         shown_progress("copied", args.quiet or args.dry_run) as progress,
     ):
+        if args.upgrade and (newest := _newest(storage)) is not None:
+            if args.json:
+                emit(json.dumps({"upgraded": False, "format_version": newest}) + "\n")
+            elif not args.quiet:
+                emit(f"{storage.path} is of format version {newest}, the newest: nothing to do\n")
+            return 0
         try:
             rows = storage if args.where is None else storage.trajectories.where(args.where)
             report = rows.copy_to(
@@ -233,7 +258,7 @@ def run(args: argparse.Namespace) -> int:
                 columns=args.columns,
                 drop=args.drop or [],
                 sort=args.sort,
-                format=args.format,
+                format=_kind(storage) if args.upgrade else args.format,
                 follow=args.follow,
                 stop=stop,
                 dry_run=args.dry_run,
@@ -249,6 +274,21 @@ def run(args: argparse.Namespace) -> int:
     elif not args.quiet:
         emit(_as_text(report, dry=args.dry_run))
     return 0
+
+
+def _newest(storage: Any) -> int | None:
+    """Return the version of a storage that is of the newest one; None if it is of an older one."""
+    from tallyroll.storage.files.versions import FORMAT_VERSION
+
+    version: int = storage.reader.manifest.get("format_version", FORMAT_VERSION)
+    return version if version >= FORMAT_VERSION else None
+
+
+def _kind(storage: Any) -> str:
+    """Return the name of a storage's format, as ``--format`` has it."""
+    from tallyroll.storage.storages import FORMATS
+
+    return next(name for name, kind in FORMATS.items() if isinstance(storage, kind))
 
 
 def _opened(paths: "Sequence[Path]", args: argparse.Namespace) -> Any:

@@ -118,7 +118,8 @@ def test_every_example_is_a_command_that_is_taken(capsys: pytest.CaptureFixture[
     for command in ("", *COMMANDS):
         text = help_of(command, capsys).replace("\\\n", " ")
         for line in re.findall(r"^ +(tallyroll [a-z].*)$", text, re.MULTILINE):
-            words = shlex.split(line, comments=True)
+            # A variable of a shell is a number.
+            words = shlex.split(re.sub(r"\$\w+", "0", line), comments=True)
             ends = [at for at, word in enumerate(words) if word in ("|", ">", "&&")]
             examples.append(words[1 : min([*ends, len(words)])])
     assert len(examples) > 20
