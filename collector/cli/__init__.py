@@ -26,10 +26,14 @@ from tallyroll.collector.cli.output import (
 from tallyroll.collector.cli.parser import make_parser
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.workers.unblocked_output import output_dropped
+from tallyroll.storage.errors import InvalidExpression
 
 _READING = ("diff", "inspect", "replay", "report", "verify")
 """Commands whose modules are in `reading`."""
-_OF_DATASETS = {**dict.fromkeys(copying.NAMES, "copy"), "pack": "pack"}
+_OF_DATASETS = {
+    **dict.fromkeys(copying.NAMES, "copy"),
+    **{name: name for name in ("pack", "split", "stats")},
+}
 """Commands whose modules are in `datasets`, and these."""
 
 
@@ -67,7 +71,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return status
     except Exception as error:  # noqa: BLE001  what an environment or a policy raised is theirs
         _say_error(error, show)
-        return status
+        return 2 if isinstance(error, InvalidExpression) else status
 
 
 def _say_error(error: Exception, show_traceback: bool) -> None:
@@ -84,12 +88,12 @@ def _say_error(error: Exception, show_traceback: bool) -> None:
             f"there is not enough memory ({text}); give a smaller --num-envs, --frames-per-batch "
             "or --workers"
         )
-    # A worker's traceback and details have lines of their own; other messages are one line.
-    lines = isinstance(error, WorkerError)
+    # A worker's traceback, and the place in an expression, have lines of their own.
+    lines = isinstance(error, WorkerError | InvalidExpression)
     if isinstance(error, WorkerError) and error.worker_traceback:
         text = text.replace(error.worker_traceback, without_ours(error.worker_traceback))
     command = error.command if isinstance(error, CommandError) else ""
-    said = text.strip() if lines else shortened(text.strip())
+    said = text.rstrip() if lines else shortened(text.strip())
     say(f"tallyroll: error: {said}", below=command, lines=lines)
 
 

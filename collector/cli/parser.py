@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from tallyroll.collector.cli import texts
 from tallyroll.collector.cli.datasets import copy as copying
-from tallyroll.collector.cli.datasets import pack
+from tallyroll.collector.cli.datasets import pack, split, stats
 from tallyroll.collector.cli.output import emit, shortened, visible
 from tallyroll.storage.package.near_names import did_you_mean, in_words
 
@@ -348,6 +348,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "rows are those of the checkpoint; keep: leave them (default: rewind)"),
     "--runs": (None, "", "only its runs: also their host, commit, hashes of the policy, returns"),
     "--trajectories": (None, "", "only its trajectories, a line each"),
+    "--where": (str, "EXPR", stats.WHERE),
     "--rows": (_count, "R", "rows to show (default: 5)"),
     "--skip": (_checks, "A,B",
         f"checks to skip because the data violates them on purpose: {_CHECKS}"),
@@ -430,6 +431,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_paths(inspect)
     _add(inspect.add_mutually_exclusive_group(), "--runs", "--trajectories")
     _add(inspect, "--rows", default=5)
+    _add(inspect, "--where")
     _add(inspect, "--hash", "--accept-copy")
     _add_output(inspect, "--json")
     pack.add_to(commands, _path, _FILE)
@@ -450,6 +452,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add(report, "--html", "--force", "--accept-copy")
     _add(report.add_mutually_exclusive_group(), "--csv", "--json")
     _add_output(report, "--quiet")
+    split.add_to(commands, _path, _FILE)
+    stats.add_to(commands, _path, _FILE)
     verify = command("verify", "check that every row of a storage is as it was written")
     _add_paths(verify)
     _add(verify, "--skip", "--accept-copy")

@@ -239,7 +239,7 @@ class _Value:
     kind: str
     """``"number"``, ``"flag"``, ``"text"``."""
     names: tuple[str, ...] = ()
-    """Of words, all that there are; then ``value`` are their places."""
+    """All words that there may be; then `value` are places among them."""
 
 
 def _a(kind: str) -> str:

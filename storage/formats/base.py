@@ -31,10 +31,11 @@ BESIDE: Final = (
     "priorities.leaves",
     "trajectories.blocks",
     "samples.drawn",
+    "columns.statistics",
 )
 """Files that are kept beside the rows, each of which says how far it goes, and can be lost without
 losing rows: the table of episodes, hashes of the content, priorities of a sampler, the index of
-trajectories, and how many rows were drawn under a rate limit."""
+trajectories, how many rows were drawn under a rate limit, and statistics of columns."""
 
 EVENTS_FILE: Final = "run.events"
 """The file of calls of environments, see `tallyroll.storage.readers.event_file`."""
@@ -113,6 +114,11 @@ class Format(ABC):
     def drawn_path(self) -> Path:
         """The file for the rows that were drawn under a rate limit."""
         return self.beside[4]
+
+    @property
+    def statistics_path(self) -> Path:
+        """The file for statistics of columns."""
+        return self.beside[5]
 
     def open_header(self, flags: int) -> int:
         """Open the file that begins with the header; return a descriptor."""

@@ -56,6 +56,7 @@ PUBLIC: dict[str, set[str]] = {
         "uniform",
     },
     "tallyroll.storage": {
+        "ColumnStatistics",
         "CopyReport",
         "DifferentRow",
         "Differences",
@@ -67,6 +68,7 @@ PUBLIC: dict[str, set[str]] = {
         "Loader",
         "MemmapStorage",
         "MixedSampler",
+        "Normaliser",
         "Overlay",
         "PrioritizedSampler",
         "RateLimit",
@@ -76,6 +78,7 @@ PUBLIC: dict[str, set[str]] = {
         "RowReader",
         "RowSink",
         "Schema",
+        "Statistics",
         "StoredTrajectories",
         "TrajectorySliceSampler",
         "Trajectories",

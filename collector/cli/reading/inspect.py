@@ -64,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.suppress(ColumnsMissing, CorruptStorage):  # what is there is shown
             count_rows(storage)
         if args.trajectories:
-            show(storage, as_object=args.json)
+            show(storage, as_object=args.json, where=args.where)
             return 0
+        if args.where is not None:
+            storage = storage.trajectories.where(args.where)
         facts = examine(storage, args.rows, hosts=args.runs)
         if args.hash:
             with shown_progress("hashed", args.json) as progress:

@@ -9,7 +9,7 @@ import numpy as np
 from tallyroll.collector.cli.output import as_json, emit
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.evaluation.reporting.stored_runs import Table, lines_of
+from tallyroll.collector.evaluation.reporting.stored_runs import Table, lines_of, table_of
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.rows.keys import POLICY_ID, POLICY_VERSION, REWARD
 from tallyroll.storage.storages import DiskStorage
@@ -72,9 +72,11 @@ def _spread(values: Table) -> dict[str, Any] | None:
     return {name: as_json(value) for name, value in found.items()}
 
 
-def show(storage: DiskStorage, *, as_object: bool) -> None:
+def show(storage: DiskStorage, *, as_object: bool, where: str | None = None) -> None:
     """Write a line a trajectory to stdout, or one JSON object; some thousands at a time."""
-    found = lines_of(storage, storage.span)
+    span = storage.span
+    matching = None if where is None else storage.trajectories.matching(where)
+    found = lines_of(storage, span) if matching is None else table_of(matching, span)
     if found is None:
         raise ColumnsMissing(
             f"{storage.path}: its rows do not say which trajectory they belong to, or are "

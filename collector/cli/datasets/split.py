@@ -1,0 +1,145 @@
+"""``tallyroll split``: the trajectories of a storage divided among new ones."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+# No line is longer than 78 columns.
+
+_ABOUT = "divide the trajectories of a storage among new ones"
+_USAGE = "%(prog)s SRC DST --train SHARE [--val SHARE] [--test SHARE] [options]"
+_DESCRIPTION = """\
+Divide the trajectories of a storage at random, and write each part as a storage
+of its name in a new folder: DST/train, DST/val. Each part has its share of the
+trajectories, whole ones; none is in two; and if the shares are 1 together, all
+are in one. The parts follow from the trajectory ids and the seed alone. DST is
+there whole, or not at all; SRC stays as it is. In Python, storage.split(...)
+divides without a copy.
+"""
+_EXAMPLES = """\
+examples:
+  tallyroll split runs/pole parts --train 0.9 --val 0.1
+  tallyroll split runs/pole parts --train 0.8 --val 0.1 --test 0.1 --seed 7
+  only good ones, and a part of another name:
+    tallyroll split runs/pole parts --where "return > 100" --part held_out=0.2
+
+exit status:
+  0  divided, whole
+  1  not divided, and nothing is at DST: the message says why
+  2  a wrong argument
+"""
+_NAMES = ("train", "val", "test")
+
+
+def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
+    """Add the command to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    from tallyroll.collector.cli.datasets.stats import WHERE
+
+    parser = commands.add_parser(
+        "split", help=_ABOUT, usage=_USAGE, description=_DESCRIPTION, epilog=_EXAMPLES
+    )
+    parser.set_defaults(usage_error=parser.error)
+    for name, metavar, text in (
+        ("path", "SRC", "a storage, of any format"),
+        ("destination", "DST", "the new folder; nothing may be there"),
+    ):
+        parser.add_argument(name, type=path, metavar=metavar, help=text).complete = complete
+    for name in _NAMES:
+        text = f"the share of trajectories in DST/{name}, such as 0.9"
+        parser.add_argument(f"--{name}", type=_share, metavar="SHARE", help=text)
+    text = "a part of another name; may be given several times"
+    parser.add_argument(
+        "--part", action="append", default=[], type=_part, metavar="NAME=SHARE", help=text
+    )
+    text = "seed: the same one gives the same parts (default: 0)"
+    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help=text)
+    parser.add_argument("--where", metavar="EXPR", help=WHERE)
+    text = "format of the parts (default: memmap)"
+    parser.add_argument("--format", choices=("memmap", "hdf5", "zarr"), default="memmap", help=text)
+    text = "say what would be done, and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    text = "read a copy that was made while a writer had the storage open"
+    parser.add_argument("--accept-copy", action="store_true", help=text)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a share above 0 and at most 1, as 0.9, got {text!r}"
+        )
+    return share
+
+
+def _part(text: str) -> tuple[str, float]:
+    name, equals, share = text.partition("=")
+    if not name or not equals or "/" in name or name in (".", ".."):
+        raise argparse.ArgumentTypeError(f"expected NAME=SHARE, as held_out=0.2, got {text!r}")
+    return name, _share(share)
+
+
+def _seed(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 20 or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**64, got {text!r}")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``tallyroll split``; returns the exit status."""
+    from tallyroll.collector.cli.output import emit
+    from tallyroll.collector.cli.page import Page
+    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.storage import open_storage
+    from tallyroll.storage.datasets.views.parts import write_parts
+
+    named = [(name, getattr(args, name)) for name in _NAMES]
+    given = [(name, share) for name, share in named if share is not None] + args.part
+    shares = dict(given)
+    if not shares:
+        args.usage_error("expected a share, such as --train 0.9 --val 0.1")
+    if len(shares) < len(given):
+        args.usage_error("expected parts of different names")
+    if (total := math.fsum(shares.values())) > 1 + 1e-9:
+        args.usage_error(f"expected shares of at most 1 together, got {total:g}")
+    with (
+        open_storage(args.path, accept_copy=args.accept_copy) as storage,
+        shown_progress("copied", args.quiet or args.json or args.dry_run) as progress,
+    ):
+        chosen = storage if args.where is None else storage.trajectories.where(args.where)
+        views = chosen.split(seed=args.seed, **shares)
+        readers = {name: view.reader for name, view in views.items()}
+        reports = write_parts(
+            readers, args.destination, args.format, dry_run=args.dry_run, progress=progress
+        )
+        counts = {name: len(view.trajectories) for name, view in views.items()}
+    if args.json:
+        told = {
+            name: {
+                "path": each.path,
+                "share": shares[name],
+                "trajectories": counts[name],
+                "rows": each.rows,
+                "bytes": each.nbytes,
+            }
+            for name, each in reports.items()
+        }
+        said = {"source": str(args.path), "seed": args.seed, "parts": told, "dry_run": args.dry_run}
+        emit(json.dumps(said, indent=2) + "\n")
+    elif not args.quiet:
+        page = Page()
+        lines = (
+            (each.path, f"{shares[name]:g}", f"{counts[name]:,}", f"{each.rows:,}")
+            for name, each in reports.items()
+        )
+        page.table(("part", "share", "trajectories", "rows"), lines)
+        emit(page.text)
+    return 0

@@ -1,0 +1,135 @@
+"""``tallyroll stats``: mean, deviation, extremes and quantiles of the columns of a storage."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tallyroll.storage.datasets.statistics.statistics import ColumnStatistics, Statistics
+    from tallyroll.storage.storages import DiskStorage
+
+# No line is longer than 78 columns.
+
+_ABOUT = "show mean, deviation, extremes and quantiles of columns"
+_USAGE = "%(prog)s PATH [options]"
+_DESCRIPTION = """\
+Count the statistics of columns: mean, standard deviation, extremes, quantiles
+and the share of NaN, of each number of a row's value, or of all together where
+it has more than 256. They are kept beside the rows, and next time only rows
+that came since are read. Quantiles are exact for columns of one byte, and up
+to 16,384 rows; of more rows they are taken from so many. Another process may
+write meanwhile.
+"""
+_EXAMPLES = """\
+examples:
+  tallyroll stats runs/pole
+  tallyroll stats runs/pole --column observation --column next/reward --by-run
+  tallyroll stats runs/pole --where "return > 100 and end == 'terminated'"
+  tallyroll stats runs/pole --json | jq '.columns.observation.mean'
+
+exit status:
+  0  counted
+  1  not counted: no storage, or no such column
+  2  a wrong argument, or no condition after --where
+"""
+WHERE = (
+    'only trajectories for which a condition holds, such as "return > 5 and run == 1": by id, '
+    "run, lane, length, return, end, whole, policy_version, reset_seed, context.NAME"
+)
+"""A text for options that choose trajectories."""
+_MOST_LINES = 8
+"""Numbers of a column that have a line; --json has all."""
+_SHOWN = {0.05: "q05", 0.5: "q50", 0.95: "q95"}
+
+
+def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
+    """Add the command to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    parser = commands.add_parser(
+        "stats", help=_ABOUT, usage=_USAGE, description=_DESCRIPTION, epilog=_EXAMPLES
+    )
+    text = "the storage, of any format"
+    parser.add_argument("path", type=path, metavar="PATH", help=text).complete = complete
+    text = "only this column, such as next/reward; may be given several times"
+    parser.add_argument("--column", action="append", metavar="K", help=text)
+    parser.add_argument("--where", metavar="EXPR", help=WHERE)
+    parser.add_argument("--by-run", action="store_true", help="also those of the rows of each run")
+    text = "open a copy that was made while a writer had the storage open"
+    parser.add_argument("--accept-copy", action="store_true", help=text)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``tallyroll stats``; returns the exit status."""
+    from tallyroll.collector.cli.output import emit
+    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.storage import open_storage
+
+    with open_storage(args.path, accept_copy=args.accept_copy) as storage:
+        chosen = storage.trajectories.where(args.where) if args.where is not None else storage
+        with shown_progress("counted", args.json) as progress:
+            found = chosen.statistics(args.column, progress=progress)
+        if args.json:
+            emit(json.dumps(_as_object(storage, found, args), indent=2, allow_nan=False) + "\n")
+        else:
+            emit(_as_text(storage, found, args))
+    return 0
+
+
+def _as_object(
+    storage: "DiskStorage", found: "Statistics", args: argparse.Namespace
+) -> dict[str, Any]:
+    told: dict[str, Any] = {"path": str(storage.path), "rows": found.rows}
+    told |= {"where": args.where} if args.where is not None else {}
+    told["columns"] = {name: _column(each) for name, each in found.items()}
+    if args.by_run:
+        told["runs"] = [
+            {name: _column(each) for name, each in columns.items()} for columns in found.runs
+        ]
+    return told
+
+
+def _column(each: "ColumnStatistics") -> dict[str, Any]:
+    from tallyroll.collector.cli.output import as_json
+
+    names = ("count", "mean", "std", "min", "max", "nan")
+    found = {name: as_json(getattr(each, name).tolist()) for name in names}
+    if each.quantiles:
+        quantiles = {str(share): as_json(v.tolist()) for share, v in each.quantiles.items()}
+        found["quantiles"] = quantiles
+    return found
+
+
+def _as_text(storage: "DiskStorage", found: "Statistics", args: argparse.Namespace) -> str:
+    from tallyroll.collector.cli.page import Page
+
+    page = Page()
+    where = f" where {args.where}" if args.where is not None else ""
+    page.print(f"{storage.path}: {found.rows:,} rows{where}")
+    heads = ("column", "count", "mean", "std", "min")
+    page.head("Columns")
+    page.table((*heads, *_SHOWN.values(), "max", "NaN"), _lines(found, [*_SHOWN]))
+    for number, columns in enumerate(found.runs if args.by_run else ()):
+        page.head(f"Run {number}")
+        page.table((*heads, "max", "NaN"), _lines(columns, []))
+    return page.text
+
+
+def _lines(
+    columns: "Mapping[str, ColumnStatistics]", quantiles: list[float]
+) -> Iterator[tuple[str, ...]]:
+    import numpy as np
+
+    for name, each in columns.items():
+        size = each.count.size
+        for at, place in enumerate(np.ndindex(each.count.shape)):
+            if at == _MOST_LINES < size - 1:
+                yield f"{name}: {size - at} more with --json", *[""] * (6 + len(quantiles))
+                break
+            label = name if size == 1 else f"{name}[{','.join(map(str, place))}]"
+            between = [each.quantiles[share][place] for share in quantiles]
+            numbers = [each.mean, each.std, each.min]
+            shown = [f"{v:.4g}" for v in (*(n[place] for n in numbers), *between, each.max[place])]
+            yield label, f"{each.count[place]:,}", *shown, f"{100 * each.nan[place]:.3g} %"

@@ -1,0 +1,1 @@
+"""Statistics of columns, counted in one pass and kept beside the rows."""

@@ -1,0 +1,66 @@
+"""A transform that gives a column the mean 0 and the deviation 1, by statistics of a storage."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs.transforms import ObservationNorm
+
+from tallyroll.storage.rows.keys import Key, as_key
+
+
+class Normaliser(ObservationNorm):
+    """Subtracts a mean and divides by a deviation; what is far out is clipped.
+
+    A module: called with a tensor, it returns one. A transform of TorchRL: in a replay buffer and
+    in an environment it changes the column ``key``, and in batches ``("next", *key)``, too. Its
+    state is all in ``state_dict``.
+
+    Args:
+        key: of the column.
+        mean: of each number, or one for all.
+        std: the deviation of each, or one for all.
+        eps: what is divided by where a deviation is smaller, as that of a constant is.
+        clip: the largest size of a result; None: no limit.
+
+    Raises:
+        ValueError: ``eps`` or ``clip`` is no number above 0.
+    """
+
+    def __init__(
+        self,
+        key: str | Key,
+        mean: torch.Tensor,
+        std: torch.Tensor,
+        *,
+        eps: float = 1e-6,
+        clip: float | None = 10.0,
+    ) -> None:
+        for name, value in (("eps", eps), ("clip", math.inf if clip is None else clip)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{name}: expected a number above 0, got {value!r}.")
+        self.key = as_key(key)
+        super().__init__(
+            loc=mean,
+            scale=std.clamp_min(eps),
+            in_keys=[self.key if len(self.key) > 1 else self.key[0]],
+            standard_normal=True,
+        )
+        limit = torch.tensor(math.inf if clip is None else float(clip), dtype=mean.dtype)
+        self.register_buffer("limit", limit)
+
+    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super()._apply_transform(obs)
+        return found.clamp(-self.limit, self.limit)
+
+    def forward(self, tensordict: Any) -> Any:
+        """Return a tensor that is given so changed, or a TensorDict with its columns changed."""
+        if not isinstance(tensordict, TensorDictBase):
+            return self._apply_transform(tensordict)
+        found = super().forward(tensordict)
+        if (following := found.get(("next", *self.key), None)) is not None:
+            found.set(("next", *self.key), self._apply_transform(following))
+        return found

@@ -1,0 +1,191 @@
+"""``tallyroll split``: whole parts or none, with all trajectories, wherever it is killed.
+
+``TALLYROLL_KILLS`` says how many kills, 3 by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tallyroll.collector.cli import main
+from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage.datasets import copying
+from tallyroll.storage.datasets.views import parts as writing
+from tallyroll.storage.datasets.views.parts import write_parts
+from tallyroll.storage.errors import PathIsTaken, StorageFull
+from tallyroll.storage.testing.reader_contract import assert_same_rows, collected
+from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+
+from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
+
+KILLS = int(os.environ.get("TALLYROLL_KILLS", "3"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "rows"
+    with MemmapStorage(path) as storage:
+        storage.extend(collected().exclude(("agents", "observation"), ("next", "agents")))
+    return path
+
+
+@pytest.mark.parametrize(("format", "suffix"), [("memmap", ""), ("hdf5", ".h5"), ("zarr", ".zarr")])
+def test_the_parts_are_those_of_the_storage(
+    source: Path, tmp_path: Path, format: str, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "parts"
+    shares = ["--train", "0.7", "--val", "0.2", "--part", "held out=0.1"]
+    command = ["split", str(source), str(place), *shares, "--seed", "5", "--format", format]
+    assert main([*command, "--dry-run", "--json"]) == 0
+    assert not place.exists()
+    would = json.loads(capsys.readouterr().out)
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {**told, "dry_run": True} == would
+    assert [*told["parts"]] == ["train", "val", "held out"]
+    with open_storage(source) as storage:
+        views = storage.split(seed=5, train=0.7, val=0.2, **{"held out": 0.1})
+        for name, view in views.items():
+            path = place / f"{name}{suffix}"
+            assert told["parts"][name]["path"] == str(path)
+            assert told["parts"][name]["rows"] == len(view)
+            assert told["parts"][name]["trajectories"] == len(view.trajectories)
+            with open_storage(path) as part:
+                assert_same_rows(part.in_order(), view.in_order())
+                [run] = part.runs
+                assert run["copied_from"]["id"] == storage.manifest["id"]
+            assert verify(path).sound
+    assert [each.name for each in tmp_path.iterdir()] == ["parts"]
+    assert main(command) == 1
+    assert "is there already, and is not replaced" in capsys.readouterr().err
+
+
+def test_some_trajectories_and_an_empty_part(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "parts"
+    where = ["--where", "length > 7 and lane == 1"]
+    assert main(["split", str(source), str(place), *where, "--train", "0.9", "--val", "0.1"]) == 0
+    assert str(place / "train") in capsys.readouterr().out
+    with open_storage(source) as storage:
+        chosen = set(storage.trajectories.where(where[1]).trajectories)
+    with open_storage(place / "train") as train, open_storage(place / "val") as val:
+        assert set(train.trajectories) == chosen
+        assert len(val) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "expected a share"),
+        (["--train", "0.9", "--val", "0.2"], "at most 1 together, got 1.1"),
+        (["--train", "0"], "expected a share above 0"),
+        (["--train", "nan"], "expected a share above 0"),
+        (["--part", "0.5"], "expected NAME=SHARE"),
+        (["--part", "a/b=0.5"], "expected NAME=SHARE"),
+        (["--train", "0.5", "--part", "train=0.5"], "different names"),
+        (["--train", "0.5", "--seed", "-1"], "expected a whole number"),
+        (["--train", "0.5", "--where", "lane >"], "no condition"),
+    ],
+)
+def test_wrong_arguments(
+    source: Path, tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "parts"
+    try:
+        status = main(["split", str(source), str(place), *words])
+    except SystemExit as done:
+        status = int(done.code or 0)
+    assert status == 2
+    assert says in capsys.readouterr().err
+    assert not place.exists()
+
+
+def test_a_part_that_fails_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_storage(source) as storage:
+        parts = {name: v.reader for name, v in storage.split(one=0.5, other=0.5).items()}
+        made: list[Any] = []
+
+        def second_fails(reader: Any, path: Path, **more: Any) -> Any:
+            if not more.get("dry_run"):
+                made.append(path)
+                if len(made) == 2:
+                    raise StorageFull("no space")
+            return copying.copy(reader, path, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writing, "copy", second_fails)
+            with pytest.raises(StorageFull):
+                write_parts(parts, tmp_path / "parts")
+        assert [*tmp_path.iterdir()] == []
+        (tmp_path / "parts").write_text("mine")
+        with pytest.raises(PathIsTaken):
+            write_parts(parts, tmp_path / "parts")
+        for wrong in ({"": parts["one"]}, {"..": parts["one"]}):
+            with pytest.raises(ValueError, match="expected names of folders"):
+                write_parts(wrong, tmp_path / "others")
+
+        def all_but_full(*args: Any, **more: Any) -> Any:
+            found = copying.copy(*args, **more)
+            return type(found)(**{**_fields(found), "free": found.nbytes + 1})
+
+        monkeypatch.setattr(writing, "copy", all_but_full)
+        with pytest.raises(StorageFull, match="for 2 parts"):
+            write_parts(parts, tmp_path / "others")
+
+
+def _fields(report: Any) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in report.__dataclass_fields__}
+
+
+def split(folder: Path, told: Told) -> None:
+    copying._BLOCK_NBYTES = 2000
+
+    def tell(done: int, total: int) -> None:
+        told.head = done
+
+    with open_storage(folder / "rows") as storage:
+        views = storage.split(train=0.5, val=0.5)
+        parts = {name: view.reader for name, view in views.items()}
+        write_parts(parts, folder / "parts", progress=tell)
+    told.head = -1
+    while True:
+        time.sleep(1)
+
+
+def kill_at_random(folder: Path, kills: int) -> None:
+    with MemmapStorage(folder / "rows") as storage:
+        storage.extend(trajectory_rows(0, 800, steps=7))
+    with open_storage(folder / "rows") as storage:
+        total = storage.nbytes
+        for seed in range(kills):
+            pick, told = random.Random(seed), Told()
+            until = pick.choice([pick.randrange(total), total])
+            told.head = 0
+            child = forked(lambda t=told: split(folder, t))  # type: ignore[misc]
+            wait_until(lambda t=told, u=until: t.head >= u or t.head == -1)  # type: ignore[misc]
+            time.sleep(pick.uniform(0, 0.02))
+            killed(child)
+            if (folder / "parts").exists():
+                names = sorted(each.name for each in (folder / "parts").iterdir())
+                assert names == ["train", "val"], f"kill {seed}"
+                union = open_storage([folder / "parts" / name for name in names])
+                assert len(union) == len(storage), f"kill {seed}: half of the parts"
+                union.close()
+                (folder / "parts").rename(folder / f"kept {seed}")
+        parts = {name: v.reader for name, v in storage.split(train=0.5, val=0.5).items()}
+        write_parts(parts, folder / "parts")
+    assert not [each for each in folder.iterdir() if each.name.endswith(".written-aside")]
+
+
+def test_it_is_killed(tmp_path: Path) -> None:
+    in_a_process(kill_at_random, tmp_path, KILLS, seconds=20 + 2 * KILLS)
