@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
@@ -402,3 +403,13 @@ def test_a_forked_child_reads(wide: tuple[Path, np.ndarray]) -> None:
 def test_a_packed_storage_travels(wide: tuple[Path, np.ndarray]) -> None:
     with open_storage(wide[0]) as packed, pickle.loads(pickle.dumps(packed)) as there:
         assert (there.column("x") == wide[1]).all()
+
+
+def test_a_reader_that_nobody_closes_leaves_no_file_open(wide: tuple[Path, np.ndarray]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    reader = PackedReader(ZarrArchive(wide[0]))
+    reader.column(("x",)).take(np.arange(700))
+    assert len(os.listdir("/proc/self/fd")) > before
+    del reader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
