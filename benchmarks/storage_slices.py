@@ -9,12 +9,17 @@ with a batch written before every read.
 ``--rows 1e6,1e7,1e8`` measures the index alone, of as many rows that are in no file: of lanes that
 spend a slot on each reset, in batches of 64, 128 and 65,536 rows (``--batches``), with episodes of
 22, 50 and 300 rows on average (``--episodes``).
+
+``--packed SRC`` packs storages that are there, one after the other, and reads them in one thread:
+bytes a row, CPU a row, rows in order, and 256 random rows with all their columns, of a reader that
+has just been opened and of one that has all chunks.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +45,9 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, SliceSampler
 
-from tallyroll.storage import MemmapStorage, PrioritizedSampler, ways
+from tallyroll.storage import MemmapStorage, PrioritizedSampler, open_storage, ways
+from tallyroll.storage.datasets.packed.archives import ZarrArchive
+from tallyroll.storage.datasets.packed.packed_reader import PackedReader
 from tallyroll.storage.sampling.trajectory_slices import TrajectorySliceSampler
 from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.row_index import RowIndex
@@ -400,6 +407,47 @@ def play_index(rows: int, episode: int, batch: int) -> dict[str, float]:
     return found
 
 
+def play_packed(source: Path, rounds: int) -> dict[str, Any]:
+    """Print what packing a storage, and reading it, costs; medians, and the least of packing."""
+    random, packing, cold, cached, ordered = np.random.default_rng(0), [], [], [], []
+    with open_storage(source) as storage, tempfile.TemporaryDirectory() as scratch:
+        for number in range(rounds):
+            path = Path(scratch, f"{number}")
+            began = time.process_time()
+            report = storage.pack(path)
+            packing.append((time.process_time() - began) / report.rows * 1e6)
+            reader = PackedReader(ZarrArchive(path), threads=1)
+            rows = random.integers(0, report.rows, 256)
+            cold.append(seconds_of(lambda reader=reader, rows=rows: reader.take(rows)))
+            reader.take(np.arange(0, report.rows, 32))
+            cached.append(median_us(lambda reader=reader, rows=rows: reader.take(rows), 50) / 1e3)
+            column, begun = reader.column(("observation",)), time.thread_time()
+            for start in range(0, report.rows, 1024):
+                column.slice(start, min(start + 1024, report.rows))
+            ordered.append(report.rows / (time.thread_time() - begun))
+            reader.close()
+            shutil.rmtree(path)
+    found = {
+        "source": source.name,
+        "rows": report.rows,
+        "bytes_a_row": report.nbytes / report.rows,
+        "pack_us_cpu_a_row": float(np.median(packing)),
+        "pack_us_cpu_a_row_least": min(packing),
+        "observations_a_cpu_s": float(np.median(ordered)),
+        "256_rows_cold_ms_cpu": float(np.median(cold)) * 1e3,
+        "256_rows_cached_ms": float(np.median(cached)),
+    }
+    console.print(", ".join(f"{name} {value}" for name, value in found.items()))
+    return found
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Return the seconds that this thread works in one call."""
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
+
+
 def numbers(text: str) -> list[int]:
     """Whole numbers of an option, as in ``1e6,1e7``."""
     return [int(float(each)) for each in text.split(",")]
@@ -417,6 +465,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rows", type=numbers, help="the index alone, of so many rows: 1e6,1e8")
     parser.add_argument("--batches", type=numbers, default=[64, 128, 2**16], help="with --rows")
     parser.add_argument("--episodes", type=numbers, default=[22, 50, 300], help="with --rows")
+    parser.add_argument("--packed", type=Path, nargs="+", metavar="SRC", help="pack these")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     args.sizes = args.sizes or ((SIZES[-1],) if args.priorities else SIZES)
@@ -435,6 +484,11 @@ def main() -> None:
         found = [play_index(rows, episode, batch) for episode, batch, rows in cases]
         if args.json:
             write_json(args.json, found)
+        return
+    if args.packed:
+        played = [play_packed(source, args.rounds) for source in args.packed]
+        if args.json:
+            write_json(args.json, played)
         return
     console.print(f"{args.rounds} interleaved rounds of at least {args.seconds} s, one thread")
     # A batch and a read take more than 0.1 ms.

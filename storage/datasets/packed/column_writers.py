@@ -176,6 +176,7 @@ class Packing:
         plans: how each is packed.
         codec: returns the codec of a column.
         make: makes the writer of an array.
+        first: the number of the first row.
     """
 
     def __init__(
@@ -184,8 +185,9 @@ class Packing:
         plans: Sequence[ColumnPlan],
         codec: Callable[[Column], Codec],
         make: MakeWriter,
+        first: int = 0,
     ) -> None:
-        self._schema, self._make = schema, make
+        self._schema, self._make, self._first = schema, make, first
         self.writers: list[ChunkWriter] = []
         self._columns: dict[Key, ColumnLayout] = {}
         self._states: list[_States] = []
@@ -230,7 +232,7 @@ class Packing:
             writer.finish()
         arrays = tuple(each.layout.with_rows(each.rows) for each in self.writers)
         columns = tuple(self._columns[key] for key in self._schema.keys)
-        return Layout(self.rows, arrays, states, columns, self.old_rows)
+        return Layout(self.rows, arrays, states, columns, self.old_rows, self._first)
 
     def abandon(self) -> None:
         """Close all files."""

@@ -18,16 +18,16 @@ from tallyroll.storage.rows.schema import Column
 
 
 class RowsColumn(ColumnReader):
-    """A column that is an array."""
+    """A column that is an array; ``first`` is the number of its first row."""
 
-    def __init__(self, array: CachedArray) -> None:
-        self._array = array
+    def __init__(self, array: CachedArray, first: int) -> None:
+        self._array, self._first = array, first
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        return self._array.take(rows, out)
+        return self._array.take(rows - self._first if self._first else rows, out)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
-        return self._array.slice(start, stop)
+        return self._array.slice(start - self._first, stop - self._first)
 
 
 class States:
@@ -90,14 +90,16 @@ class StateColumn(ColumnReader):
         states: the states.
         column: the column.
         is_next: whether it is what came next.
+        first: the number of the first row.
     """
 
-    def __init__(self, states: States, column: Column, is_next: bool) -> None:
+    def __init__(self, states: States, column: Column, is_next: bool, first: int) -> None:
         self._states, self._column, self._is_next = states, column, is_next
+        self._first = first
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         breaks, starts = self._states.tables()
-        state = state_of(rows.reshape(-1), breaks, self._is_next)
+        state = state_of(rows.reshape(-1) - self._first, breaks, self._is_next)
         frames, layout = self._states.frames, self._states.layout
         shape = (*rows.shape, *self._column.shape)
         if starts is None:
@@ -128,7 +130,7 @@ class StateColumn(ColumnReader):
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         breaks, starts = self._states.tables()
-        rows = np.arange(start, max(start, stop))
+        rows = np.arange(start - self._first, max(start, stop) - self._first)
         frames, layout = self._states.frames, self._states.layout
         state = state_of(rows, breaks, self._is_next)
         if not len(rows):

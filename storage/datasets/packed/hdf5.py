@@ -103,6 +103,8 @@ class DatasetChunks:
         others = data.fletcher32 or data.scaleoffset is not None
         if found != wanted or others or data.chunks != (layout.chunk_rows, *layout.shape):
             raise _damaged(path, f"{name} is not as the manifest says")
+        if data.id.get_num_chunks() != layout.chunks:
+            raise _damaged(path, f"{name} has not all {layout.chunks:,} chunks")
         self.nbytes: int = data.id.get_storage_size()
 
     def prepared(self, chunk: int) -> tuple[int, bytes]:

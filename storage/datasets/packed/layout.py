@@ -172,6 +172,8 @@ class Layout:
     columns: tuple[ColumnLayout, ...]
     old_rows: int
     """The array of the numbers that rows had before."""
+    first: int = 0
+    """The number of the first row: in a ring that was packed, that of its oldest one."""
     version: int = VERSION
 
     def to_json(self) -> dict[str, Any]:
@@ -201,6 +203,7 @@ class Layout:
                 tuple(StatesLayout(**each) for each in value["states"]),
                 tuple(ColumnLayout(**each) for each in value["columns"]),
                 value["old_rows"],
+                value["first"],
                 version,
             )
             found._check(schema)
@@ -214,6 +217,8 @@ class Layout:
     def _check(self, schema: Schema) -> None:
         if self.version != VERSION or type(self.rows) is not int or self.rows < 0:
             raise ValueError(f"version {self.version!r:.80} of {self.rows!r:.80} rows is none")
+        if type(self.first) is not int or not 0 <= self.first < _MOST_ROWS:
+            raise ValueError(f"{self.first!r:.80} is no number of a row")
         if len({each.path for each in self.arrays}) < len(self.arrays):
             raise ValueError("an array is named twice")
         require_array(self.arrays, self.old_rows, self.rows, "int64", ())

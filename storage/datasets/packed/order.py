@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tallyroll.storage.engine.memory_left import require_memory
-from tallyroll.storage.files.copied_runs import Entry
-from tallyroll.storage.files.run_events import EVENTS, events_of, without_name
+from tallyroll.storage.files.copied_runs import FIRST_ROW_OF_RUN, Entry
+from tallyroll.storage.files.run_events import without_name
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import LANE, TRAJ_IDS
 from tallyroll.storage.trajectories.columns import numbers_of
@@ -55,26 +55,12 @@ def packed_order(reader: RowReader, span: range) -> np.ndarray:
     return found
 
 
-def packed_runs(runs: Sequence[Mapping[str, Any]], span: range) -> list[Entry]:
-    """Return the entries of runs for the rows of ``span``, which are numbered from 0.
+def packed_runs(runs: Sequence[Mapping[str, Any]], *, counted: bool) -> list[Entry]:
+    """Return the entries of runs for their packed rows.
 
-    They lack runs whose rows are all gone.
+    Unless a record that a collector wrote has ``counted`` these rows, they are none of a
+    collector's, whose rows a record counts.
     """
-    shift = span.start
-    if not shift:
-        return [without_name(run) for run in runs]
-    found = []
-    for number, run in enumerate(runs):
-        stop = runs[number + 1]["first_row"] if number + 1 < len(runs) else span.stop
-        if stop <= shift:
-            continue
-        entry = without_name(run)
-        for name in ("first_row", "first_row_of_run"):
-            if type(entry.get(name)) is int:
-                entry[name] = max(0, entry[name] - shift)
-        if EVENTS in entry:
-            first = entry.get("first_row_of_run", entry["first_row"])
-            moved = [{**each, "row": max(0, each["row"] - shift)} for each in events_of(run)]
-            entry[EVENTS] = [{**each, "at": max(0, each["row"] - first)} for each in moved]
-        found.append(entry)
-    return found
+    if not counted:
+        runs = [{name: run[name] for name in run if name != FIRST_ROW_OF_RUN} for run in runs]
+    return [without_name(run) for run in runs]

@@ -28,7 +28,7 @@ CACHE_NBYTES: Final = 2**29
 
 
 class PackedReader(RowReader):
-    """Packed rows, numbered from 0 in the order of their trajectories.
+    """Packed rows, numbered in the order of their trajectories: from 0, or as a ring's from there.
 
     Args:
         archive: the files.
@@ -113,7 +113,7 @@ class PackedReader(RowReader):
     @property
     def span(self) -> range:
         self.require_open()
-        return range(self.layout.rows)
+        return range(self.layout.first, self.layout.first + self.layout.rows)
 
     @property
     def manifest(self) -> Manifest:
@@ -123,11 +123,11 @@ class PackedReader(RowReader):
     def record(self) -> tuple[int, bytes] | None:
         self.require_open()
         found = self._manifest.get("record")
-        return (self.layout.rows, found.encode()) if isinstance(found, str) else None
+        return (self.span.stop, found.encode()) if isinstance(found, str) else None
 
     def old_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the numbers that ``rows`` [*] had in the storage that was packed, int64 [*]."""
-        return self._arrays[self.layout.old_rows].take(rows)
+        return RowsColumn(self._arrays[self.layout.old_rows], self.layout.first).take(rows)
 
     def column(self, key: Key) -> ColumnReader:
         self.require_open()
@@ -138,11 +138,12 @@ class PackedReader(RowReader):
         found = self.layout.columns[place]
         if found.states is None:
             assert found.array is not None
-            return RowsColumn(self._arrays[found.array])
-        return StateColumn(self._states[found.states], self.schema.columns[place], found.is_next)
+            return RowsColumn(self._arrays[found.array], self.layout.first)
+        column, states = self.schema.columns[place], self._states[found.states]
+        return StateColumn(states, column, found.is_next, self.layout.first)
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
-        return self._archive.read_episodes(dtype, self.layout.rows)
+        return self._archive.read_episodes(dtype, self.span.stop)
 
     def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
         found = self._archive.read_index(Owner(self.id, 0, 0), whole=whole)

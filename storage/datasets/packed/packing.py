@@ -109,7 +109,7 @@ def pack(
         target = folder / "rows"
         files = _Hdf5Files(target) if format == "hdf5" else _ZarrFiles(target)
         with contextlib.closing(files), translated(target):
-            packing = Packing(schema, plans, codec, files)
+            packing = Packing(schema, plans, codec, files, span.start)
             try:
                 _copy(reader, order, packing, progress)
                 layout = packing.finish()
@@ -246,15 +246,14 @@ def _manifest(
     reader: RowReader, span: range, schema: Schema, layout: Layout, format: str
 ) -> Manifest:
     source = reader.manifest
-    runs = packed_runs(source["runs"], span)
-    manifest = new_manifest(format, schema, runs)
+    record, kept = reader.record, None
+    if record is not None and record[0] == span.stop:
+        with contextlib.suppress(UnicodeDecodeError):  # no collector's
+            kept = record[1].decode()
+    manifest = new_manifest(format, schema, packed_runs(source["runs"], counted=bool(kept)))
     known = {"id": source["id"], "format": source["format"], "rows": [span.start, span.stop]}
     manifest |= {"packed": layout.to_json(), "packed_from": known}
-    record = reader.record
-    if record is not None and record[0] == span.stop and not span.start:
-        with contextlib.suppress(UnicodeDecodeError):  # no collector's
-            manifest["record"] = record[1].decode()
-    return manifest
+    return manifest if kept is None else {**manifest, "record": kept}
 
 
 class _ZarrFiles:
@@ -296,7 +295,7 @@ class _ZarrFiles:
                 write_table(self._inside, ours / EPISODES, index.table(packed))
             if not missing(packed.schema, WHOSE):
                 rows = index.rows(packed)
-                if rows.in_blocks:
+                if rows.in_blocks and not packed.span.start:
                     owner = Owner(packed.id, 0, 0)
                     write_index(self._inside, ours / INDEX, owner, rows.state(), synced=False)
 

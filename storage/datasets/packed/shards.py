@@ -21,7 +21,7 @@ from tallyroll.storage.datasets.packed.codecs import BadChunk, crc32c
 from tallyroll.storage.datasets.packed.layout import ArrayLayout
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.paths import failed
-from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.files.safe_files import Inside, close_all
 
 _ABSENT: Final = 2**64 - 1
 _SUM_NBYTES: Final = 4
@@ -269,9 +269,12 @@ class ShardChunks:
 
     def close(self) -> None:
         """Close all files."""
-        files, self._files = self._files, OrderedDict()
-        for file in files.values():
-            os.close(file)
+        close_all(self._files.values())
+        self._files.clear()
+
+    def __del__(self) -> None:
+        # Of a reader that nobody closed.
+        self.close()
 
 
 def damaged_chunk(path: Any, layout: ArrayLayout, chunk: int, error: Exception) -> CorruptStorage:

@@ -163,6 +163,25 @@ def test_an_hdf5_file_that_is_cut_short_or_links_elsewhere(packed_file: Path) ->
         open_storage(packed_file)
 
 
+def test_an_hdf5_file_that_says_too_much(packed_file: Path) -> None:
+    """Rows that are not there take no memory, and are told."""
+    with h5py.File(packed_file, "r+") as file:
+        file["action"].resize(2**40, axis=0)
+    with pytest.raises(CorruptStorage, match="action is not as the manifest says"):
+        open_storage(packed_file)
+    with h5py.File(packed_file, "r+") as file:
+        manifest = json.loads(file["tallyroll/manifest"][()].tobytes())
+        del manifest["crc32"]
+        for each in manifest["packed"]["arrays"]:
+            if each["path"] == ["action"]:
+                each.update(rows=2**40, shard_rows=2**21)
+        content = np.frombuffer(json.dumps(sealed(manifest)).encode(), np.uint8)
+        del file["tallyroll/manifest"]
+        file["tallyroll/manifest"] = content
+    with pytest.raises(CorruptStorage, match="is not that of its column"):
+        open_storage(packed_file)
+
+
 # --- what says too much ---------------------------------------------------------------------------
 
 BOMB = Zstd(9).encode(np.zeros(2**26, np.uint8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
@@ -125,10 +126,51 @@ def test_a_ring_is_packed_with_the_rows_that_are_left(tmp_path: Path) -> None:
             ring.extend(rows, ids="fresh")
         ring.pack(tmp_path / "packed")
         with open_storage(tmp_path / "packed") as packed:
-            assert packed.span == range(60)
-            assert sorted(packed.old_rows()) == [*range(39, 99)]
+            assert packed.span == range(39, 99)
+            assert sorted(packed.old_rows()) == [*packed.span]
+            for id, rows in ring.trajectories.items():
+                assert_same_rows(packed.trajectories[id], rows)
             assert content_hash(packed) == content_hash(ring)
     assert verify(tmp_path / "packed").sound
+
+
+def test_a_ring_of_a_collector_and_a_view_of_one(tmp_path: Path) -> None:
+    """A ring's rows keep their numbers, in another order; no record counts those of a view."""
+    with (
+        MemmapStorage(tmp_path / "ring", max_size=90) as ring,
+        SyncCollector(
+            "CartPole-v1", num_envs=3, frames_per_batch=50, total_frames=200, storage=ring
+        ) as collector,
+    ):
+        collector.collect(200)
+    with open_storage(tmp_path / "ring") as ring:
+        ring.pack(tmp_path / "packed")
+        with open_storage(tmp_path / "packed") as packed:
+            assert content_hash(packed) == content_hash(ring)
+            assert (packed.runs, packed.record) == (ring.runs, ring.record)
+            view = packed.trajectories.where("lane > 0")
+            view.pack(tmp_path / "chosen")
+            with open_storage(tmp_path / "chosen") as chosen:
+                assert content_hash(chosen) == content_hash(view)
+                assert {*chosen.column(LANE).tolist()} == {1, 2}
+    assert verify(tmp_path / "packed").sound
+    # Some of its trajectories have no first step, which only a ring's may lack.
+    assert {each.check for each in verify(tmp_path / "chosen").findings} <= {"steps"}
+
+
+def test_packed_storages_are_read_as_one(tmp_path: Path) -> None:
+    for name, part in (("a", collected()[:60]), ("b", collected()[60:])):
+        with MemmapStorage(tmp_path / f"{name}.rows") as storage:
+            storage.extend(part)
+            storage.pack(tmp_path / name)
+    with open_storage([tmp_path / "a", tmp_path / "b"]) as both:
+        assert len(both) == 141
+        report = both.pack(tmp_path / "both")
+        with open_storage(report.path) as packed:
+            assert content_hash(packed) == content_hash(both)
+            packed.copy_to(tmp_path / "copied")
+            with open_storage(tmp_path / "copied") as copied:
+                assert content_hash(copied) == content_hash(both)
 
 
 def test_rows_of_no_trajectory_and_no_rows(tmp_path: Path) -> None:
@@ -361,3 +403,13 @@ def test_a_forked_child_reads(wide: tuple[Path, np.ndarray]) -> None:
 def test_a_packed_storage_travels(wide: tuple[Path, np.ndarray]) -> None:
     with open_storage(wide[0]) as packed, pickle.loads(pickle.dumps(packed)) as there:
         assert (there.column("x") == wide[1]).all()
+
+
+def test_a_reader_that_nobody_closes_leaves_no_file_open(wide: tuple[Path, np.ndarray]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    reader = PackedReader(ZarrArchive(wide[0]))
+    reader.column(("x",)).take(np.arange(700))
+    assert len(os.listdir("/proc/self/fd")) > before
+    del reader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
