@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass
 class Order:
     """Numbers of items, shuffled in blocks, for one epoch.
 
@@ -32,38 +32,35 @@ class Order:
 
     def __post_init__(self) -> None:
         blocks = -(-self.count // self.block)
-        rng = np.random.default_rng([self.seed, self.epoch])
-        order = rng.permutation(blocks)
-        starts = np.arange(0, blocks, self._width)
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(blocks)
+        starts = np.arange(0, blocks, self.window)
         short = blocks * self.block - self.count  # what the last block lacks
         begins = starts * self.block
         if short:
             begins = begins - short * (starts > int(np.flatnonzero(order == blocks - 1)[0]))
-        object.__setattr__(self, "_order", order)
-        object.__setattr__(self, "_begins", begins)
-
-    @property
-    def _width(self) -> int:
-        return 2**16 if self.block == 1 else self.window
+        self._order, self._begins = order, begins
+        self._last = -1, order
+        """The number of the window that was asked for last, and its items."""
 
     def __getitem__(self, places: slice) -> np.ndarray:
         """Return the items at some places of the order, int64."""
         start, stop, step = places.indices(self.count)
-        if start >= stop:
-            return np.empty(0, np.int64)
-        begins: np.ndarray = self._begins  # type: ignore[attr-defined]
-        first, last = begins.searchsorted([start, stop - 1], side="right") - 1
-        every = np.concatenate([self._window(each) for each in range(int(first), int(last) + 1)])
-        offset = int(begins[first])
-        return every[start - offset : stop - offset : step]
+        if self.block == 1 or start >= stop:
+            return self._order[start:stop:step]
+        first, last = self._begins.searchsorted([start, stop - 1], side="right") - 1
+        every = [self._window(each) for each in range(int(first), int(last) + 1)]
+        offset = int(self._begins[first])
+        return np.concatenate(every)[start - offset : stop - offset : step]
 
     def _window(self, number: int) -> np.ndarray:
         """Return the items of one window, in their order."""
-        order: np.ndarray = self._order  # type: ignore[attr-defined]
-        blocks = order[number * self._width : (number + 1) * self._width]
-        if self.block == 1:
-            return blocks
-        items = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
-        items = items[items < self.count]
-        # From 1: numbers that end with 0 seed as those without it do.
-        return np.random.default_rng([self.seed, self.epoch, number + 1]).permutation(items)
+        last, items = self._last
+        if number != last:
+            blocks = self._order[number * self.window : (number + 1) * self.window]
+            items = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
+            items = items[items < self.count]
+            # From 1: numbers that end with 0 seed as those without it do.
+            rng = np.random.default_rng([self.seed, self.epoch, number + 1])
+            items = rng.permutation(items)
+            self._last = number, items
+        return items

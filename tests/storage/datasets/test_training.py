@@ -82,7 +82,7 @@ def test_an_order_has_each_item_once_in_whatever_parts_it_is_asked_for(
     if block > 1:  # an item lies within the window of its block
         blocks = -(-count // block)
         for at in range(-(-blocks // window)):
-            begins = order._begins  # type: ignore[attr-defined]
+            begins = order._begins
             stop = begins[at + 1] if at + 1 < len(begins) else count
             assert len({*(whole[begins[at] : stop] // block).tolist()}) <= window
 
