@@ -6,6 +6,8 @@ from tallyroll.storage.datasets.statistics.statistics import (
     ColumnStatistics as ColumnStatistics,
 )
 from tallyroll.storage.datasets.statistics.statistics import Statistics as Statistics
+from tallyroll.storage.datasets.packed.column_writers import FrameStack as FrameStack
+from tallyroll.storage.datasets.packed.packing import PackReport as PackReport
 from tallyroll.storage.datasets.training.epoch_batches import EpochBatches as EpochBatches
 from tallyroll.storage.datasets.training.row_dataset import RowDataset as RowDataset
 from tallyroll.storage.datasets.views.trajectories import (
