@@ -10,6 +10,8 @@ import random
 import time
 from pathlib import Path
 
+import pytest
+
 from tallyroll.storage import MemmapStorage, content_hash, open_storage, verify
 from tallyroll.storage.datasets import copying
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
@@ -71,6 +73,7 @@ def kill_at_random(folder: Path, kills: int) -> tuple[int, int]:
     return nothing, whole
 
 
+@pytest.mark.timeout(60 + 4 * KILLS)
 def test_a_killed_copy_leaves_nothing_or_all(tmp_path: Path) -> None:
-    found = in_a_process(kill_at_random, tmp_path, KILLS, seconds=30 + 2 * KILLS)
+    found = in_a_process(kill_at_random, tmp_path, KILLS, seconds=50 + 4 * KILLS)
     assert sum(found) == KILLS

@@ -249,6 +249,7 @@ def test_it_has_the_rows_of_its_opening(three: Path) -> None:
             assert_same(there.get(slice(None)), before)
         with open_storage([three / "a", three / "b"]) as later:
             assert len(later) == 60
+            assert_same(later.get([3]), before[[3]])
             take_back(writer.writer, 30, None)
             for read in (
                 lambda: later.get([3]),
