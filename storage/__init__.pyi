@@ -1,13 +1,13 @@
 """Public names, stated here alone (`package/public_names.py`). Every error is one."""
 
 from tallyroll.storage.datasets.copying import CopyReport as CopyReport
+from tallyroll.storage.datasets.packed.column_writers import FrameStack as FrameStack
+from tallyroll.storage.datasets.packed.packing import PackReport as PackReport
 from tallyroll.storage.datasets.statistics.normaliser import Normaliser as Normaliser
 from tallyroll.storage.datasets.statistics.statistics import (
     ColumnStatistics as ColumnStatistics,
 )
 from tallyroll.storage.datasets.statistics.statistics import Statistics as Statistics
-from tallyroll.storage.datasets.packed.column_writers import FrameStack as FrameStack
-from tallyroll.storage.datasets.packed.packing import PackReport as PackReport
 from tallyroll.storage.datasets.training.epoch_batches import EpochBatches as EpochBatches
 from tallyroll.storage.datasets.training.row_dataset import RowDataset as RowDataset
 from tallyroll.storage.datasets.views.trajectories import (
