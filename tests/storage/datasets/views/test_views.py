@@ -23,6 +23,7 @@ from tallyroll.storage import (
     open_storage,
     verify,
 )
+from tallyroll.storage.datasets.views.view_reader import ViewReader
 from tallyroll.storage.errors import (
     ColumnsMissing,
     InvalidExpression,
@@ -209,6 +210,10 @@ def test_the_runs_keep_their_numbers(tmp_path: Path) -> None:
         later = trajectories.where("run == 1 and reset_seed < 0")
         assert (later.trajectories.table["reset_seed"] == -1).all()
         assert len(later.trajectories.where("reset_seed >= 0")) == 0
+        reader = later.reader
+        assert isinstance(reader, ViewReader)
+        counted = ViewReader(reader.rows, reader.picked).trajectories.table  # as those of rings are
+        assert (counted["reset_seed"] == -1).all()
 
 
 def test_what_is_made_of_it_says_whence(path: Path, tmp_path: Path) -> None:
