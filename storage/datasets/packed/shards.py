@@ -273,7 +273,7 @@ class ShardChunks:
         self._files.clear()
 
     def __del__(self) -> None:
-        # Of a reader that nobody closed.
+        # Of a reader that was not closed.
         self.close()
 
 

@@ -323,7 +323,7 @@ def test_a_full_disk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_arguments_that_are_wrong(base: Path, tmp_path: Path) -> None:
-    from tallyroll.storage.datasets.packed.column_writers import FrameStack
+    from tallyroll.storage import FrameStack
 
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"format": "npz"}, "expected 'zarr' or 'hdf5', got 'npz'"),

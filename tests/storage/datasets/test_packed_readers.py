@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
-from tallyroll.storage import MemmapStorage, content_hash, diff, open_storage, verify
+from tallyroll.storage import FrameStack, MemmapStorage, content_hash, diff, open_storage, verify
 from tallyroll.storage.datasets.packed.archives import ZarrArchive
-from tallyroll.storage.datasets.packed.column_writers import FrameStack
 from tallyroll.storage.datasets.packed.packed_reader import PackedReader
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.rows.keys import LANE, STEP, TRAJ_IDS
