@@ -45,9 +45,10 @@ environment system, SYSTEM:ID (`tallyroll envs` lists them)
   tallyroll collect envpool:CartPole-v1 --frames 1e6 --num-envs 64 --out c
 """
 COLLECT_SHARDS = """\
-example: a job of an array, each of which is started again by the same command
+example: one of 8 jobs, each of which is started again by the same command; in
+an array, put $SLURM_ARRAY_TASK_ID or $JOB_COMPLETION_INDEX for each 0 of these
   tallyroll collect CartPole-v1 --frames 1e6 --num-envs 64 --seed 0 --resume \\
-    --shard $SLURM_ARRAY_TASK_ID/8 --out runs/part-$SLURM_ARRAY_TASK_ID
+    --shard 0/8 --out runs/part-0
 """
 COLLECT_WORKERS = """\
 example: costly steps, in 4 processes (the data are those of one process)
