@@ -45,10 +45,10 @@ environment system, SYSTEM:ID (`tallyroll envs` lists them)
   tallyroll collect envpool:CartPole-v1 --frames 1e6 --num-envs 64 --out c
 """
 COLLECT_SHARDS = """\
-example: one of 8 jobs, each of which is started again by the same command; in
-an array, put $SLURM_ARRAY_TASK_ID or $JOB_COMPLETION_INDEX for each 0 of these
+example: one job of 8, to be started again by the same command; in an array
+its number is $SLURM_ARRAY_TASK_ID, or $JOB_COMPLETION_INDEX, in place of 3
   tallyroll collect CartPole-v1 --frames 1e6 --num-envs 64 --seed 0 --resume \\
-    --shard 0/8 --out runs/part-0
+    --shard 3/8 --out runs/part-3
 """
 COLLECT_WORKERS = """\
 example: costly steps, in 4 processes (the data are those of one process)
