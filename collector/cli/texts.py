@@ -45,9 +45,10 @@ environment system, SYSTEM:ID (`tallyroll envs` lists them)
   tallyroll collect envpool:CartPole-v1 --frames 1e6 --num-envs 64 --out c
 """
 COLLECT_SHARDS = """\
-example: a job of an array, each of which is started again by the same command
+example: one job of 8, to be started again by the same command; in an array
+its number is $SLURM_ARRAY_TASK_ID, or $JOB_COMPLETION_INDEX, in place of 3
   tallyroll collect CartPole-v1 --frames 1e6 --num-envs 64 --seed 0 --resume \\
-    --shard $SLURM_ARRAY_TASK_ID/8 --out runs/part-$SLURM_ARRAY_TASK_ID
+    --shard 3/8 --out runs/part-3
 """
 COLLECT_WORKERS = """\
 example: costly steps, in 4 processes (the data are those of one process)

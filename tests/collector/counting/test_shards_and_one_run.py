@@ -46,6 +46,12 @@ def test_random_openings_end_with_the_one_runs(tmp_path: Path) -> None:
     assert [int(each.sum()) for each in drawn] == [8, 7, 9], "24 over 7 lanes: 4 4 4 3 3 3 3"
 
 
+@pytest.mark.parametrize("kind", ["discrete", "masked"])
+def test_workers_of_a_shard_act_at_random_as_the_one_run(tmp_path: Path, kind: str) -> None:
+    """Numbers are drawn by the parent, or, where a mask is looked at, by each worker."""
+    Sharded(kind, 6, 2, 100, by_policy=False, workers=2).check(tmp_path)
+
+
 @pytest.mark.slow  # a job of threads, above, is pickled as one of processes
 def test_processes_step_the_lanes_of_a_shard(tmp_path: Path) -> None:
     options: dict[str, Any] = {"frames_per_batch": 30, "total_frames": 203, "seed": 2}

@@ -93,8 +93,8 @@ def test_collectors_state_options_alike() -> None:
     assert set(described(MultiprocessCollector)) == {*many} - {*shared} | {"policy"}
     options = [each.name for each in fields(Options) if each.init]
     assert [name for name in shared if name in options] == options
-    assert len(one) <= 24
-    assert len(many) <= 29
+    assert len(one) <= 25
+    assert len(many) <= 30
 
 
 def test_type_checkers_are_told_of_each_field_as_a_keyword() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import gymnasium as gym
 import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
-from random_shards import Wanderer, joined, next_step_vector, rows_of
+from random_shards import Wanderer, in_order, joined, next_step_vector, rows_of
 from tensordict import TensorDictBase
 
 from tallyroll.collector import (
@@ -269,20 +270,24 @@ def test_lanes_that_come_in_any_order_are_exactly_as_many(tmp_path: Path) -> Non
 
 
 class Failing(Wanderer):
-    """Raises in the 9th step that any of them makes, once."""
+    """Raises once, in a step after the first batch."""
 
-    steps = 0
+    steps = count()  # threads share it
+
+    def reset(self, **given: Any) -> Any:
+        super().reset(**given)
+        self.left = 50  # so that the fault is within an episode
+        return self.seen(), {}
 
     def step(self, action: Any) -> Any:
-        type(self).steps += 1
-        if type(self).steps == 9:
+        if next(self.steps) == 33:
             raise RuntimeError("a fault")
         return super().step(action)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_that_is_replaced_has_lanes_of_the_shard(mode: Any, tmp_path: Path) -> None:
-    Failing.steps = 0
+    Failing.steps = count()
 
     def make() -> gym.Env[Any, Any]:
         from test_sharding import Failing  # travels by its name, so that all count together
@@ -307,7 +312,11 @@ def test_a_worker_that_is_replaced_has_lanes_of_the_shard(mode: Any, tmp_path: P
     rows = rows_of(tmp_path / "a")
     assert len(rows[LANE]) == PARTS[1]
     assert (rows[TRAJ_IDS] % 8 == rows[LANE]).all()
-    assert {*rows[LANE].tolist()} == {2, 3, 4}
+    assert {*rows[LANE].tolist()} <= {2, 3, 4}
+    ordered = in_order(rows)
+    goes_on = ordered[TRAJ_IDS][1:] == ordered[TRAJ_IDS][:-1]
+    before, after = ordered["next", "place"][:-1][goes_on], ordered["place",][1:][goes_on]
+    assert (before == after).all(), "what another worker goes on with is another trajectory"
     assert not verify(tmp_path / "a").findings
 
 
