@@ -53,7 +53,9 @@ class Normaliser(ObservationNorm):
         self.register_buffer("limit", limit)
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = super()._apply_transform(obs)
+        # TorchRL's own asks a tensor which of two ways it goes, which torch.vmap cannot: losses of
+        # TorchRL call all copies of a network at once by it.
+        found: torch.Tensor = (obs - self.loc) / self.scale
         return found.clamp(-self.limit, self.limit)
 
     def forward(self, tensordict: Any) -> Any:

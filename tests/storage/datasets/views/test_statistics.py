@@ -314,6 +314,12 @@ def pole(tmp_path: Path) -> Path:
     return tmp_path / "pole"
 
 
+def _called(module: torch.nn.Module, state: TensorDict, given: torch.Tensor) -> torch.Tensor:
+    with state.to_module(module):
+        found: torch.Tensor = module(given)
+    return found
+
+
 def test_a_normaliser(pole: Path) -> None:
     with open_storage(pole) as storage:
         normaliser = storage.normaliser("observation")
@@ -331,6 +337,9 @@ def test_a_normaliser(pole: Path) -> None:
         )
         near = storage.normaliser("observation", clip=0.5)
         assert near(observed).abs().max() == 0.5
+    copies = [TensorDict.from_module(normaliser).data for _ in range(2)]  # as losses of TorchRL do
+    for each in torch.vmap(lambda state: _called(normaliser, state, observed))(torch.stack(copies)):
+        torch.testing.assert_close(each, normaliser(observed))
     fresh = Normaliser("observation", torch.zeros(4), torch.ones(4), clip=1)
     fresh.load_state_dict(normaliser.state_dict())
     assert (fresh(observed) == normaliser(observed)).all()
