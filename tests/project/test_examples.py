@@ -706,6 +706,33 @@ def test_clone_dataloader_learns_the_same_from_two_workers(
         assert list(Path(short).iterdir()) == []  # its temporary directory would be here
 
 
+def test_a_dataset_is_made_of_shards_and_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(tmp_path / "data")
+    small = {"transitions": 601, "epochs": 1, "minibatch": 100, "eval_episodes": 3}
+    out = run_here("datasets/offline_iql.py", capsys, data=data, **small)  # makes it first
+    table = re.findall(r"^(\w+) +(\d+) +(\d+) +[\d.]+ +\d+ +\d+$", out, re.MULTILINE)
+    rows = {name: int(number) for name, number, _ in table}
+    episodes = {name: int(number) for name, _, number in table}
+    assert list(rows) == ["random", "poor", "good", "all", "train", "val"]
+    assert [rows[name] for name in ("random", "poor", "good", "all")] == [601, 601, 601, 1803]
+    assert rows["train"] + rows["val"] == 1803
+    found = re.findall(r"^epoch +(\d)  rows +(\d+)  return", out, re.MULTILINE)
+    assert found == [("0", "0"), ("1", str(rows["train"]))]
+    with open_storage([tmp_path / "data" / f"{part}.packed" for part in ("train", "val")]) as both:
+        assert len(both) == 1803
+        assert len(both.trajectories) == episodes["all"] == episodes["train"] + episodes["val"]
+    with open_storage(tmp_path / "data" / "good.packed") as good:
+        assert good.trajectories.returns.min() >= 100
+
+    # Once more: shards that are complete are not collected again, packed rows are kept.
+    again = run_here("datasets/make_dataset.py", capsys, out=data, transitions=601)
+    assert again.splitlines()[:7] == out.splitlines()[:7]
+    with pytest.raises(SystemExit, match=r"train\.packed was made with other options"):
+        run_here("datasets/make_dataset.py", capsys, out=data, transitions=700)
+
+
 @pytest.mark.slow
 def test_goals_in_hindsight_and_old_rows_are_compared_with_none(
     capsys: pytest.CaptureFixture[str],
@@ -721,7 +748,7 @@ def test_goals_in_hindsight_and_old_rows_are_compared_with_none(
 @pytest.mark.slow
 def test_other_libraries_read_what_open_storage_reads(tmp_path: Path) -> None:
     out = run(
-        "read_with_h5py_and_zarr.py",
+        "datasets/read_with_h5py_and_zarr.py",
         tmp_path,
         frames=1001,
         frames_per_batch=300,
@@ -752,7 +779,7 @@ def test_other_libraries_read_what_open_storage_reads(tmp_path: Path) -> None:
 
 
 def test_reading_notices_another_bit_name_shape_or_dtype() -> None:
-    same = names_of("read_with_h5py_and_zarr.py")["same"]
+    same = names_of("datasets/read_with_h5py_and_zarr.py")["same"]
     ours = {"reward": np.zeros((4, 1), np.float32)}
     assert same(ours, {"reward": np.zeros((4, 1), np.float32)})
     assert not same(ours, {"reward": -np.zeros((4, 1), np.float32)})

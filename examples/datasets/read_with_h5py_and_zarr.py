@@ -1,7 +1,7 @@
 """The same transitions in HDF5 and in Zarr, read by the libraries that others use.
 
     pip install h5py zarr tensorstore xarray
-    python examples/read_with_h5py_and_zarr.py --out data/examples/shared
+    python examples/datasets/read_with_h5py_and_zarr.py --out data/examples/shared
 
 Collects CartPole twice with the same seed, into ``OUT/cartpole.h5`` and ``OUT/cartpole.zarr``:
 the ending of a path chooses the format. Then h5py, tensordict, zarr-python, TensorStore and xarray
