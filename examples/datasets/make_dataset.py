@@ -1,7 +1,7 @@
 """Nine shards of three policies become one dataset: checked, chosen from, split, packed.
 
-    python examples/datasets/make_dataset.py --out data/cartpole
-    python examples/datasets/make_dataset.py --out data/cartpole    # once more, if it was killed
+    python examples/datasets/make_dataset.py --out data/policies
+    python examples/datasets/make_dataset.py --out data/policies    # once more, if it was killed
 
 A random policy, a poor one and a good one, half of whose actions are random, collect CartPole, each
 exactly as many transitions as were asked for, in shards. A shard needs nothing of the others: here
@@ -44,7 +44,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass
 class Args:
-    out: str = option("data/cartpole", "folder of the shards, and of the datasets made of them")
+    out: str = option("data/policies", "folder of the shards, and of the datasets made of them")
     transitions: int = option(10_000, "of each policy, exactly")
     shards: int = option(3, "parts that each policy's transitions are collected in")
     num_envs: int = option(6, "lanes of all shards of a policy together")

@@ -63,7 +63,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass
 class Args:
-    data: str = option("data/cartpole", "folder that make_dataset.py made; made if it is not there")
+    data: str = option("data/policies", "folder that make_dataset.py made; made if it is not there")
     transitions: int = option(10_000, "of each policy, if the folder is made")
     seed: int = option(1, "of weights, the order of rows and the evaluation")
     epochs: int = option(30, "passes over the rows")
