@@ -1,4 +1,4 @@
-"""The shards of one run among the members of a union: which are there, and which are not."""
+"""The shards of runs among the members of a union: which are there, and which are not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARD: Final = "shard"
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class RunShards:
     """The shards that a union has of one run."""
 
     run: str
@@ -28,8 +28,6 @@ class Shards:
     missing: tuple[int, ...]
     doubled: Mapping[int, tuple[str, ...]]
     """The paths of each shard that several members are."""
-    foreign: tuple[str, ...]
-    """The paths of members that are no shards of this run."""
 
     @property
     def problems(self) -> list[str]:
@@ -41,7 +39,6 @@ class Shards:
             f"shard {index} of {self.of} is there more than once: {', '.join(paths)}"
             for index, paths in self.doubled.items()
         ]
-        found += [f"{path} is no shard of run {self.run}" for path in self.foreign]
         if self.asked is not None and self.rows != self.asked and not self.missing:
             found.append(
                 f"the shards have {self.rows:,} rows, and {self.asked:,} were asked of them"
@@ -57,43 +54,72 @@ class Shards:
             "rows": self.rows,
             "missing": list(self.missing),
             "doubled": {str(index): list(paths) for index, paths in self.doubled.items()},
+            "complete": not self.problems,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The shards among the members of a union, by the runs that they are of."""
+
+    runs: tuple[RunShards, ...]
+    """Each run of which there is a shard, in the order of their first ones."""
+    foreign: tuple[str, ...]
+    """The paths of members that are no shards of any run."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Differences from exactly all shards of each run, one sentence each."""
+        one = len(self.runs) == 1
+        found = [
+            problem if one else f"run {run.run}: {problem}"
+            for run in self.runs
+            for problem in run.problems
+        ]
+        whose = f" of run {self.runs[0].run}" if one else ""
+        return [*found, *(f"{path} is no shard{whose}" for path in self.foreign)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {
+            "runs": [run.as_json() for run in self.runs],
             "foreign": list(self.foreign),
             "complete": not self.problems,
         }
 
 
 def shards_of(members: Iterable[Member]) -> Shards | None:
-    """Return the shards among members, of the run that most of them are of; None without any.
+    """Return the shards among members; None without any.
 
     A member is a shard if all its runs say that it is the same one.
     """
-    members = list(members)
-    said = [_shard_of(each) for each in members]
-    counts: dict[tuple[str, int], int] = {}
-    for each in said:
-        if each is not None:
-            counts[each[0], each[2]] = counts.get((each[0], each[2]), 0) + 1
-    if not counts:
-        return None
-    run, of = max(counts, key=lambda key: counts[key])
-    paths: dict[int, list[str]] = {}
-    asked, rows, foreign = None, 0, []
-    for member, each in zip(members, said, strict=True):
-        if each is None or (each[0], each[2]) != (run, of):
+    of_runs: dict[tuple[str, int], list[tuple[Member, int, int | None]]] = {}
+    foreign = []
+    for member in members:
+        if (said := _shard_of(member)) is None:
             foreign.append(str(member.path))
-            continue
-        index = each[1]
+        else:
+            run, index, of, asked = said
+            of_runs.setdefault((run, of), []).append((member, index, asked))
+    if not of_runs:
+        return None
+    runs = tuple(_shards_of_run(run, of, found) for (run, of), found in of_runs.items())
+    return Shards(runs, tuple(foreign))
+
+
+def _shards_of_run(run: str, of: int, found: list[tuple[Member, int, int | None]]) -> RunShards:
+    paths: dict[int, list[str]] = {}
+    rows = 0
+    for member, index, _ in found:
         rows += 0 if index in paths else len(member.rows)
         paths.setdefault(index, []).append(str(member.path))
-        asked = each[3] if asked is None else asked
-    return Shards(
+    return RunShards(
         run,
         of,
-        asked,
+        next((asked for _, _, asked in found if asked is not None), None),
         rows,
         tuple(index for index in range(of) if index not in paths),
         {index: tuple(those) for index, those in sorted(paths.items()) if len(those) > 1},
-        tuple(foreign),
     )
 
 

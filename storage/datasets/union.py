@@ -247,7 +247,7 @@ class UnionReader(RowReader):
 
     @property
     def shards(self) -> Shards | None:
-        """The shards of a run that are members, and what is missing of them; None without any."""
+        """The shards of runs that are members, and what is missing of them; None without any."""
         return shards_of(self.members)
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:

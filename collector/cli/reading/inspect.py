@@ -281,17 +281,19 @@ def _show_members(page: Page, facts: Mapping[str, Any]) -> None:
         names = ("path", "format", "first_row", "rows", "ids_moved_by")
         lines = (tuple(each[name] for name in names) for each in facts["members"])
         page.table(("path", "format", "first row", "rows", "ids moved by"), lines)
-    if (shards := facts.get("shards")) is not None:
-        there = shards["of"] - len(shards["missing"])
-        whole = "exactly all" if shards["complete"] else "not exactly all"
-        of = "" if shards["asked"] is None else f" of {shards['asked']:,}"
-        page.head(f"Shards of run {shards['run']}")
-        page.print(f"{there} of {shards['of']}, {shards['rows']:,} rows{of}: {whole}")
-        for name in ("missing", "foreign"):
-            if shards[name]:
-                page.print(f"{name}: {', '.join(map(str, shards[name]))}")
-        for index, paths in shards["doubled"].items():
+    shards: Mapping[str, Any] = facts.get("shards", {"runs": (), "foreign": ()})
+    for run in shards["runs"]:
+        there = run["of"] - len(run["missing"])
+        whole = "exactly all" if run["complete"] else "not exactly all"
+        of = "" if run["asked"] is None else f" of {run['asked']:,}"
+        page.head(f"Shards of run {run['run']}")
+        page.print(f"{there} of {run['of']}, {run['rows']:,} rows{of}: {whole}")
+        if run["missing"]:
+            page.print(f"missing: {', '.join(map(str, run['missing']))}")
+        for index, paths in run["doubled"].items():
             page.print(f"doubled: {index} is {', '.join(paths)}")
+    if shards["foreign"]:
+        page.print(f"foreign: {', '.join(shards['foreign'])}")
 
 
 def runs_as_text(facts: Mapping[str, Any]) -> str:

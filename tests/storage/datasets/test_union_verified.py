@@ -111,7 +111,8 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert isinstance(union.reader, UnionReader)
         found = union.reader.shards
         assert found is not None
-        assert (found.of, found.asked, found.rows, found.problems) == (3, 90, 90, [])
+        (run,) = found.runs
+        assert (run.of, run.asked, run.rows, found.problems) == (3, 90, 90, [])
         union.copy_to(tmp_path / "all")
     assert main(["inspect", "--json", *map(str, paths)]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -122,12 +123,19 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     again = made(tmp_path / "again", 700, shard=shard(1))
     other = made(tmp_path / "other", 800, shard=shard(1, run="x"))
     plain = made(tmp_path / "plain", 900)
+    assert messages([paths[0], plain, *paths[1:]]) == [f"members: {plain} is no shard of run r"]
     assert messages([paths[0], paths[1], again, other, plain]) == [
-        "members: shards 2 of 3 are missing",
-        f"members: shard 1 of 3 is there more than once: {paths[1]}, {again}",
-        f"members: {other} is no shard of run r",
-        f"members: {plain} is no shard of run r",
+        "members: run r: shards 2 of 3 are missing",
+        f"members: run r: shard 1 of 3 is there more than once: {paths[1]}, {again}",
+        "members: run x: shards 0, 2 of 3 are missing",
+        f"members: {plain} is no shard",
     ]
+    rest = [made(tmp_path / f"x-{i}", 1000 + 100 * i, shard=shard(i, run="x")) for i in (0, 2)]
+    runs = [rest[0], *paths, other, rest[1]]  # each is whole, in whatever order they come
+    assert messages(runs) == []
+    assert main(["inspect", "--json", *map(str, runs)]) == 0
+    facts = json.loads(capsys.readouterr().out)["shards"]
+    assert (facts["complete"], [each["run"] for each in facts["runs"]]) == (True, ["x", "r"])
     short = made(tmp_path / "short", 600, rows=25, shard=shard(2))
     assert messages([*paths[:2], short]) == [
         "members: the shards have 85 rows, and 90 were asked of them"
