@@ -177,14 +177,18 @@ def _sources(reader: RowReader) -> list[RowReader]:
     return [e.reader for e in reader.members] if isinstance(reader, UnionReader) else [reader]
 
 
+def source_around(reader: RowReader, place: Path) -> Path | None:
+    """Return the path of a storage that has some of the rows, if ``place`` lies within it."""
+    above = Path(os.path.realpath(place)).parents
+    paths = (each.path for each in _sources(reader))
+    return next((path for path in paths if Path(os.path.realpath(path)) in above), None)
+
+
 def _require_outside(reader: RowReader, place: Path) -> None:
-    real = Path(os.path.realpath(place))
-    for each in _sources(reader):
-        if Path(os.path.realpath(each.path)) in real.parents:
-            raise NotWritable(
-                f"{place} lies within the storage {each.path}, whose folder is its own. Give "
-                "another path."
-            )
+    if (source := source_around(reader, place)) is not None:
+        raise NotWritable(
+            f"{place} lies within the storage {source}, whose folder is its own. Give another path."
+        )
 
 
 def _overlays(reader: RowReader) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Final, Literal
 import numpy as np
 
 from tallyroll.storage.datasets.aside import folder_beside, publish, require_free
+from tallyroll.storage.datasets.copying import source_around
 from tallyroll.storage.datasets.packed.archives import EPISODES, INDEX, MANIFEST, OURS, ZarrArchive
 from tallyroll.storage.datasets.packed.codecs import Codec
 from tallyroll.storage.datasets.packed.column_writers import (
@@ -98,7 +99,7 @@ def pack(
     require_names(schema)
     codec = _codecs(schema, codecs, format)
     declared = None if stacks is None else frames_declared(schema, stacks)
-    _require_outside(place, reader.path)
+    _require_outside(reader, place)
     require_free(place)
     rewinds = reader.rewinds
     order = packed_order(reader, span)
@@ -166,10 +167,9 @@ def _codecs(
     return codec
 
 
-def _require_outside(place: Path, source: Path) -> None:
-    """Raise `PathIsTaken` if the destination would be a part of the source."""
-    real, of = (Path(os.path.realpath(each)) for each in (place, source))
-    if real != of and real.is_relative_to(of):
+def _require_outside(reader: RowReader, place: Path) -> None:
+    """Raise `PathIsTaken` if the destination would be a part of a source."""
+    if (source := source_around(reader, place)) is not None:
         raise PathIsTaken(
             f"{place} lies within {source}, which is to be packed and stays as it is. Give a path "
             "outside it."

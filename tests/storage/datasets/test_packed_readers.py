@@ -22,7 +22,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.storage import FrameStack, MemmapStorage, content_hash, diff, open_storage, verify
 from tallyroll.storage.datasets.packed.archives import ZarrArchive
 from tallyroll.storage.datasets.packed.packed_reader import PackedReader
-from tallyroll.storage.errors import NotAStorage
+from tallyroll.storage.errors import NotAStorage, PathIsTaken
 from tallyroll.storage.rows.keys import LANE, STEP, TRAJ_IDS
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing import ReaderContract
@@ -164,6 +164,9 @@ def test_packed_storages_are_read_as_one(tmp_path: Path) -> None:
             storage.pack(tmp_path / name)
     with open_storage([tmp_path / "a", tmp_path / "b"]) as both:
         assert len(both) == 141
+        for within in ("a", "b"):  # a member's folder is its own
+            with pytest.raises(PathIsTaken, match=f"lies within .*{within}, which is to be packed"):
+                both.pack(tmp_path / within / "both")
         report = both.pack(tmp_path / "both")
         with open_storage(report.path) as packed:
             assert content_hash(packed) == content_hash(both)
