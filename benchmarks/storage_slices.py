@@ -314,6 +314,24 @@ class Tianshou(Prioritised):
         self.draw, self.update = draw, buffer.update_weight
 
 
+class Rlox(Prioritised):
+    """rlox's buffer in Rust, which returns the rows too: one number each of what it asks for."""
+
+    def __init__(self, size: int) -> None:
+        """Fill it."""
+        from rlox import PrioritizedReplayBuffer
+
+        buffer = PrioritizedReplayBuffer(size, 1, 1, 0.6, 0.4)
+        one = np.zeros(1, np.float32)
+        for priority in np.random.default_rng(0).random(size).tolist():
+            buffer.push(one, one, 0.0, False, False, one, priority)
+        self.draw = partial(buffer.sample, PRIORITIES)
+        # It takes arrays of these types alone.
+        self.update = lambda index, given: buffer.update_priorities(
+            index.astype(np.uint64), given.astype(np.float64)
+        )
+
+
 class TorchRL(Prioritised):
     """TorchRL's sampler, where its compiled part loads."""
 
@@ -334,7 +352,7 @@ def play_priorities(size: int, work: str, args: argparse.Namespace) -> list[Resu
     kinds: list[tuple[str, type[Prioritised]]] = [("PrioritizedSampler", Ours)]
     kinds.append(("PrioritizedSampler, no extension", Plain))
     if not args.no_peers:
-        kinds += [("cpprb", Cpprb), ("Tianshou", Tianshou), ("TorchRL", TorchRL)]
+        kinds += [("cpprb", Cpprb), ("Tianshou", Tianshou), ("rlox", Rlox), ("TorchRL", TorchRL)]
     found, remarks = [], []
     with ExitStack() as stack:
         for name, kind in kinds:
