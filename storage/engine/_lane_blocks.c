@@ -152,8 +152,11 @@ static inline uint64_t layer_word(const ShelfWords *shelf, int64_t layer, int64_
 {
     uint64_t found = 0;
     int64_t begin = word * 8, size = shelf->nbytes - begin;
-    memcpy(&found, at(shelf->ahead.address) + layer * shelf->nbytes + begin,
-           (size_t)(size < 8 ? size : 8));
+    const char *from = at(shelf->ahead.address) + layer * shelf->nbytes + begin;
+    if (size >= 8)
+        memcpy(&found, from, 8);  /* of a size that the compiler knows: one load */
+    else
+        memcpy(&found, from, (size_t)size);
     return found;
 }
 
@@ -388,11 +391,15 @@ static int rows_in_block(const Index *index, int64_t block, int64_t lane, int64_
         for (; rank > 0; rank--)
             word &= word - 1;
         for (; word && done < count; word &= word - 1, done++) {
-            int64_t layer = k * STEP + lowest_bit(word), sweep = first + layer / shelf->layers;
+            int64_t layer = k * STEP + lowest_bit(word), beside = 0, sweep = first + layer;
+            if (shelf->layers > 1) {  /* most often there is one, and to divide takes long */
+                sweep = first + layer / shelf->layers;
+                beside = layer % shelf->layers;
+            }
             int64_t offset = entry(&shelf->sweeps.rungs, sweep);
             if (!has_layers(shelf, sweep) || offset < 0)
                 return -1;
-            offset += layer % shelf->layers;
+            offset += beside;
             for (int64_t j = 0; j < shelf->layers; j++)
                 for (int64_t w = 0; w * STEP <= lane; w++)
                     offset += ones(layer_word(shelf, sweep * shelf->layers + j, w) &

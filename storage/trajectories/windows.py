@@ -25,6 +25,8 @@ Pick: TypeAlias = Callable[[int, int], np.ndarray]
 
 _MOST_AT_ONCE: Final = 2**18
 _MANY: Final = 2**62
+_SHORTS: Final = get_args(Short)  # once: it takes as long as to find some slices
+_BYS: Final = get_args(By)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,10 @@ class Windows:
         check_positive("slice_len", self.slice_len)
         if type(self.burn_in) is not int or self.burn_in < 0:
             raise ValueError(f"burn_in is a whole number of rows or 0, got {self.burn_in!r}.")
-        for name, kinds in (("short", Short), ("by", By)):
-            if getattr(self, name) not in get_args(kinds):
-                names = ", ".join(map(repr, get_args(kinds)))
-                raise ValueError(f"{name} is one of {names}, got {getattr(self, name)!r}.")
+        for name, given, kinds in (("short", self.short, _SHORTS), ("by", self.by, _BYS)):
+            if given not in kinds:
+                names = ", ".join(map(repr, kinds))
+                raise ValueError(f"{name} is one of {names}, got {given!r}.")
         if type(self.from_start) is not bool:
             raise ValueError(f"from_start is True or False, got {self.from_start!r}.")
         if self.from_start and self.burn_in:
