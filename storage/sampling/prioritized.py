@@ -38,6 +38,7 @@ from tallyroll.storage.sampling.drawn_from import (
     require_slots_stay,
     require_storage,
 )
+from tallyroll.storage.sampling.given_numbers import numbers, plain, whole
 from tallyroll.storage.sampling.powers import powers_of
 from tallyroll.storage.sampling.priorities import Priorities, leaves_of, moved, number
 from tallyroll.storage.sampling.priority_file import (
@@ -47,7 +48,6 @@ from tallyroll.storage.sampling.priority_file import (
     write_priorities,
 )
 from tallyroll.storage.sampling.starts import Starts
-from tallyroll.storage.sampling.sum_tree import Plain
 from tallyroll.storage.sampling.trajectory_slices import end_marks
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_writer import RowWriter
@@ -292,7 +292,7 @@ class PrioritizedSampler(Sampler):
             if self._put_at_once(index, priority, self._drawn, self._reader.span.start):
                 return
             joining, self._joining = self._joining, False
-            at, rows = _whole("index", index), self._just_written(index)
+            at, rows = whole("index", index), self._just_written(index)
             if joining and self._is_all(at, priority):
                 return  # a buffer gives all rows the priority of new ones, when it is made
             if rows is None:
@@ -308,7 +308,7 @@ class PrioritizedSampler(Sampler):
         with self._lock:
             if not self._put_at_once(rows, priority):
                 self._joining = False
-                self._update(_whole("rows", rows), priority)
+                self._update(whole("rows", rows), priority)
 
     def _put_at_once(
         self, index: Any, priority: Any, drawn: np.ndarray | None = None, first: int = 0
@@ -326,7 +326,7 @@ class PrioritizedSampler(Sampler):
             return False
         if written is not None and written is index:
             return False
-        at, given = _plain(index, torch.int64), _plain(priority, torch.float32, torch.float64)
+        at, given = plain(index, torch.int64), plain(priority, torch.float32, torch.float64)
         if at is None or given is None:
             return False
         self._priorities.follow()
@@ -336,7 +336,7 @@ class PrioritizedSampler(Sampler):
         return gone is not None
 
     def _is_all(self, index: np.ndarray, priority: Any) -> bool:
-        given, default = _numbers(priority), np.float32(self.default_priority)
+        given, default = numbers(priority), np.float32(self.default_priority)
         return (
             0 < len(index) == len(self._reader)
             and bool((index == np.arange(len(index))).all())
@@ -350,7 +350,7 @@ class PrioritizedSampler(Sampler):
         written, rows = self._written
         if type(written) is int:  # the buffer gives a copy, and gives it at once
             self._written = None
-            return rows.copy() if _whole("index", index).tolist() == [written] else None
+            return rows.copy() if whole("index", index).tolist() == [written] else None
         return rows.copy() if index is written else None
 
     def _rows_at(self, index: np.ndarray) -> np.ndarray:
@@ -369,7 +369,7 @@ class PrioritizedSampler(Sampler):
         return rows
 
     def _update(self, rows: np.ndarray, priority: Any, *, sure: bool = False) -> None:
-        given = _numbers(priority)
+        given = numbers(priority)
         if self.slice_len is not None:
             rows, given = self._of_starts(rows, given)
         if len(given) != len(rows):
@@ -458,12 +458,12 @@ class PrioritizedSampler(Sampler):
     def _remember(self, index: Any) -> None:
         with self._lock:
             self._joining, reader = False, self._reader
-            self._written = index, reader.rows_at(_whole("index", index), reader.span)
+            self._written = index, reader.rows_at(whole("index", index), reader.span)
 
     def mark_update(self, index: Any, *, storage: Any = None) -> None:
         """Give the rows that are at ``index`` now the priority of new ones."""
         with self._lock:
-            at, reader = _whole("index", index), self._reader
+            at, reader = whole("index", index), self._reader
             rows = reader.rows_at(at, reader.span) if reader.ring else self._rows_at(at)
             rows = rows[rows < self._priorities.there.stop]  # the others will come with it
             if len(rows):
@@ -642,42 +642,6 @@ TorchRLSampler.register(PrioritizedSampler)
 def _first_leaf(alpha: float, eps: float) -> float:
     """Return the leaf of a priority of 1, which rows have where none was given yet."""
     return float(leaves_of(np.ones(1), alpha, eps)[0])
-
-
-def _whole(name: str, given: Any) -> np.ndarray:
-    """Return whole numbers as int64 [n], a copy."""
-    if isinstance(given, torch.Tensor):
-        given = given.numpy(force=True)
-    found = np.asarray(given)
-    if found.dtype.kind not in "iu":
-        if found.size:
-            raise ValueError(f"{name}: expected whole numbers, got {found.dtype}.")
-        found = found.astype(np.int64)
-    return found.reshape(-1).astype(np.int64)
-
-
-def _plain(given: Any, *dtypes: torch.dtype) -> Plain | None:
-    """Return numbers as the extension reads them where they are; None if it cannot."""
-    if isinstance(given, np.ndarray):
-        return given
-    if type(given) is not torch.Tensor or not given.is_cpu or given.dtype not in dtypes:
-        return None
-    if given.is_contiguous():
-        return given.data_ptr(), given.numel(), given.element_size()
-    found: np.ndarray = given.numpy(force=True)
-    return found
-
-
-def _numbers(priority: Any) -> np.ndarray:
-    if isinstance(priority, torch.Tensor):
-        if priority.dtype is torch.bfloat16:
-            priority = priority.float()
-        priority = priority.numpy(force=True)
-    try:
-        found = np.asarray(priority, np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"priorities are numbers, got {priority!r}.") from error
-    return found.reshape(-1)
 
 
 def _called(method: weakref.WeakMethod[Any]) -> Callable[[], None]:
