@@ -1,7 +1,11 @@
-"""The rows of an array in chunks: decompressed once, kept while there is room, ahead of a reader.
+"""The rows of an array in chunks: decompressed, kept while there is room, ahead of a reader.
 
 What is kept of an array lies in one piece of memory, in places of a chunk each, so that rows of
 many chunks are copied by one call. Its places are those that were used last.
+
+To keep a chunk takes longer than to decompress it, since that goes to memory which was not touched
+before. So a chunk of many bytes is kept when its rows are asked for again: random rows of more
+chunks than there is room for are decompressed, and copied, and displace nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from tallyroll.storage.datasets.packed.layout import ArrayLayout
 _FEW: Final = 4
 """Chunks that are loaded by the caller: threads would take longer to begin."""
 _MOST_THREADS: Final = 8
+_SMALL_NBYTES: Final = 2**16
+"""A chunk of so many bytes is kept at once."""
 
 
 class Chunks(Protocol):
@@ -31,8 +37,8 @@ class Chunks(Protocol):
     def prepared(self, chunk: int) -> Any:
         """Return what `load` needs of a chunk; called by one thread at a time."""
 
-    def load(self, where: Any, chunk: int, out: np.ndarray) -> None:
-        """Decompress a chunk; called by several threads at a time."""
+    def load(self, where: Any, chunk: int) -> np.ndarray:
+        """Decompress a chunk: [chunk_rows, *shape]; called by several threads at a time."""
 
     def done(self) -> None:
         """Release what `prepared` opened."""
@@ -93,6 +99,12 @@ def _threads() -> int:
     return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
+_Some = tuple[np.ndarray, np.ndarray]
+"""Places [k] in an array, and which rows [k] of a chunk go there."""
+_Wanted = tuple[int, np.ndarray | None, _Some | None]
+"""A chunk, the array that it goes to, None for none, and which of its rows; None for all."""
+
+
 class CachedArray:
     """The rows of an array.
 
@@ -123,6 +135,8 @@ class CachedArray:
         self._slot_of = np.full(layout.chunks, -1, np.int32)
         self._chunk_in = np.full(self._slots, -1, np.int64)
         self._used = np.full(self._slots, -1, np.int64)
+        self._lately = 2 * self._slots
+        self._asked = np.full(layout.chunks, -1 - self._lately, np.int64)
         self._clock = 0
         self._next = -1
         self._ahead: Future[None] | None = None
@@ -150,18 +164,64 @@ class CachedArray:
                 self._gather(slots, flat, target)
                 return out
             needed = np.unique(chunk)
-            if len(needed) <= self._slots:
+            new = self._new(needed)
+            if not len(new) and len(needed) <= self._slots:
                 self._hold(needed)
                 self._gather(self._slot_of[chunk], flat, target)
                 return out
-            for some in range(0, len(needed), self._slots):
-                part = needed[some : some + self._slots]
+            self._copy_rows(new, chunk, flat, target)
+            again = np.setdiff1d(needed, new, assume_unique=True)
+            for some in range(0, len(again), self._slots):
+                part = again[some : some + self._slots]
                 self._hold(part)
-                here = np.flatnonzero((chunk >= part[0]) & (chunk <= part[-1]))
+                here = np.flatnonzero(np.isin(chunk, part))
                 values = np.empty((len(here), *layout.shape), layout.numpy_dtype)
                 self._gather(self._slot_of[chunk[here]], flat[here], values)
                 target[here] = values
         return out
+
+    def take_each(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Copy rows for several at once, of which many may be in the same chunks."""
+        if len(rows) == 1:
+            return [self.take(rows[0])]
+        every = self.take(np.concatenate([each.reshape(-1) for each in rows]))
+        parts = np.split(every, np.cumsum([each.size for each in rows])[:-1])
+        return [
+            part.reshape(*each.shape, *self.layout.shape)
+            for part, each in zip(parts, rows, strict=True)
+        ]
+
+    def _new(self, needed: np.ndarray) -> np.ndarray:
+        """Return the chunks that are not there, and that nothing has asked for lately."""
+        if self.layout.chunk_nbytes <= _SMALL_NBYTES:
+            return needed[:0]
+        missing = needed[self._slot_of[needed] < 0]
+        found: np.ndarray = missing[self.loads - self._asked[missing] > self._lately]
+        self._asked[missing] = self.loads
+        return found
+
+    def _copy_rows(
+        self, chunks: np.ndarray, chunk: np.ndarray, rows: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Decompress chunks [n], ascending, to copy those of ``rows`` [k] that they have.
+
+        Args:
+            chunks: the chunks.
+            chunk: that of each row [k].
+            rows: the rows.
+            out: where they go [k, *shape].
+        """
+        order = chunk.argsort(kind="stable")
+        begins, ends = (chunk[order].searchsorted(chunks, side) for side in ("left", "right"))
+        within = (rows % self.layout.chunk_rows)[order]
+        self._load(
+            [
+                (each, out, (order[begin:end], within[begin:end]))
+                for each, begin, end in zip(
+                    chunks.tolist(), begins.tolist(), ends.tolist(), strict=True
+                )
+            ]
+        )
 
     def _gather(self, slots: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         assert self._slab is not None
@@ -192,17 +252,17 @@ class CachedArray:
         size, slab = layout.chunk_rows, self._slab
         self._load(
             [
-                (int(chunk), slab[slot * size : (slot + 1) * size])
-                for chunk, slot in zip(missing, free.tolist(), strict=True)
+                (chunk, slab[slot * size : (slot + 1) * size], None)
+                for chunk, slot in zip(missing.tolist(), free.tolist(), strict=True)
             ],
             alone,
         )
         self._slot_of[missing], self._chunk_in[free] = free, missing
         self._used[free] = self._clock
 
-    def _load(self, wanted: Sequence[tuple[int, np.ndarray]], alone: bool = False) -> None:
+    def _load(self, wanted: Sequence[_Wanted], alone: bool = False) -> None:
         chunks = self.chunks
-        jobs = [_Job(chunks, chunks.prepared(chunk), chunk, out) for chunk, out in wanted]
+        jobs = [_Job(chunks, chunks.prepared(each[0]), *each) for each in wanted]
         self.loads += len(jobs)
         try:
             if alone:
@@ -225,7 +285,7 @@ class CachedArray:
             # Whole ones go where they are wanted; of the others, more may be wanted soon.
             self._load(
                 [
-                    (chunk, out[chunk * size - start : (chunk + 1) * size - start])
+                    (chunk, out[chunk * size - start : (chunk + 1) * size - start], None)
                     for chunk in loaded
                 ]
             )
@@ -270,9 +330,8 @@ class CachedArray:
         Raises:
             CorruptStorage: it is damaged.
         """
-        layout = self.layout
         with self._lock:
-            self._load([(chunk, np.empty((layout.chunk_rows, *layout.shape), layout.dtype))])
+            self._load([(chunk, None, None)])
 
     def close(self) -> None:
         """Close the files, and give the memory back."""
@@ -283,15 +342,25 @@ class CachedArray:
 
 
 class _Job:
-    """A chunk to be loaded."""
+    """A chunk to be loaded, and what becomes of it: see `_Wanted`."""
 
-    __slots__ = ("_arguments", "_chunks")
+    __slots__ = ("_chunk", "_chunks", "_out", "_some", "_where")
 
-    def __init__(self, chunks: Chunks, *arguments: Any) -> None:
-        self._chunks, self._arguments = chunks, arguments
+    def __init__(
+        self, chunks: Chunks, where: Any, chunk: int, out: np.ndarray | None, some: _Some | None
+    ) -> None:
+        self._chunks, self._where, self._chunk = chunks, where, chunk
+        self._out, self._some = out, some
 
     def __call__(self) -> None:
-        self._chunks.load(*self._arguments)
+        found = self._chunks.load(self._where, self._chunk)
+        if self._out is None:
+            return
+        if self._some is None:
+            self._out[:] = found
+        else:
+            places, within = self._some
+            self._out[places] = found[within]
 
 
 class _Ahead:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from tallyroll.storage.datasets.packed.archives import Archive, Hdf5Archive, ZarrArchive
 from tallyroll.storage.datasets.packed.chunk_cache import CachedArray, Workers, budgets
-from tallyroll.storage.datasets.packed.columns import RowsColumn, StateColumn, States
+from tallyroll.storage.datasets.packed.columns import PackedColumn, RowsColumn, StateColumn, States
 from tallyroll.storage.datasets.packed.layout import Layout
 from tallyroll.storage.engine.memory_left import available_bytes
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
 from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
@@ -129,7 +129,28 @@ class PackedReader(RowReader):
         """Return the numbers that ``rows`` [*] had in the storage that was packed, int64 [*]."""
         return RowsColumn(self._arrays[self.layout.old_rows], self.layout.first).take(rows)
 
-    def column(self, key: Key) -> ColumnReader:
+    def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
+        return self._copied((key, rows) for key in (self.keys if keys is None else keys))
+
+    def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+        if isinstance(rows, np.ndarray):
+            return self.copies(rows)
+        return self._copied(zip(self.keys, rows, strict=True))
+
+    def _copied(self, columns: Iterable[tuple[Key, np.ndarray]]) -> list[np.ndarray]:
+        """Return the values of columns for rows [*], those of one array by one call.
+
+        What came next after a row is mostly in the chunk that has the row.
+        """
+        wanted = [self.column(key).wanted(rows) for key, rows in columns]
+        found: dict[CachedArray, Iterator[np.ndarray]] = {}
+        for each in wanted:
+            if (array := each.array) not in found:
+                rows = [other.rows for other in wanted if other.array is array]
+                found[array] = iter(array.take_each(rows))
+        return [each.made(next(found[each.array])) for each in wanted]
+
+    def column(self, key: Key) -> PackedColumn:
         self.require_open()
         if key not in self.keys:
             names = ", ".join(map(spell, self.keys))
