@@ -20,12 +20,14 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from tallyroll.storage.datasets.packed.layout import ArrayLayout
+from tallyroll.storage.engine.pool import BufferPool
 
 _FEW: Final = 4
 """Chunks that are loaded by the caller: threads would take longer to begin."""
 _MOST_THREADS: Final = 8
 _SMALL_NBYTES: Final = 2**16
-"""A chunk of so many bytes is kept at once."""
+"""A chunk of so many bytes is kept at once, and so many bytes are new memory."""
+_MOST_POOLED_NBYTES: Final = 2**26
 
 
 class Chunks(Protocol):
@@ -137,6 +139,7 @@ class CachedArray:
         self._used = np.full(self._slots, -1, np.int64)
         self._lately = 2 * self._slots
         self._asked = np.full(layout.chunks, -1 - self._lately, np.int64)
+        self._pool = BufferPool([(layout.numpy_dtype, layout.shape)])
         self._clock = 0
         self._next = -1
         self._ahead: Future[None] | None = None
@@ -163,51 +166,58 @@ class CachedArray:
                 self._used[slots] = self._clock
                 self._gather(slots, flat, target)
                 return out
-            needed = np.unique(chunk)
-            new = self._new(needed)
-            if not len(new) and len(needed) <= self._slots:
-                self._hold(needed)
+            held, copied = self._chosen(np.unique(chunk))
+            if len(held):
+                self._hold(held)
+                # Rows of other chunks have any values until they are copied.
                 self._gather(self._slot_of[chunk], flat, target)
-                return out
-            self._copy_rows(new, chunk, flat, target)
-            again = np.setdiff1d(needed, new, assume_unique=True)
-            for some in range(0, len(again), self._slots):
-                part = again[some : some + self._slots]
-                self._hold(part)
-                here = np.flatnonzero(np.isin(chunk, part))
-                values = np.empty((len(here), *layout.shape), layout.numpy_dtype)
-                self._gather(self._slot_of[chunk[here]], flat[here], values)
-                target[here] = values
+            if len(copied):
+                self._copy_rows(copied, chunk, flat, target)
         return out
 
     def take_each(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copy rows for several at once, of which many may be in the same chunks."""
-        if len(rows) == 1:
-            return [self.take(rows[0])]
-        every = self.take(np.concatenate([each.reshape(-1) for each in rows]))
+        """Copy rows for several at once, of which many may be in the same chunks.
+
+        The memory is used again when nothing refers to it.
+        """
+        every = self._memory(sum(each.size for each in rows))
+        self.take(np.concatenate([each.reshape(-1) for each in rows]), every)
         parts = np.split(every, np.cumsum([each.size for each in rows])[:-1])
         return [
             part.reshape(*each.shape, *self.layout.shape)
             for part, each in zip(parts, rows, strict=True)
         ]
 
-    def _new(self, needed: np.ndarray) -> np.ndarray:
-        """Return the chunks that are not there, and that nothing has asked for lately."""
+    def _memory(self, count: int) -> np.ndarray:
+        """Return memory for rows; what is small, or very large, is new."""
+        layout = self.layout
+        if _SMALL_NBYTES < count * layout.row_nbytes <= _MOST_POOLED_NBYTES:
+            return self._pool.arrays((count,))[0]
+        return np.empty((count, *layout.shape), layout.numpy_dtype)
+
+    def _chosen(self, needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which chunks are to be there, and those of which rows are copied only.
+
+        Those that nothing has asked for lately, and those for which there is no place.
+        """
+        there = self._slot_of[needed] >= 0
+        missing, present = needed[~there], needed[there]
         if self.layout.chunk_nbytes <= _SMALL_NBYTES:
-            return needed[:0]
-        missing = needed[self._slot_of[needed] < 0]
-        found: np.ndarray = missing[self.loads - self._asked[missing] > self._lately]
-        self._asked[missing] = self.loads
-        return found
+            again = np.ones(len(missing), np.bool_)
+        else:
+            again = self.loads - self._asked[missing] <= self._lately
+            self._asked[missing] = self.loads
+        again &= np.cumsum(again) <= self._slots - len(present)
+        return np.concatenate([present, missing[again]]), missing[~again]
 
     def _copy_rows(
         self, chunks: np.ndarray, chunk: np.ndarray, rows: np.ndarray, out: np.ndarray
     ) -> None:
-        """Decompress chunks [n], ascending, to copy those of ``rows`` [k] that they have.
+        """Decompress chunks [n] to copy those of ``rows`` [k] that they have.
 
         Args:
-            chunks: the chunks.
-            chunk: that of each row [k].
+            chunks: the chunks; they are not kept.
+            chunk: the chunk of each row [k].
             rows: the rows.
             out: where they go [k, *shape].
         """
@@ -231,7 +241,7 @@ class CachedArray:
         self._slab.take(at, axis=0, out=out, mode="clip")
 
     def _hold(self, needed: np.ndarray, *, alone: bool = False) -> None:
-        """Have chunks [n], no more than there are slots, ascending; ``alone``: by no thread more.
+        """Have chunks [n], no more than there are slots; ``alone``: by no thread more.
 
         Threads that wait for threads of the same pool could wait for ever.
         """
