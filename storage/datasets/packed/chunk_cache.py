@@ -181,12 +181,15 @@ class CachedArray:
         The memory is used again when nothing refers to it.
         """
         every = self._memory(sum(each.size for each in rows))
+        if len(rows) == 1:
+            return [self.take(rows[0], every.reshape(*rows[0].shape, *self.layout.shape))]
         self.take(np.concatenate([each.reshape(-1) for each in rows]), every)
-        parts = np.split(every, np.cumsum([each.size for each in rows])[:-1])
-        return [
-            part.reshape(*each.shape, *self.layout.shape)
-            for part, each in zip(parts, rows, strict=True)
-        ]
+        found, start = [], 0
+        for each in rows:
+            part = every[start : start + each.size]
+            found.append(part.reshape(*each.shape, *self.layout.shape))
+            start += each.size
+        return found
 
     def _memory(self, count: int) -> np.ndarray:
         """Return memory for rows; what is small, or very large, is new."""

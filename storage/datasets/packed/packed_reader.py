@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -152,16 +153,24 @@ class PackedReader(RowReader):
 
     def column(self, key: Key) -> PackedColumn:
         self.require_open()
-        if key not in self.keys:
+        try:
+            return self._columns[key]
+        except KeyError:
             names = ", ".join(map(spell, self.keys))
-            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
-        place = self.keys.index(key)
-        found = self.layout.columns[place]
-        if found.states is None:
-            assert found.array is not None
-            return RowsColumn(self._arrays[found.array], self.layout.first)
-        column, states = self.schema.columns[place], self._states[found.states]
-        return StateColumn(states, column, found.is_next, self.layout.first)
+            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.") from None
+
+    @cached_property
+    def _columns(self) -> dict[Key, PackedColumn]:
+        first, found = self.layout.first, {}
+        for column, place in zip(self.schema.columns, self.layout.columns, strict=True):
+            made: PackedColumn
+            if place.states is None:
+                assert place.array is not None
+                made = RowsColumn(self._arrays[place.array], first)
+            else:
+                made = StateColumn(self._states[place.states], column, place.is_next, first)
+            found[column.key] = made
+        return found
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         return self._archive.read_episodes(dtype, self.span.stop)
