@@ -161,15 +161,15 @@ class PackedReader(RowReader):
 
     @cached_property
     def _columns(self) -> dict[Key, PackedColumn]:
-        first, found = self.layout.first, {}
+        first = self.layout.first
+        found: dict[Key, PackedColumn] = {}
         for column, place in zip(self.schema.columns, self.layout.columns, strict=True):
-            made: PackedColumn
             if place.states is None:
                 assert place.array is not None
-                made = RowsColumn(self._arrays[place.array], first)
+                found[column.key] = RowsColumn(self._arrays[place.array], first)
             else:
-                made = StateColumn(self._states[place.states], column, place.is_next, first)
-            found[column.key] = made
+                states = self._states[place.states]
+                found[column.key] = StateColumn(states, column, place.is_next, first)
         return found
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
