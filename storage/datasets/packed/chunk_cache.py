@@ -1,7 +1,11 @@
-"""The rows of an array in chunks: decompressed once, kept while there is room, ahead of a reader.
+"""The rows of an array in chunks: decompressed, kept while there is room, ahead of a reader.
 
 What is kept of an array lies in one piece of memory, in places of a chunk each, so that rows of
 many chunks are copied by one call. Its places are those that were used last.
+
+To keep a chunk takes longer than to decompress it, since that goes to memory which was not touched
+before. So a chunk of many bytes is kept when its rows are asked for again: random rows of more
+chunks than there is room for are decompressed, and copied, and displace nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +20,14 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from tallyroll.storage.datasets.packed.layout import ArrayLayout
+from tallyroll.storage.engine.pool import BufferPool
 
 _FEW: Final = 4
 """Chunks that are loaded by the caller: threads would take longer to begin."""
 _MOST_THREADS: Final = 8
+_SMALL_NBYTES: Final = 2**16
+"""A chunk of so many bytes is kept at once, and so many bytes are new memory."""
+_MOST_POOLED_NBYTES: Final = 2**26
 
 
 class Chunks(Protocol):
@@ -31,8 +39,8 @@ class Chunks(Protocol):
     def prepared(self, chunk: int) -> Any:
         """Return what `load` needs of a chunk; called by one thread at a time."""
 
-    def load(self, where: Any, chunk: int, out: np.ndarray) -> None:
-        """Decompress a chunk; called by several threads at a time."""
+    def load(self, where: Any, chunk: int) -> np.ndarray:
+        """Decompress a chunk: [chunk_rows, *shape]; called by several threads at a time."""
 
     def done(self) -> None:
         """Release what `prepared` opened."""
@@ -93,6 +101,12 @@ def _threads() -> int:
     return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
+_Some = tuple[np.ndarray, np.ndarray]
+"""Places [k] in an array, and which rows [k] of a chunk go there."""
+_Wanted = tuple[int, np.ndarray | None, _Some | None]
+"""A chunk, the array that it goes to, None for none, and which of its rows; None for all."""
+
+
 class CachedArray:
     """The rows of an array.
 
@@ -123,6 +137,9 @@ class CachedArray:
         self._slot_of = np.full(layout.chunks, -1, np.int32)
         self._chunk_in = np.full(self._slots, -1, np.int64)
         self._used = np.full(self._slots, -1, np.int64)
+        self._lately = 2 * self._slots
+        self._asked = np.full(layout.chunks, -1 - self._lately, np.int64)
+        self._pool = BufferPool([(layout.numpy_dtype, layout.shape)])
         self._clock = 0
         self._next = -1
         self._ahead: Future[None] | None = None
@@ -149,19 +166,75 @@ class CachedArray:
                 self._used[slots] = self._clock
                 self._gather(slots, flat, target)
                 return out
-            needed = np.unique(chunk)
-            if len(needed) <= self._slots:
-                self._hold(needed)
+            held, copied = self._chosen(np.unique(chunk))
+            if len(held):
+                self._hold(held)
+                # Rows of other chunks have any values until they are copied.
                 self._gather(self._slot_of[chunk], flat, target)
-                return out
-            for some in range(0, len(needed), self._slots):
-                part = needed[some : some + self._slots]
-                self._hold(part)
-                here = np.flatnonzero((chunk >= part[0]) & (chunk <= part[-1]))
-                values = np.empty((len(here), *layout.shape), layout.numpy_dtype)
-                self._gather(self._slot_of[chunk[here]], flat[here], values)
-                target[here] = values
+            if len(copied):
+                self._copy_rows(copied, chunk, flat, target)
         return out
+
+    def take_each(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Copy rows for several at once, of which many may be in the same chunks.
+
+        The memory is used again when nothing refers to it.
+        """
+        every = self._memory(sum(each.size for each in rows))
+        if len(rows) == 1:
+            return [self.take(rows[0], every.reshape(*rows[0].shape, *self.layout.shape))]
+        self.take(np.concatenate([each.reshape(-1) for each in rows]), every)
+        found, start = [], 0
+        for each in rows:
+            part = every[start : start + each.size]
+            found.append(part.reshape(*each.shape, *self.layout.shape))
+            start += each.size
+        return found
+
+    def _memory(self, count: int) -> np.ndarray:
+        """Return memory for rows; what is small, or very large, is new."""
+        layout = self.layout
+        if _SMALL_NBYTES < count * layout.row_nbytes <= _MOST_POOLED_NBYTES:
+            return self._pool.arrays((count,))[0]
+        return np.empty((count, *layout.shape), layout.numpy_dtype)
+
+    def _chosen(self, needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which chunks are to be there, and those of which rows are copied only.
+
+        Those that nothing has asked for lately, and those for which there is no place.
+        """
+        there = self._slot_of[needed] >= 0
+        missing, present = needed[~there], needed[there]
+        if self.layout.chunk_nbytes <= _SMALL_NBYTES:
+            again = np.ones(len(missing), np.bool_)
+        else:
+            again = self.loads - self._asked[missing] <= self._lately
+            self._asked[missing] = self.loads
+        again &= np.cumsum(again) <= self._slots - len(present)
+        return np.concatenate([present, missing[again]]), missing[~again]
+
+    def _copy_rows(
+        self, chunks: np.ndarray, chunk: np.ndarray, rows: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Decompress chunks [n] to copy those of ``rows`` [k] that they have.
+
+        Args:
+            chunks: the chunks; they are not kept.
+            chunk: the chunk of each row [k].
+            rows: the rows.
+            out: where they go [k, *shape].
+        """
+        order = chunk.argsort(kind="stable")
+        begins, ends = (chunk[order].searchsorted(chunks, side) for side in ("left", "right"))
+        within = (rows % self.layout.chunk_rows)[order]
+        self._load(
+            [
+                (each, out, (order[begin:end], within[begin:end]))
+                for each, begin, end in zip(
+                    chunks.tolist(), begins.tolist(), ends.tolist(), strict=True
+                )
+            ]
+        )
 
     def _gather(self, slots: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
         assert self._slab is not None
@@ -171,7 +244,7 @@ class CachedArray:
         self._slab.take(at, axis=0, out=out, mode="clip")
 
     def _hold(self, needed: np.ndarray, *, alone: bool = False) -> None:
-        """Have chunks [n], no more than there are slots, ascending; ``alone``: by no thread more.
+        """Have chunks [n], no more than there are slots; ``alone``: by no thread more.
 
         Threads that wait for threads of the same pool could wait for ever.
         """
@@ -192,17 +265,17 @@ class CachedArray:
         size, slab = layout.chunk_rows, self._slab
         self._load(
             [
-                (int(chunk), slab[slot * size : (slot + 1) * size])
-                for chunk, slot in zip(missing, free.tolist(), strict=True)
+                (chunk, slab[slot * size : (slot + 1) * size], None)
+                for chunk, slot in zip(missing.tolist(), free.tolist(), strict=True)
             ],
             alone,
         )
         self._slot_of[missing], self._chunk_in[free] = free, missing
         self._used[free] = self._clock
 
-    def _load(self, wanted: Sequence[tuple[int, np.ndarray]], alone: bool = False) -> None:
+    def _load(self, wanted: Sequence[_Wanted], alone: bool = False) -> None:
         chunks = self.chunks
-        jobs = [_Job(chunks, chunks.prepared(chunk), chunk, out) for chunk, out in wanted]
+        jobs = [_Job(chunks, chunks.prepared(each[0]), *each) for each in wanted]
         self.loads += len(jobs)
         try:
             if alone:
@@ -225,7 +298,7 @@ class CachedArray:
             # Whole ones go where they are wanted; of the others, more may be wanted soon.
             self._load(
                 [
-                    (chunk, out[chunk * size - start : (chunk + 1) * size - start])
+                    (chunk, out[chunk * size - start : (chunk + 1) * size - start], None)
                     for chunk in loaded
                 ]
             )
@@ -270,9 +343,8 @@ class CachedArray:
         Raises:
             CorruptStorage: it is damaged.
         """
-        layout = self.layout
         with self._lock:
-            self._load([(chunk, np.empty((layout.chunk_rows, *layout.shape), layout.dtype))])
+            self._load([(chunk, None, None)])
 
     def close(self) -> None:
         """Close the files, and give the memory back."""
@@ -283,15 +355,25 @@ class CachedArray:
 
 
 class _Job:
-    """A chunk to be loaded."""
+    """A chunk to be loaded, and what becomes of it: see `_Wanted`."""
 
-    __slots__ = ("_arguments", "_chunks")
+    __slots__ = ("_chunk", "_chunks", "_out", "_some", "_where")
 
-    def __init__(self, chunks: Chunks, *arguments: Any) -> None:
-        self._chunks, self._arguments = chunks, arguments
+    def __init__(
+        self, chunks: Chunks, where: Any, chunk: int, out: np.ndarray | None, some: _Some | None
+    ) -> None:
+        self._chunks, self._where, self._chunk = chunks, where, chunk
+        self._out, self._some = out, some
 
     def __call__(self) -> None:
-        self._chunks.load(*self._arguments)
+        found = self._chunks.load(self._where, self._chunk)
+        if self._out is None:
+            return
+        if self._some is None:
+            self._out[:] = found
+        else:
+            places, within = self._some
+            self._out[places] = found[within]
 
 
 class _Ahead:

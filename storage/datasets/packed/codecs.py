@@ -7,6 +7,7 @@ is decompressed. How many bytes come out is compared with how many there have to
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -24,7 +25,6 @@ NAMES: Final = ("zstd", "shuffle", "none")
 _USUAL_LEVEL: Final = {"zstd": 3, "shuffle": 5, "gzip": 4}
 
 _SUM: Final = struct.Struct("<I")
-_ZSTD_MAGIC: Final = 0xFD2FB528
 # Of one block, which has one stream of zstd: what is before its length, and that length.
 _BLOSC_HEAD: Final = struct.Struct("<BBBBIIIII")
 _BLOSC_FLAGS: Final = 4 << 5 | 1 << 4 | 1
@@ -38,7 +38,7 @@ class BadChunk(CorruptStorage):
 
 @lru_cache
 def library(name: str) -> Any:
-    """Return a module of numcodecs, or google_crc32c.
+    """Return the module zstandard, or google_crc32c.
 
     Raises:
         MissingLibrary: it is not installed.
@@ -47,8 +47,8 @@ def library(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise MissingLibrary(
-            f"packed rows need {name.partition('.')[0].replace('_', '-')}, which is not installed "
-            f"({error}): pip install 'tallyroll[pack]'"
+            f"packed rows need {name.replace('_', '-')}, which is not installed ({error}): "
+            "pip install 'tallyroll[pack]'"
         ) from error
 
 
@@ -56,6 +56,30 @@ def crc32c(content: bytes) -> int:
     """Return the CRC-32C of bytes."""
     found: int = library("google_crc32c").value(content)
     return found
+
+
+_OF_THREAD: Final = threading.local()
+
+
+def _decompressor() -> Any:
+    """Return the decompressor of this thread: to make one takes as long as a chunk."""
+    try:
+        return _OF_THREAD.zstd
+    except AttributeError:
+        _OF_THREAD.zstd = library("zstandard").ZstdDecompressor()
+        return _OF_THREAD.zstd
+
+
+def _unzstd(frame: bytes, nbytes: int) -> bytes:
+    """Return the ``nbytes`` of a frame of zstd, which it says that it has; BadChunk if not."""
+    zstd = library("zstandard")
+    try:
+        if (found := zstd.frame_content_size(frame)) != nbytes:
+            raise BadChunk(f"it would have {found} bytes, expected {nbytes}")
+        body: bytes = _decompressor().decompress(frame, allow_extra_data=False)
+    except zstd.ZstdError as error:
+        raise BadChunk(f"it cannot be decompressed ({error})") from error
+    return body
 
 
 @dataclass(frozen=True)
@@ -120,58 +144,48 @@ class Codec:
 
     @cached_property
     def _zstd(self) -> Any:
-        return library("numcodecs.zstd").Zstd(self.level)
+        return library("zstandard").ZstdCompressor(level=self.level)
 
     def most_stored(self, nbytes: int) -> int:
         """Return the most bytes that ``nbytes`` take when they are stored."""
         return nbytes + nbytes // 128 + 4096
 
     def encode(self, chunk: np.ndarray) -> bytes:
-        """Return a C-contiguous chunk as it is stored."""
+        """Return a C-contiguous chunk as it is stored; called by one thread at a time."""
         if self.name == "none":
             body = chunk.tobytes()
         elif self.name == "zstd":
-            body = bytes(self._zstd.encode(chunk))
+            body = self._zstd.compress(chunk)
         else:
             body = self._blosc(chunk)
         return body + _SUM.pack(crc32c(body))
 
-    # numcodecs has Blosc, which shares a semaphore with all processes that are forked.
+    # Libraries of Blosc share a semaphore with all processes that are forked.
 
     def _blosc(self, chunk: np.ndarray) -> bytes:
         size, nbytes = chunk.itemsize, chunk.nbytes
         values = chunk.reshape(-1).view(np.uint8).reshape(-1, size)
         shuffled = np.ascontiguousarray(values.T)
-        stream = bytes(self._zstd.encode(shuffled))
+        stream: bytes = self._zstd.compress(shuffled)
         if len(stream) >= nbytes:
             stream = shuffled.tobytes()
         head = (2, 1, _BLOSC_FLAGS, size, nbytes, nbytes, _BLOSC_HEAD.size + len(stream))
         return _BLOSC_HEAD.pack(*head, _BLOSC_HEAD.size - 4, len(stream)) + stream
 
-    def _unblosc(self, body: bytes, out: np.ndarray) -> None:
-        nbytes, size = out.nbytes, out.itemsize
+    def _unblosc(self, body: bytes, nbytes: int, size: int) -> np.ndarray:
         if body[: _BLOSC_HEAD.size] != _BLOSC_HEAD.pack(
             *(2, 1, _BLOSC_FLAGS, size, nbytes, nbytes, len(body), _BLOSC_HEAD.size - 4),
             max(0, len(body) - _BLOSC_HEAD.size),
         ):
             raise BadChunk("its header is not that of its bytes")
-        stream, shuffled = body[_BLOSC_HEAD.size :], np.empty((size, nbytes // size), np.uint8)
-        if len(stream) == nbytes:
-            shuffled.reshape(-1)[:] = np.frombuffer(stream, np.uint8)
-        else:
-            self._unzstd(stream, shuffled)
-        out.reshape(-1).view(np.uint8).reshape(-1, size)[:] = shuffled.T
+        stream = body[_BLOSC_HEAD.size :]
+        if len(stream) != nbytes:
+            stream = _unzstd(stream, nbytes)
+        shuffled = np.frombuffer(stream, np.uint8).reshape(size, nbytes // size)
+        return np.ascontiguousarray(shuffled.T).reshape(-1)
 
-    def _unzstd(self, frame: bytes, out: np.ndarray) -> None:
-        if (nbytes := zstd_nbytes(frame)) != out.nbytes:
-            raise BadChunk(f"it would have {nbytes} bytes, expected {out.nbytes}")
-        try:
-            self._zstd.decode(frame, out)
-        except (RuntimeError, ValueError) as error:
-            raise BadChunk(f"it cannot be decompressed ({error})") from error
-
-    def decode(self, stored: bytes, out: np.ndarray) -> None:
-        """Decompress a chunk to ``out``, C-contiguous.
+    def decode(self, stored: bytes, nbytes: int, itemsize: int) -> np.ndarray:
+        """Decompress a chunk of ``nbytes``, of numbers of ``itemsize``: uint8 [nbytes].
 
         Raises:
             BadChunk: these are not the bytes of such a chunk.
@@ -179,31 +193,17 @@ class Codec:
         body = stored[: -_SUM.size]
         if len(stored) < _SUM.size or _SUM.pack(crc32c(body)) != stored[-_SUM.size :]:
             raise BadChunk("its checksum does not fit")
-        if self.name == "none":
-            if len(body) != out.nbytes:
-                raise BadChunk(f"it has {len(body)} bytes, expected {out.nbytes}")
-            out.reshape(-1).view(np.uint8)[:] = np.frombuffer(body, np.uint8)
-        elif self.name == "zstd":
-            self._unzstd(body, out)
-        else:
-            self._unblosc(body, out)
+        if self.name == "shuffle":
+            return self._unblosc(body, nbytes, itemsize)
+        if self.name == "zstd":
+            return np.frombuffer(_unzstd(body, nbytes), np.uint8)
+        if len(body) != nbytes:
+            raise BadChunk(f"it has {len(body)} bytes, expected {nbytes}")
+        return np.frombuffer(body, np.uint8)
 
 
-def zstd_nbytes(frame: bytes) -> int:
-    """Return how many bytes a frame of zstd (RFC 8878) says that it has; -1 if it does not."""
-    if len(frame) < 14 or int.from_bytes(frame[:4], "little") != _ZSTD_MAGIC:
-        raise BadChunk("it is no frame of zstd")
-    flags = frame[4]
-    single, size, dictionary = flags >> 5 & 1, flags >> 6, flags & 3
-    if not size and not single:
-        return -1
-    at = 5 + (not single) + (0, 1, 2, 4)[dictionary]
-    width = (1, 2, 4, 8)[size]
-    return int.from_bytes(frame[at : at + width], "little") + (256 if width == 2 else 0)
-
-
-def inflate(stored: bytes, mask: int, shuffled: bool, out: np.ndarray) -> None:
-    """Decompress a chunk of an HDF5 dataset with gzip, and shuffle, to ``out``, C-contiguous.
+def inflate(stored: bytes, mask: int, shuffled: bool, nbytes: int, itemsize: int) -> np.ndarray:
+    """Decompress a chunk of an HDF5 dataset with gzip, and shuffle: uint8 [nbytes].
 
     Raises:
         BadChunk: these are not the bytes of such a chunk.
@@ -212,13 +212,10 @@ def inflate(stored: bytes, mask: int, shuffled: bool, out: np.ndarray) -> None:
         raise BadChunk("it was written without its filters")
     tool = zlib.decompressobj()
     try:
-        body = tool.decompress(stored, out.nbytes + 1)
+        body = tool.decompress(stored, nbytes + 1)
     except zlib.error as error:
         raise BadChunk(f"it cannot be decompressed ({error})") from error
-    if len(body) != out.nbytes or not tool.eof:
-        raise BadChunk(f"it has not {out.nbytes} bytes")
-    found, target = np.frombuffer(body, np.uint8), out.reshape(-1).view(np.uint8)
-    if shuffled:
-        target.reshape(-1, out.itemsize)[:] = found.reshape(out.itemsize, -1).T
-    else:
-        target[:] = found
+    if len(body) != nbytes or not tool.eof:
+        raise BadChunk(f"it has not {nbytes} bytes")
+    found = np.frombuffer(body, np.uint8)
+    return np.ascontiguousarray(found.reshape(itemsize, -1).T).reshape(-1) if shuffled else found

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,11 +19,35 @@ from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.schema import Column
 
 
-class RowsColumn(ColumnReader):
+def _as_they_are(found: np.ndarray) -> np.ndarray:
+    return found
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Rows of an array, and what makes the values of a column of them."""
+
+    array: CachedArray
+    rows: np.ndarray
+    made: Callable[[np.ndarray], np.ndarray] = _as_they_are
+
+
+class PackedColumn(ColumnReader):
+    """A column of packed rows, which come from an array."""
+
+    @abstractmethod
+    def wanted(self, rows: np.ndarray) -> Wanted:
+        """Return which rows of its array the values of ``rows`` [*] are made of."""
+
+
+class RowsColumn(PackedColumn):
     """A column that is an array; ``first`` is the number of its first row."""
 
     def __init__(self, array: CachedArray, first: int) -> None:
         self._array, self._first = array, first
+
+    def wanted(self, rows: np.ndarray) -> Wanted:
+        return Wanted(self._array, rows - self._first if self._first else rows)
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         return self._array.take(rows - self._first if self._first else rows, out)
@@ -83,7 +109,7 @@ class States:
         return array.slice(0, count)
 
 
-class StateColumn(ColumnReader):
+class StateColumn(PackedColumn):
     """A column whose rows are states, or what came next after them.
 
     Args:
@@ -96,6 +122,16 @@ class StateColumn(ColumnReader):
     def __init__(self, states: States, column: Column, is_next: bool, first: int) -> None:
         self._states, self._column, self._is_next = states, column, is_next
         self._first = first
+
+    def wanted(self, rows: np.ndarray) -> Wanted:
+        breaks, starts = self._states.tables()
+        state = state_of(rows.reshape(-1) - self._first, breaks, self._is_next)
+        frames = self._states.frames
+        if starts is None:
+            return Wanted(frames, state.reshape(rows.shape))
+        at, zeros = frames_of(state, starts, self._states.layout.n)
+        shape = (*rows.shape, *self._column.shape)
+        return Wanted(frames, at, lambda found: self._stacked(found, zeros, shape))
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         breaks, starts = self._states.tables()

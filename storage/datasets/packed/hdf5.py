@@ -120,11 +120,13 @@ class DatasetChunks:
             raise self._bad(chunk, error) from error
         return mask, stored
 
-    def load(self, where: tuple[int, bytes], chunk: int, out: np.ndarray) -> None:
+    def load(self, where: tuple[int, bytes], chunk: int) -> np.ndarray:
         """Decompress a chunk; raise CorruptStorage if it is damaged."""
-        mask, stored = where
+        (mask, stored), layout = where, self.layout
         try:
-            inflate(stored, mask, self._shuffled, out)
+            return layout.as_chunk(
+                inflate(stored, mask, self._shuffled, layout.chunk_nbytes, layout.itemsize)
+            )
         except BadChunk as error:
             raise self._bad(chunk, error) from error
 

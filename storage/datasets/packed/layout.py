@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,20 +85,29 @@ class ArrayLayout:
         """Return the layout of the array, which has so many rows."""
         return self.of(self.path, self.dtype, self.shape, rows, self.codec)
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The dtype of its values."""
         return np.dtype(self.dtype)
 
-    @property
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return self.numpy_dtype.itemsize
+
+    @cached_property
     def row_nbytes(self) -> int:
         """Bytes of one row."""
-        return self.numpy_dtype.itemsize * math.prod(self.shape)
+        return self.itemsize * math.prod(self.shape)
 
-    @property
+    @cached_property
     def chunk_nbytes(self) -> int:
         """Bytes of a chunk."""
         return self.row_nbytes * self.chunk_rows
+
+    def as_chunk(self, content: np.ndarray) -> np.ndarray:
+        """Return the bytes of a chunk, uint8 [chunk_nbytes], as [chunk_rows, *shape]."""
+        return content.view(self.dtype).reshape(self.chunk_rows, *self.shape)
 
     @property
     def chunks(self) -> int:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,12 +12,12 @@ import numpy as np
 
 from tallyroll.storage.datasets.packed.archives import Archive, Hdf5Archive, ZarrArchive
 from tallyroll.storage.datasets.packed.chunk_cache import CachedArray, Workers, budgets
-from tallyroll.storage.datasets.packed.columns import RowsColumn, StateColumn, States
+from tallyroll.storage.datasets.packed.columns import PackedColumn, RowsColumn, StateColumn, States
 from tallyroll.storage.datasets.packed.layout import Layout
 from tallyroll.storage.engine.memory_left import available_bytes
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
 from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
@@ -129,18 +130,47 @@ class PackedReader(RowReader):
         """Return the numbers that ``rows`` [*] had in the storage that was packed, int64 [*]."""
         return RowsColumn(self._arrays[self.layout.old_rows], self.layout.first).take(rows)
 
-    def column(self, key: Key) -> ColumnReader:
+    def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
+        return self._copied((key, rows) for key in (self.keys if keys is None else keys))
+
+    def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+        if isinstance(rows, np.ndarray):
+            return self.copies(rows)
+        return self._copied(zip(self.keys, rows, strict=True))
+
+    def _copied(self, columns: Iterable[tuple[Key, np.ndarray]]) -> list[np.ndarray]:
+        """Return the values of columns for rows [*], those of one array by one call.
+
+        What came next after a row is mostly in the chunk that has the row.
+        """
+        wanted = [self.column(key).wanted(rows) for key, rows in columns]
+        found: dict[CachedArray, Iterator[np.ndarray]] = {}
+        for each in wanted:
+            if (array := each.array) not in found:
+                rows = [other.rows for other in wanted if other.array is array]
+                found[array] = iter(array.take_each(rows))
+        return [each.made(next(found[each.array])) for each in wanted]
+
+    def column(self, key: Key) -> PackedColumn:
         self.require_open()
-        if key not in self.keys:
+        try:
+            return self._columns[key]
+        except KeyError:
             names = ", ".join(map(spell, self.keys))
-            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
-        place = self.keys.index(key)
-        found = self.layout.columns[place]
-        if found.states is None:
-            assert found.array is not None
-            return RowsColumn(self._arrays[found.array], self.layout.first)
-        column, states = self.schema.columns[place], self._states[found.states]
-        return StateColumn(states, column, found.is_next, self.layout.first)
+            raise KeyError(f"{self.path} has no column {key!r}; it has {names}.") from None
+
+    @cached_property
+    def _columns(self) -> dict[Key, PackedColumn]:
+        first = self.layout.first
+        found: dict[Key, PackedColumn] = {}
+        for column, place in zip(self.schema.columns, self.layout.columns, strict=True):
+            if place.states is None:
+                assert place.array is not None
+                found[column.key] = RowsColumn(self._arrays[place.array], first)
+            else:
+                states = self._states[place.states]
+                found[column.key] = StateColumn(states, column, place.is_next, first)
+        return found
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         return self._archive.read_episodes(dtype, self.span.stop)

@@ -243,24 +243,29 @@ class ShardChunks:
         """Return a file that is open until the next call of `done`, and where a chunk is in it."""
         chunks = self.layout.shard_rows // self.layout.chunk_rows
         shard, at = divmod(chunk, chunks)
-        begin, nbytes = self._index(shard)[at]
-        return self._file(shard), int(begin), int(nbytes)
+        begin, nbytes = self._index(shard)[at].tolist()
+        return self._file(shard), begin, nbytes
 
-    def load(self, where: tuple[int, int, int], chunk: int, out: np.ndarray) -> None:
-        """Decompress a chunk that was `prepared` to ``out`` [chunk_rows, *shape].
+    def load(self, where: tuple[int, int, int], chunk: int) -> np.ndarray:
+        """Decompress a chunk that was `prepared`: [chunk_rows, *shape]. Do not write to it.
 
         Raises:
             CorruptStorage: it is damaged.
         """
         file, begin, nbytes = where
         layout = self.layout
-        shard = chunk * layout.chunk_rows // layout.shard_rows
-        with self._told(shard):
-            stored = os.pread(file, nbytes, begin)
         try:
-            layout.codec.decode(stored, out)
+            stored = os.pread(file, nbytes, begin)
+            return layout.as_chunk(
+                layout.codec.decode(stored, layout.chunk_nbytes, layout.itemsize)
+            )
         except BadChunk as error:
-            raise damaged_chunk(self._path(shard), layout, chunk, error) from error
+            raise damaged_chunk(self._path(self._shard_of(chunk)), layout, chunk, error) from error
+        except OSError as error:
+            raise failed(self._path(self._shard_of(chunk)), error, 0) from error
+
+    def _shard_of(self, chunk: int) -> int:
+        return chunk * self.layout.chunk_rows // self.layout.shard_rows
 
     def done(self) -> None:
         """Close files that nothing has asked for lately."""

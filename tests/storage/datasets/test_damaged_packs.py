@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from numcodecs.zstd import Zstd
+import zstandard
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, open_storage, verify
@@ -184,32 +184,29 @@ def test_an_hdf5_file_that_says_too_much(packed_file: Path) -> None:
 
 # --- what says too much ---------------------------------------------------------------------------
 
-BOMB = Zstd(9).encode(np.zeros(2**26, np.uint8))
+BOMB = zstandard.ZstdCompressor(level=9).compress(bytes(2**26))
 
 
 @pytest.mark.parametrize("name", ["zstd", "shuffle", "none"])
 def test_a_chunk_has_no_more_bytes_than_it_may(name: str) -> None:
     codec, chunk = Codec.of(name), np.arange(96, dtype=np.int64)
-    out = np.empty_like(chunk)
-    codec.decode(codec.encode(chunk), out)
-    assert (out == chunk).all()
     noise = np.random.default_rng(0).integers(0, 2**62, 96)
-    codec.decode(codec.encode(noise), out)
-    assert (out == noise).all()
+    for each in (chunk, noise):
+        assert (codec.decode(codec.encode(each), each.nbytes, 8).view(np.int64) == each).all()
     stored = codec.encode(chunk)[:-4]
     for body in (b"", b"x", BOMB, stored[:-1], stored + b"x", bytes(len(stored) + 1), stored[:20]):
         with pytest.raises(BadChunk):
-            codec.decode(body + crc32c(body).to_bytes(4, "little"), out)
+            codec.decode(body + crc32c(body).to_bytes(4, "little"), chunk.nbytes, 8)
     with pytest.raises(BadChunk, match="checksum"):
-        codec.decode(stored + b"0000", out)
+        codec.decode(stored + b"0000", chunk.nbytes, 8)
 
 
 def test_a_frame_without_its_size_is_refused() -> None:
-    frame = bytearray(Zstd(3).encode(np.arange(96)))
+    frame = bytearray(zstandard.ZstdCompressor().compress(np.arange(96)))
     frame[4] &= 0x1F  # neither a size nor a single segment
     stored = bytes(frame) + crc32c(bytes(frame)).to_bytes(4, "little")
     with pytest.raises(BadChunk):
-        Codec.of("zstd").decode(stored, np.empty(96, np.int64))
+        Codec.of("zstd").decode(stored, 96 * 8, 8)
 
 
 def change(path: Path, edit: Callable[[Any], None]) -> None:
@@ -280,7 +277,7 @@ def test_a_later_version_is_named(packed: Path) -> None:
 
 def test_without_its_libraries(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codecs.library.cache_clear()
-    for name in ("numcodecs.zstd", "google_crc32c"):
+    for name in ("zstandard", "google_crc32c"):
         monkeypatch.setitem(sys.modules, name, None)
     for act in (
         lambda: every_row(base / "packed"),

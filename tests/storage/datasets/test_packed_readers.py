@@ -345,12 +345,53 @@ def test_a_cache_of_any_size_gives_all_rows(
     reader.close()
 
 
-def test_a_chunk_is_decompressed_once(wide: tuple[Path, np.ndarray]) -> None:
-    reader = PackedReader(ZarrArchive(wide[0]), cache_nbytes=20 * CHUNK)
-    column = reader.column(("x",))
-    for _ in range(3):
-        column.take(np.arange(0, 700, 7))
-    assert reader.loads == 11
+def test_a_chunk_is_kept_when_it_is_asked_for_again(wide: tuple[Path, np.ndarray]) -> None:
+    path, values = wide
+    reader = PackedReader(ZarrArchive(path), cache_nbytes=20 * CHUNK)
+    column, rows = reader.column(("x",)), np.arange(0, 700, 7)
+    loads = []
+    for _ in range(4):
+        assert (column.take(rows) == values[rows]).all()
+        loads.append(reader.loads)
+    assert loads == [11, 22, 22, 22]
+    reader.close()
+
+
+def test_random_rows_of_more_chunks_than_are_kept_displace_none(
+    wide: tuple[Path, np.ndarray],
+) -> None:
+    path, values = wide
+    reader = PackedReader(ZarrArchive(path), cache_nbytes=3 * CHUNK)  # two, and other columns
+    column, kept = reader.column(("x",)), np.array([3, 70])
+    for _ in range(2):
+        column.take(kept)
+    for rows in np.arange(128, 640).reshape(8, 64):
+        assert (column.take(rows[::9]) == values[rows[::9]]).all()
+    before = reader.loads
+    column.take(kept)
+    assert reader.loads == before
+    # Some that are there, some that are asked for again, and one that is new.
+    for rows in (kept, np.array([3, 70, 580, 130, 690, 70])):
+        assert (column.take(rows) == values[rows]).all()
+    reader.close()
+
+
+def test_what_came_next_is_read_with_what_was_there(tmp_path: Path) -> None:
+    """Columns of the same frames are decompressed once, whatever rows of each are asked for."""
+    root = np.random.default_rng(4).integers(0, 255, (301, 2048), np.uint8)
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend({("x",): root[:-1], ("next", "x"): root[1:]})
+        storage.pack(tmp_path / "packed")
+    reader = PackedReader(ZarrArchive(tmp_path / "packed"))
+    rows = np.array([[5, 299], [63, 64]])
+    one, other = reader.copies(rows)
+    assert (one == root[rows]).all()
+    assert (other == root[rows + 1]).all()
+    frames = reader._arrays[reader.layout.states[0].frames]
+    assert frames.loads == 3
+    one, other = reader.gather([rows, rows[0] - 2])
+    assert (one == root[rows]).all()
+    assert (other == root[rows[0] - 1]).all()
     reader.close()
 
 

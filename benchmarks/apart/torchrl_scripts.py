@@ -1,6 +1,6 @@
 """Do TorchRL's scripts run with the collector's import swapped, to the same returns?
 
-    python benchmarks/torchrl_scripts.py CHECKOUT --only a2c_mujoco,dqn_cartpole --seeds 0,1,2
+    python benchmarks/apart/torchrl_scripts.py CHECKOUT --only a2c_mujoco,dqn_cartpole --seeds 0,1,2
 
 CHECKOUT is one of TorchRL's repository, of the installed release; it is left as it is. Each script
 is copied, with its folder, into a temporary one, and runs there with a small budget, as it is and
