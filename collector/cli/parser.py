@@ -436,7 +436,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(inspect, "--json")
     pack.add_to(commands, _path, _FILE)
     replay = command("replay", "step stored trajectories again, and compare them bit for bit")
-    _add_path(replay)
+    _add_paths(replay)
     _add(replay.add_mutually_exclusive_group(), "--trajectory", "--sample", "--all")
     _add(replay.add_mutually_exclusive_group(), "--env", "--env-factory")
     _add(replay, "--env-kwargs", "--tolerance", "--render", "--picture", "--accept-copy")

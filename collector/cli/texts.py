@@ -166,18 +166,20 @@ examples:
   tallyroll inspect runs/shard-* --json | jq .shards.complete
 """
 
-REPLAY_USAGE = "%(prog)s PATH [options]"
+REPLAY_USAGE = "%(prog)s PATH [PATH ...] [options]"
 REPLAY = """\
 Start stored trajectories again, from the seeds and contexts that their rows
 have, or else from the run's seed through all that their lanes did; step the
 stored actions, and compare every observation, reward and end bit for bit. It is
-promised for the same machine and versions; those that differ are named.
+promised for the same machine and versions; those that differ are named. Copied
+and packed rows are replayed by the runs that made them.
 """
 REPLAY_EXAMPLES = """\
 examples:
   tallyroll replay runs/pole
   tallyroll replay runs/pole --trajectory 7
   tallyroll replay runs/pole --all --json | jq .first_difference
+  tallyroll replay runs/shard-*
   tallyroll replay runs/pole --env-factory my_envs:make_pole
   tallyroll replay runs/pong --trajectory 7 --render pong.mp4
 

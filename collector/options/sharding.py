@@ -88,14 +88,18 @@ class ShardOfRun(Shard):
         """Return how many of the first ``count`` transitions of the run are this shard's."""
         return among_first(count, self.run_lanes, self.lanes)
 
-    def described(self, run: str) -> dict[str, Any]:
-        """Return what stands in a run's entry; ``run`` names what all shards have in common."""
+    def described(self, run: str, weights: str | None) -> dict[str, Any]:
+        """Return what stands in a run's entry.
+
+        ``run`` names what all shards have in common, ``weights`` those that the shard began with.
+        """
         return {
             "index": self.index,
             "of": self.of,
             "asked": self.asked,
             "lanes": [self.lanes.start, self.lanes.stop],
             "run": run,
+            **({} if weights is None else {"weights": weights}),
         }
 
 

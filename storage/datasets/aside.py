@@ -31,21 +31,26 @@ def require_free(place: Path) -> None:
 
 
 @contextlib.contextmanager
-def folder_beside(place: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``place``, on its file system; it goes at the end.
+def written_aside(place: Path) -> Iterator[Path]:
+    """Yield a path for a new storage, which gets the name ``place`` at the end.
 
-    What a killed process left in it goes first.
+    It is beside ``place``, on its file system. What a killed process left there goes first; after
+    an error all goes that was written.
 
     Raises:
         StorageLocked: another process writes to ``place``.
+        PathIsTaken: something has the name.
     """
     folder = place.parent / f".{place.name}{_SUFFIX}"
+    target = folder / f"rows{place.suffix}"
     make_directory(place.parent)
     with translated(folder):
         held = _locked(folder, place)
         try:
+            _take_back(target, place)
             _clear(folder)
-            yield folder
+            yield target
+            _publish(target, place)
         finally:
             try:
                 _clear(folder)
@@ -89,13 +94,10 @@ def _clear(folder: Path) -> None:
             each.unlink()
 
 
-def publish(target: Path, place: Path) -> None:
+def _publish(target: Path, place: Path) -> None:
     """Give a storage that is whole, and on the disk, the name ``place``, at once.
 
     What lies beside a file, as an index does, gets its name before.
-
-    Raises:
-        PathIsTaken: something has the name.
     """
     with translated(place):
         if os.path.lexists(place):
@@ -108,14 +110,30 @@ def publish(target: Path, place: Path) -> None:
                     raise _taken(place) from error
                 raise
         else:
-            for each in target.parent.glob(f"{target.name}.*"):
-                if each.suffix != ".lock":
-                    os.replace(each, place.parent / (place.name + each.name[len(target.name) :]))
+            for each, named in _beside(target, place):
+                linked = each.with_name("linked")
+                os.link(each, linked, follow_symlinks=False)
+                os.replace(linked, named)
             try:
                 os.link(target, place, follow_symlinks=False)
             except FileExistsError as error:
                 raise _taken(place) from error
     sync_above(place)
+
+
+def _beside(target: Path, place: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the files beside a file, and the names that they get."""
+    for each in [*target.parent.iterdir()]:
+        if each.name.startswith(f"{target.name}.") and each.suffix != ".lock":
+            yield each, place.with_name(place.name + each.name[len(target.name) :])
+
+
+def _take_back(target: Path, place: Path) -> None:
+    """Remove the names that a killed process gave to files beside one that got none itself."""
+    if not os.path.lexists(place):
+        for each, named in _beside(target, place):
+            if os.path.lexists(named) and os.path.samestat(os.lstat(each), os.lstat(named)):
+                named.unlink()
 
 
 def _taken(place: Path) -> PathIsTaken:

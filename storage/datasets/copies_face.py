@@ -31,13 +31,14 @@ class HasCopies:
         """Write the committed rows to a new storage of any format, which is there whole or not.
 
         Rows get numbers from 0, in their order. Its manifest says from which rows of which
-        storages they are, and which runs made them. Overlays are not copied; the report names
-        them. Another process may write to this storage meanwhile: the rows that are committed
-        now are copied.
+        storages they are, and which runs made them. Overlays go along, with the values that they
+        have when their rows are copied; of several storages, one that keeps something else than
+        the first of its name is left out, and the report names it. Another process may write to
+        this storage meanwhile: the rows that are committed now are copied.
 
         Args:
             path: where it will be; nothing may be there.
-            columns: those that are wanted; None: all.
+            columns: those that are wanted, overlays too; None: all.
             drop: those that are not.
             sort: one trajectory after the other, in the order of their first rows.
             format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``; None: by the suffix of ``path``.
@@ -53,6 +54,7 @@ class HasCopies:
             ColumnsMissing: there is no such column.
             Overrun: a ring's writer overwrites rows before they are copied.
             StateMismatch: rows are taken back meanwhile.
+            DamagedOverlay: an overlay cannot be used; ``drop`` leaves it out.
             ValueError: an argument is none of its values.
         """
         self.reader.require_open()

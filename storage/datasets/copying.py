@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.datasets.aside import folder_beside, publish, require_free
-from tallyroll.storage.datasets.union import UnionReader
+from tallyroll.storage.datasets.aside import require_free, written_aside
+from tallyroll.storage.datasets.union import Part, UnionReader
 from tallyroll.storage.datasets.views.view_reader import ViewReader
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import ColumnsMissing, NotWritable, Overrun, StateMismatch
@@ -28,7 +28,7 @@ from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.by_name import FILES, SUFFIXES
 from tallyroll.storage.formats.space import estimate, require_room
-from tallyroll.storage.overlays.beside import Overlays
+from tallyroll.storage.overlays.copying import NewOverlays, OverlaysOf
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.batch_dims import fitting
@@ -60,8 +60,10 @@ class CopyReport:
     """Bytes that it takes on the disk."""
     free: int
     """Bytes that were free there before."""
+    overlays: tuple[str, ...] = ()
+    """The names of the overlays that are copied."""
     overlays_left_out: tuple[str, ...] = ()
-    """Overlays of the sources, as ``PATH: NAME``: they are not copied."""
+    """Other overlays of the sources, as ``PATH: NAME``."""
 
 
 def copy(
@@ -90,35 +92,37 @@ def copy(
     """
     place = user_path(destination)
     name = _format_of(place, format)
-    schema = _schema_of(reader, columns, drop)
+    wanted = _Wanted(columns, drop)
     if follow:
         _require_followed(reader, name, sort)
     span = reader.span
     require_free(place)
     _require_outside(reader, place)
-    files = FILES[name](Path(os.path.abspath(place)))
-    files.check(schema)
-    space, rows = estimate(files, schema, len(span)), len(span)
-    if not dry_run:
-        require_room(files, schema, len(span))
-        with folder_beside(place) as folder:
-            target = folder / f"rows{place.suffix if name == 'hdf5' else ''}"
-            copying = _Copying(reader, span, schema, FILES[name](target))
-            with closing(copying.writer):
-                copying.take(_blocks(reader, span, schema, sort=sort), len(span), progress)
+    with closing(OverlaysOf(_sources(reader), wanted)) as overlays:
+        schema = _schema_of(reader, wanted, overlays)
+        files = FILES[name](Path(os.path.abspath(place)))
+        files.check(schema)
+        space, rows = estimate(files, schema, len(span)), len(span)
+        if not dry_run:
+            require_room(files, schema, len(span))
+            with (
+                written_aside(place) as target,
+                closing(_Copying(reader, span, schema, overlays, FILES[name](target))) as it,
+            ):
+                it.take(_blocks(reader, span, schema, sort=sort), len(span), progress)
                 if follow:
-                    copying.follow(stop, progress)
-            publish(target, place)
-        rows = copying.rows
+                    it.follow(stop, progress)
+            rows = it.rows
     return CopyReport(
         str(place),
         name,
         rows,
         schema.row_nbytes,
         tuple(map(spell, schema.keys)),
-        files.footprint(schema, rows).nbytes,
+        files.footprint(schema, rows).nbytes + overlays.nbytes(rows),
         space.free,
-        tuple(_overlays(reader)),
+        tuple(spell(each.key) for each in overlays.kept),
+        tuple(overlays.left_out),
     )
 
 
@@ -134,18 +138,28 @@ def _format_of(place: Path, format: str | None) -> str:
     return format or by_suffix or "memmap"
 
 
-def _schema_of(reader: RowReader, columns: Keys | None, drop: Keys) -> Schema:
+class _Wanted:
+    """Says which columns and overlays are wanted."""
+
+    def __init__(self, columns: Keys | None, drop: Keys) -> None:
+        self.only = None if columns is None else {as_key(key) for key in _several(columns)}
+        self.dropped = {as_key(key) for key in _several(drop)}
+
+    def __call__(self, key: Key) -> bool:
+        return key not in self.dropped and (self.only is None or key in self.only)
+
+
+def _schema_of(reader: RowReader, wanted: _Wanted, overlays: OverlaysOf) -> Schema:
     """Return the columns that are wanted, in their order."""
     schema = reader.schema
-    wanted = None if columns is None else {as_key(key) for key in _several(columns)}
-    dropped = {as_key(key) for key in _several(drop)}
-    unknown = sorted(map(spell, (dropped | (wanted or set())) - {*schema.keys}))
-    if unknown or wanted == set():
+    known = {*schema.keys, *overlays.every}
+    unknown = sorted(map(spell, (wanted.dropped | (wanted.only or set())) - known))
+    if unknown or wanted.only == set():
         raise ColumnsMissing(
             f"columns: expected some of {', '.join(map(spell, schema.keys))}, got "
             f"{', '.join(unknown) or 'none'}."
         )
-    left = [key for key in schema.keys if key not in dropped and (wanted is None or key in wanted)]
+    left = [key for key in schema.keys if wanted(key)]
     if not left:
         raise ColumnsMissing(f"all columns of {reader.path} would be dropped. Keep one.")
     kept = tuple(each for each in schema.columns if each.key in left)
@@ -184,19 +198,17 @@ def source_around(reader: RowReader, place: Path) -> Path | None:
     return next((path for path in paths if Path(os.path.realpath(path)) in above), None)
 
 
+def overlays_of(reader: RowReader) -> tuple[str, ...]:
+    """Return the overlays of the storages that have the rows, as ``PATH: NAME``."""
+    with closing(OverlaysOf(_sources(reader), lambda _: False)) as overlays:
+        return tuple(overlays.left_out)
+
+
 def _require_outside(reader: RowReader, place: Path) -> None:
     if (source := source_around(reader, place)) is not None:
         raise NotWritable(
             f"{place} lies within the storage {source}, whose folder is its own. Give another path."
         )
-
-
-def _overlays(reader: RowReader) -> Iterator[str]:
-    for each in _sources(reader):
-        if isinstance(each, FileReader):
-            with closing(Overlays(each)) as beside:
-                for key in beside.keys():
-                    yield f"{each.path}: {spell(key)}"
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -236,14 +248,30 @@ def trajectory_order(reader: RowReader, span: range) -> np.ndarray:
 class _Copying:
     """A new storage that gets the rows ``span`` of a reader, and those that come after them."""
 
-    def __init__(self, reader: RowReader, span: range, schema: Schema, files: Format) -> None:
+    def __init__(
+        self, reader: RowReader, span: range, schema: Schema, overlays: OverlaysOf, files: Format
+    ) -> None:
         self._reader, self._schema, self._rewinds = reader, schema, reader.rewinds
+        self._overlays = overlays
         self._columns = {key: reader.column(key) for key in schema.keys}
         self._sources = _Sources(reader)
         self._upto, self.rows = span.stop, 0
         target = FileReader(files, files.path, "create")
-        self.writer = RowWriter(OpenedFiles(target, capacity=max(1, len(span)), durability="power"))
-        self.writer.runs.create(schema, [{"first_row": 0}])
+        opened = OpenedFiles(target, capacity=max(1, len(span)), durability="power")
+        self._writer = RowWriter(opened)
+        try:
+            self._writer.runs.create(schema, [{"first_row": 0}])
+            self._beside = NewOverlays(target, overlays.kept)
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def close(self) -> None:
+        """Close the new storage, which is on the disk then."""
+        try:
+            self._beside.close()
+        finally:
+            self._writer.close()
 
     def take(
         self, blocks: Iterable[range | np.ndarray], total: int, progress: Progress | None
@@ -251,9 +279,12 @@ class _Copying:
         """Copy rows, a block at a time, of ``total`` in all."""
         each = self._schema.row_nbytes
         for block in blocks:
-            self.writer.append(self.writer.given.checked(self._read(block)))
+            parts = self._sources.parts(block)
+            values = self._overlays.take(parts, len(block))
+            self._writer.append(self._writer.given.checked(self._read(block)))
+            self._beside.put(values, self.rows)
             self.rows += len(block)
-            self._sources.count(block)
+            self._sources.count(parts)
             if progress is not None:
                 progress(self.rows * each, total * each)
         if self._reader.rewinds != self._rewinds:
@@ -261,7 +292,7 @@ class _Copying:
                 f"rows of {self._reader.path} were taken back while they were copied. Copy them "
                 "again."
             )
-        self.writer.runs.write(self._sources.entries())
+        self._writer.runs.write(self._sources.entries())
 
     def _read(self, block: range | np.ndarray) -> dict[Key, np.ndarray]:
         if isinstance(block, np.ndarray):
@@ -337,14 +368,16 @@ class _Sources:
         self._stretches: list[_Stretch] = []
         self._rows = 0
 
-    def count(self, block: range | np.ndarray) -> None:
-        """Count rows that were written, by their numbers."""
+    def parts(self, block: range | np.ndarray) -> list[Part]:
+        """Return which rows of which source a block of rows is."""
         _, rows = _there(self._reader, np.asarray(block))
-        if self._union is None:
-            self._add(0, rows)
-        else:  # members follow one another, also if trajectories are sorted by their first rows
-            for part in self._union.parts(rows):
-                self._add(part.member, part.rows)
+        return [Part(0, slice(None), rows)] if self._union is None else self._union.parts(rows)
+
+    def count(self, parts: Iterable[Part]) -> None:
+        """Count rows that were written."""
+        # Members follow one another, also if trajectories are sorted by their first rows.
+        for part in parts:
+            self._add(part.member, part.rows)
 
     def _add(self, source: int, rows: np.ndarray) -> None:
         least, most = int(rows.min()), int(rows.max())

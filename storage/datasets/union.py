@@ -41,7 +41,7 @@ _NAMED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """The rows of one member among rows that are wanted."""
 
     member: int
@@ -76,7 +76,7 @@ class UnionColumn(ColumnReader):
         return self.taken(self._union.parts(rows), rows, out) if found is None else found
 
     def taken(
-        self, parts: Sequence[_Part], rows: np.ndarray, out: np.ndarray | None = None
+        self, parts: Sequence[Part], rows: np.ndarray, out: np.ndarray | None = None
     ) -> np.ndarray:
         """Copy the values of ``rows``, of which ``parts`` says in which member they are."""
         column, own = self._column, self._own
@@ -362,7 +362,7 @@ class UnionReader(RowReader):
             if self._joined is not None:
                 return self._gathered(rows, None)
             return self.copies(rows)
-        known: dict[int, list[_Part]] = {}  # many are the same
+        known: dict[int, list[Part]] = {}  # many are the same
         for each in rows:
             if id(each) not in known:
                 known[id(each)] = self.parts(each)
@@ -413,12 +413,12 @@ class UnionReader(RowReader):
     def _joined(self) -> JoinedMaps | None:
         return JoinedMaps.of(self.members, self._schema)
 
-    def parts(self, rows: np.ndarray) -> list[_Part]:
+    def parts(self, rows: np.ndarray) -> list[Part]:
         """Return the rows [*] of each member that has some, of those that are wanted."""
         self.require_open()
         flat = rows.reshape(-1)
         if len(self.members) == 1:
-            return [_Part(0, slice(None), flat - self._moves[0])]
+            return [Part(0, slice(None), flat - self._moves[0])]
         of = self._starts.searchsorted(flat, "right") - 1
         own = flat - self._moves[of]
         order = of.argsort(kind="stable")
@@ -427,9 +427,9 @@ class UnionReader(RowReader):
         for number, end in enumerate(ends.tolist()):
             if end > begin:
                 at = order[begin:end] if end - begin < len(flat) else slice(None)
-                found.append(_Part(number, at, own[at]))
+                found.append(Part(number, at, own[at]))
             begin = end
-        return found or [_Part(0, slice(None), own)]
+        return found or [Part(0, slice(None), own)]
 
     def stretches(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
         """Yield the numbers of members, and which of their rows the rows ``[start, stop)`` are."""
@@ -439,7 +439,7 @@ class UnionReader(RowReader):
             if begin < end:
                 yield number, range(begin - each.moved_by, end - each.moved_by)
 
-    def require_there(self, parts: Sequence[_Part]) -> None:
+    def require_there(self, parts: Sequence[Part]) -> None:
         """Raise an error if rows that were just read are not those of the union any more."""
         for part in parts:
             if len(part.rows):

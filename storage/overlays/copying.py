@@ -1,15 +1,21 @@
-"""The overlays of one storage, copied to another one that has the same rows."""
+"""The overlays of storages, copied to one that has the same rows, or new ones made of theirs."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 
 from tallyroll.storage.errors import SchemaMismatch
 from tallyroll.storage.overlays.beside import Overlays
+from tallyroll.storage.overlays.entries import entry_nbytes
+from tallyroll.storage.overlays.header import HEADER_NBYTES, Kept
 from tallyroll.storage.overlays.overlay_file import OverlayFile
 from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import Key, spell
 
 _CHUNK_NBYTES: Final = 2**24
 
@@ -55,3 +61,125 @@ def _copy(source: FileReader, file: OverlayFile, target: FileReader, into: Overl
         rows = rows[(rows >= first) & (rows < stop)]
         if len(rows):
             into.put(rows, file.take(rows))
+
+
+class RowsOf(Protocol):
+    """Some of the rows that are wanted, which are of one source."""
+
+    @property
+    def member(self) -> int:
+        """The number of the source."""
+
+    @property
+    def at(self) -> np.ndarray | slice:
+        """Their places among the rows that are wanted."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Their numbers in the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Values of an overlay."""
+
+    key: Key
+    at: np.ndarray
+    """The places of their rows [n] among those that were wanted."""
+    values: np.ndarray
+    """[n, ...]."""
+
+
+class OverlaysOf:
+    """The overlays of one or more storages, for rows that are written again.
+
+    Of one that several have, those that keep something else than the first are left out.
+
+    Args:
+        sources: readers of the storages.
+        wanted: says which are wanted, by their keys.
+
+    Raises:
+        DamagedOverlay: one of them cannot be used.
+    """
+
+    def __init__(self, sources: Sequence[RowReader], wanted: Callable[[Key], bool]) -> None:
+        self._beside = [Overlays(each) for each in sources if isinstance(each, FileReader)]
+        self.left_out: list[str] = []
+        """Overlays that are not wanted, or not alike, as ``PATH: NAME``."""
+        self.every: set[Key] = set()
+        """The keys of all that there are."""
+        self._files: dict[Key, dict[int, OverlayFile]] = {}
+        try:
+            for beside in self._beside:
+                self._add(beside, sources.index(beside.reader), wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, beside: Overlays, source: int, wanted: Callable[[Key], bool]) -> None:
+        for key in beside.keys():
+            self.every.add(key)
+            known = self._files.get(key, {})
+            file = beside.open(key) if wanted(key) else None
+            if file is None or any(each.kept != file.kept for each in known.values()):
+                self.left_out.append(f"{beside.reader.path}: {spell(key)}")
+            else:
+                self._files[key] = {**known, source: file}
+
+    @property
+    def kept(self) -> list[Kept]:
+        """The overlays that are there, and wanted."""
+        return [next(iter(files.values())).kept for files in self._files.values()]
+
+    def nbytes(self, rows: int) -> int:
+        """Return the bytes that they take on the disk for so many rows."""
+        return sum(HEADER_NBYTES + rows * entry_nbytes(each.column) for each in self.kept)
+
+    def take(self, parts: Iterable[RowsOf], count: int) -> list[Values]:
+        """Copy the values of ``count`` rows, which ``parts`` name; rows without one are left out.
+
+        Raises:
+            Overrun: a writer changes values faster than they are read.
+            ColumnsMissing: an overlay was dropped since.
+        """
+        found = []
+        for part in parts if self._files else ():
+            at = np.arange(count)[part.at]
+            for files in self._files.values():
+                if (file := files.get(part.member)) is not None:
+                    values, own = file.values_of(part.rows)
+                    found.append(Values(file.key, at[own], values[own]))
+        return found
+
+    def close(self) -> None:
+        """Close their files."""
+        for each in self._beside:
+            each.close()
+
+
+class NewOverlays:
+    """The overlays of a storage that is being written.
+
+    Args:
+        reader: of the new storage, which has columns.
+        kept: what they keep.
+    """
+
+    def __init__(self, reader: FileReader, kept: Iterable[Kept]) -> None:
+        self._beside = Overlays(reader)
+        self._files = {each.key: self._beside.made(each, writable=True) for each in kept}
+
+    def put(self, values: Iterable[Values], first: int) -> None:
+        """Give rows, of which those that were wanted begin with number ``first``, their values.
+
+        Raises:
+            StorageFull: there is no space.
+        """
+        for each in values:
+            self._files[each.key].put(first + each.at, each.values)
+
+    def close(self) -> None:
+        """Close their files, whose values are on the disk then."""
+        self._beside.flush()
+        self._beside.close()

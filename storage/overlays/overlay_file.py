@@ -198,20 +198,25 @@ class OverlayFile:
         Raises:
             Overrun: a writer changes them faster than they are read.
         """
-        found = steadily(self._reader, lambda: self._take(rows.reshape(-1)))
+        found, _ = self.values_of(rows.reshape(-1))
         found = found.reshape((*rows.shape, *self.kept.column.shape))
         if out is None:
             return found
         out[...] = found
         return out
 
-    def _take(self, rows: np.ndarray) -> np.ndarray:
+    def values_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return copies of the values of ``rows`` [n], and which have one, bool [n]; as `take`."""
+        return steadily(self._reader, lambda: self._take(rows))
+
+    def _take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         mapped, column = self._mapped(), self.kept.column
         if self._words[DROPPED]:
             raise _missing(self._reader, self.key, " any more: it was dropped")
         limit = self._limit()
         if not len(mapped):
-            return np.full((len(rows), *column.shape), self.kept.fill_array)
+            fill = np.full((len(rows), *column.shape), self.kept.fill_array)
+            return fill, np.zeros(len(rows), np.bool_)
         slots = self._slots(rows)
         try:
             found, own = entries.take(mapped, np.minimum(slots, len(mapped) - 1), rows)
@@ -224,7 +229,7 @@ class OverlayFile:
             own &= rows < limit
         if not own.all():
             found[~own] = self.kept.fill_array
-        return found
+        return found, own
 
     def _slots(self, rows: np.ndarray) -> np.ndarray:
         return rows % self._reader.ring if self._reader.ring else rows

@@ -1,15 +1,18 @@
-"""Compare the hashes of the content that are kept beside the rows with the rows."""
+"""Compare what is kept beside the rows with the rows: hashes of the content, and statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from tallyroll.storage.datasets.statistics.checking import differences
+from tallyroll.storage.datasets.statistics.counting import Counted
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.trajectories.kept_leaves import KeptLeaves
 from tallyroll.storage.trajectories.leaves import Leaves
-from tallyroll.storage.verification.findings import Findings, Place
+from tallyroll.storage.verification.findings import PLACES, Findings, Place
 
 
 def check_content(
@@ -44,3 +47,26 @@ def check_content(
         return Place(row=int(rows[at]), trajectory=id, what=what)
 
     findings.add_rows("content", "rows are not those whose hash was kept", rows, place)
+
+
+def check_statistics(
+    reader: RowReader,
+    kept: Mapping[Key, Counted],
+    findings: Findings,
+    tell: Callable[[int], None],
+) -> None:
+    """Count columns again whose statistics are kept, and compare.
+
+    Args:
+        reader: the reader of the rows.
+        kept: what was counted, by column.
+        findings: where differences are added.
+        tell: called with the number of bytes that were read since its last call.
+    """
+    columns = {column.key: column for column in reader.schema.columns}
+    for key, counted in kept.items():
+        wrong = [*differences(reader, columns[key], counted, tell)]
+        places = [Place(column=spell(key), what=each) for each in wrong[:PLACES]]
+        if wrong:
+            message = "statistics that are kept are not those of the rows"
+            findings.add("statistics", message, *places, count=len(wrong))

@@ -10,6 +10,8 @@ import numpy as np
 
 from tallyroll.storage.datasets.doubled import copied_from_members, doubled_trajectories
 from tallyroll.storage.datasets.members import Member, PathLike
+from tallyroll.storage.datasets.statistics.counting import Counted
+from tallyroll.storage.datasets.statistics.kept import OfOthers, Unusable, place_of, read_whole
 from tallyroll.storage.datasets.union import UnionReader
 from tallyroll.storage.errors import (
     CorruptStorage,
@@ -33,7 +35,7 @@ from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.trajectories.kept_leaves import KeptLeaves, UnusableLeaves
 from tallyroll.storage.trajectories.leaves import kept_of
-from tallyroll.storage.verification.content_checks import check_content
+from tallyroll.storage.verification.content_checks import check_content, check_statistics
 from tallyroll.storage.verification.event_checks import check_events
 from tallyroll.storage.verification.findings import PLACES, Finding, Findings, Place, Report
 from tallyroll.storage.verification.index_checks import check_index
@@ -61,6 +63,7 @@ CHECKS: Mapping[str, str] = {
     "checksums": "the bytes are those of a finalized storage",
     "content": "the bytes are those whose hashes `content_hash` kept",
     "overlays": "every overlay can be used, and names rows that were written",
+    "statistics": "the statistics of columns that are kept are those of the rows",
 }
 """The checks by name, with the rule of each, in the order of the report."""
 
@@ -222,8 +225,11 @@ class _Verification:
         known = check_record(record, runs, at, findings)
         sums = self._sums(manifest)
         hashes = None if "content" in self._skip else self._hashes()
+        statistics = {} if "statistics" in self._skip else self._statistics()
         passes = 1 + bool(sums) + (hashes is not None)
         self._total = len(rows.span) * reader.schema.row_nbytes * passes
+        nbytes = {column.key: column.row_nbytes for column in reader.schema.columns}
+        self._total += sum(each.stop * nbytes[key] for key, each in statistics.items())
         if not self._chunks_whole():
             return self._cut_off(path, manifest)
         rows.run(findings, self._tell)
@@ -238,6 +244,8 @@ class _Verification:
         self._skipped = rows.unavailable | self._skipped
         if sums is not None:
             self._check_sums(sums)
+        if statistics:
+            check_statistics(reader, statistics, findings, self._tell)
         if hashes is not None:
             self._check_content(*hashes)
         if "index" not in self._skip and (why := check_index(reader, self._cut_short)):
@@ -356,6 +364,23 @@ class _Verification:
             self._skipped.setdefault("content", "no hashes are kept beside the rows")
             return None
         return kept, lines
+
+    def _statistics(self) -> Mapping[Key, Counted]:
+        """Return the statistics of columns that are kept, where some are that can be used."""
+        reader, why = self._reader, "no statistics are kept beside the rows"
+        if (place := place_of(reader)) is not None:
+            try:
+                return read_whole(reader, place)
+            except OfOthers:
+                why = "those that are kept are of other rows, and are not used"
+            except Unusable:
+                what = "is damaged, or rows have changed. Delete it: they are counted again."
+                self._cut_short.add("statistics", f"{place.path} {what}")
+                return {}
+            except FileNotFoundError:
+                pass
+        self._skipped.setdefault("statistics", why)
+        return {}
 
     def _check_content(self, kept: KeptLeaves, lines: np.ndarray) -> None:
         try:

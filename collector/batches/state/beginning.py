@@ -1,9 +1,10 @@
 """Ledger, seeds and entry in the manifest that a run begins with, or goes on with."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
-from tallyroll.collector.batches.state.made_by import made_by
+from tallyroll.collector.batches.state.made_by import hashes_of, made_by
 from tallyroll.collector.batches.state.provenance import (
     SHARD,
     call_of,
@@ -124,8 +125,16 @@ class Beginning:
             made=made,
         )
         if (part := self._options.part) is not None:
-            run[SHARD] = part.described(common_id(run, part))
+            code, weights = self._hashes["code"], self._writer.stored_run.weights
+            hashes = {"code": code, "weights": weights or self._hashes["weights"]}
+            run[SHARD] = part.described(common_id(run, part, hashes), hashes["weights"])
         return run
+
+    @cached_property
+    def _hashes(self) -> Mapping[str, str | None]:
+        """The hashes of the policy, with the weights that it had when this began."""
+        nothing = {"code": None, "weights": None}
+        return nothing if self.policy is None else hashes_of(self.policy.source)
 
 
 def _require_one_opening(options: Options, policy: SeveralPolicies) -> None:

@@ -50,15 +50,16 @@ def _otherwise(options: Options) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def common_id(run: Mapping[str, Any], part: ShardOfRun) -> str:
+def common_id(run: Mapping[str, Any], part: ShardOfRun, policy: Mapping[str, Any]) -> str:
     """Return the name of what all shards of a run have in common, of the entry of one: a hash.
 
-    The environment, the seed, the lanes, the budget, the number of shards, and the arguments of
-    the call that decide which rows there are; not versions, workers and the size of a batch.
+    The environment, the seed, the lanes, the budget, the number of shards, the arguments of the
+    call that decide which rows there are, and the ``policy``: its code, and the weights that the
+    run began with. Not versions, workers and the size of a batch.
     """
     call = {name: value for name, value in run["call"].items() if name not in _OF_ONE_SHARD}
     budget = [part.asked, part.opening, part.of]
-    common = [run["environment"], run["seed"], run["lanes"], *budget, call]
+    common = [run["environment"], run["seed"], run["lanes"], *budget, call, dict(policy)]
     text = json.dumps(common, sort_keys=True, default=repr)
     return sha256(text.encode()).hexdigest()[:16]
 

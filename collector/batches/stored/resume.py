@@ -98,6 +98,8 @@ class LastRun:
     """The number of its lanes; None if its entry does not say one."""
     shard: str | None = None
     """The shard that it is, as "2/8"; None: it is whole."""
+    weights: str | None = None
+    """The hash of the weights that the shard began with; None: it does not say one."""
 
 
 def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> LastRun:
@@ -123,8 +125,10 @@ def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> 
     found = last.get("lanes")
     lanes = found if type(found) is int and found > 0 else None
     shard = _shard_of(last, path)
+    weights = last["shard"].get("weights") if shard else None
     first, seed, incarnation = (last[name] for name in ("first_row_of_run", "seed", "incarnation"))
-    return LastRun(first, seed, incarnation, environment, lanes, shard)
+    weights = weights if isinstance(weights, str) else None
+    return LastRun(first, seed, incarnation, environment, lanes, shard, weights)
 
 
 def _shard_of(last: Mapping[str, Any], path: Path) -> str | None:

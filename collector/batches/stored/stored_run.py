@@ -114,6 +114,11 @@ class StoredRun:
             return None
         return self._reader, self._last.first_row
 
+    @property
+    def weights(self) -> str | None:
+        """The hash of the weights that the run, a shard, began with; None: it is not known."""
+        return None if self._last is None else self._last.weights
+
     def continues(self, first_row: int) -> None:
         """Go on with the run that began at ``first_row``, of which rows were taken back."""
         reader, self._last = self._reader, None

@@ -304,13 +304,15 @@ def _opened(paths: "Sequence[Path]", args: argparse.Namespace) -> Any:
     columns = None
     if args.drop or args.columns:
         every: dict[Any, list[Any]] = {}
+        beside = set()
         for each in paths:
             with open_storage(each, **options) as storage:
+                beside |= {(key,) if isinstance(key, str) else key for key in storage.overlays}
                 for column in storage.schema.columns:
                     every.setdefault(column.key, []).append(column)
         alike = [k for k, own in every.items() if len(own) == len(paths) and len({*own}) == 1]
         wanted = [*(args.columns or every)]
-        wanted = [key for key in wanted if key not in (args.drop or ())]
+        wanted = [key for key in wanted if key not in (args.drop or ()) and key not in beside]
         columns = alike if {*wanted} <= {*alike} else wanted  # which says what is not alike
         args.drop = [key for key in args.drop or () if key in alike or key not in every]
     return open_storage(paths, ids=args.ids, columns=columns, **options)
@@ -344,5 +346,7 @@ def _as_text(report: "CopyReport", *, dry: bool) -> str:
     ]
     if dry:
         lines.append(f"{decimal(report.free)} are free there; nothing was written")
+    if report.overlays:
+        lines.append(f"with overlays {', '.join(report.overlays)}")
     lines += [f"not copied: overlay {each}" for each in report.overlays_left_out]
     return "".join(f"{visible(line)}\n" for line in lines)

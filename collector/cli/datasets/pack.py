@@ -154,6 +154,8 @@ def _as_text(report: "PackReport", seconds: float) -> str:
     if report.stacks:
         found = ", ".join(f"{name} ({n})" for name, n in report.stacks.items())
         page.print(f"frames stored once: {found}")
+    for each in report.overlays_left_out:
+        page.print(f"not packed: overlay {each}")
     page.head("Bytes a row")
     for name, nbytes in sorted(report.columns.items(), key=lambda each: -each[1]):
         page.print(f"  {nbytes / max(1, report.rows):10,.2f}  {name}")

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     wanted: Any = "all" if args.all else args.trajectory
     with shown_progress("rows replayed", args.quiet, "{:,}".format) as progress:
         found = replay(
-            args.path,
+            args.path[0] if len(args.path) == 1 else args.path,
             wanted,
             sample=args.sample or 20,
             create_env_fn=create,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.files.run_events import LEFT_OUT, events_of
+from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, events_of
 
 Array = np.ndarray[Any, Any]
 Table = np.ndarray[Any, Any]
@@ -74,6 +74,22 @@ class Call:
 def calls_of(entry: Mapping[str, Any], lane: int) -> list[Call]:
     """Return the calls of a lane of a run, by the entry of the run, in their order."""
     return [*_each(entry, lane)]
+
+
+def with_ids_moved(entry: Mapping[str, Any], by: int) -> dict[str, Any]:
+    """Return the entry of a run whose trajectories have ids that are larger ``by`` a number."""
+    events = entry.get(EVENTS)
+    if not by or not isinstance(events, list):
+        return dict(entry)
+    return {**entry, EVENTS: [_with_ids_moved(each, by) for each in events_of(entry)]}
+
+
+def _with_ids_moved(event: Mapping[str, Any], by: int) -> dict[str, Any]:
+    first = event.get("first")
+    if not isinstance(first, list):
+        return dict(event)
+    moved = [[each[0] + by, each[1]] if _is_pair(each) else each for each in first]
+    return {**event, "first": moved}
 
 
 def _each(entry: Mapping[str, Any], lane: int) -> Iterator[Call]:

@@ -10,22 +10,23 @@ from typing import Any
 import numpy as np
 
 from tallyroll.collector.evaluation.replaying.calls import Call, calls_of
-from tallyroll.storage.files.copied_runs import LEFT_OUT, is_collected, is_copied
+from tallyroll.collector.evaluation.replaying.makers import NO_RUN, OLD, Maker
 from tallyroll.storage.trajectories.episodes import END_TERMINATED, END_TRUNCATED
 
 Table = np.ndarray[Any, Any]
 """Lines of trajectories, as ``storage.trajectories.table`` has them."""
 
-_GONE = "rows of it are gone, which a ring has overwritten or a run left out"
-_COPIED = "its rows were copied from another storage, and runs there made them: replay that one"
-_NO_RUN = "no collector's run made its rows, so that nothing says how it began"
+_GONE = "rows of it are gone, which a ring has overwritten, or which a run or a copy left out"
 _NO_SEED = "neither it nor its run has a seed"
-_OLD = "its lane has no rows left from the run's beginning, from which it would be stepped again"
 _NOT_FIRST = (
     "its lane's first trajectory of the run is not stored, and it would be stepped again from there"
 )
 _DISCARDS = (
     "it differs, and the run threw transitions away, so that it may have begun in mid-episode"
+)
+_UNCOUNTED = (
+    "it differs, and may not begin where the trajectory before it ended: the run had workers, and "
+    "a copy does not say what a run lost"
 )
 _RESTARTED = (
     "it differs, and may not begin where the trajectory before it ended: the run lost or threw "
@@ -47,8 +48,8 @@ class Line:
 class Group:
     """Lines that start together: each from its own seed, or all from the run's."""
 
-    entry: int
-    """The index of the entry in the manifest of what made their rows."""
+    maker: int
+    """The index of what made their rows, of :attr:`History.makers`."""
     seeded: bool
     """True if each begins from the seed in its rows."""
     lines: tuple[Line, ...]
@@ -74,43 +75,43 @@ class History:
     table: Table
     span: range
     """Rows that are there."""
-    entries: Sequence[Mapping[str, Any]]
-    """The runs of the manifest."""
+    makers: Sequence[Maker]
+    """The makers of the rows, in their order."""
     seeded: bool
     """True if rows have the seeds of their resets."""
     losses: Mapping[str, int]
-    """Counts of the last run's ledger, as far as they are known."""
+    """Counts of the runs' ledgers, as far as they are known."""
 
     known: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
-    """Calls that were looked up, by entry and lane."""
+    """Calls that were looked up, by maker and lane."""
 
     def calls_of(self, at: int, lane: int) -> list[Call]:
-        """Return the calls of a lane in the run of an entry."""
+        """Return the calls of a lane in the run of a maker."""
         if (at, lane) not in self.known:
-            self.known[at, lane] = calls_of(self.entries[at], lane)
+            self.known[at, lane] = calls_of(self.makers[at].entry, lane)
         return self.known[at, lane]
 
-    def entry_of(self, line: Table) -> int:
-        """Return the index of the entry that made the first row of a line; -1 without one."""
-        firsts = [entry["first_row"] for entry in self.entries]
+    def maker_of(self, line: Table) -> int:
+        """Return the index of what made the first row of a line; -1 without one."""
+        firsts = [maker.first_row for maker in self.makers]
         return int(np.searchsorted(firsts, line["first_row"], side="right")) - 1
 
 
 def plan_of(history: History, wanted: Collection[int]) -> Plan:
     """Return how the ``wanted`` trajectories, ids, are replayed, and which cannot be."""
     plan = Plan()
-    by_entry: dict[int, list[Table]] = defaultdict(list)
+    by_maker: dict[int, list[Table]] = defaultdict(list)
     ids = {*wanted}
     for line in history.table:
         if int(line["id"]) not in ids:
             continue
-        at = history.entry_of(line)
+        at = history.maker_of(line)
         if why := _refused(history, line, at):
             plan.refused[int(line["id"])] = why
         else:
-            by_entry[at].append(line)
-    for at, lines in by_entry.items():
-        entry = history.entries[at]
+            by_maker[at].append(line)
+    for at, lines in by_maker.items():
+        entry = history.makers[at].entry
         if history.seeded:
             doubt = _DISCARDS if _call(entry).get("surplus") == "discard" else ""
             lone = tuple(Line(int(each["lane"]), (int(each["id"]),)) for each in lines)
@@ -123,12 +124,10 @@ def plan_of(history: History, wanted: Collection[int]) -> Plan:
 def _refused(history: History, line: Table, at: int) -> str:
     """Return why a trajectory cannot be replayed, as far as its own line says it."""
     if at < 0:
-        return _NO_RUN
-    entry = history.entries[at]
-    if is_copied(entry) or LEFT_OUT in entry:
-        return _COPIED
-    if not is_collected(entry):
-        return _NO_RUN
+        return NO_RUN
+    maker = history.makers[at]
+    if maker.refused:
+        return maker.refused
     if line["first_row"] < history.span.start or line["first_step"] != 0:
         return _GONE
     for call in history.calls_of(at, int(line["lane"])):
@@ -136,15 +135,17 @@ def _refused(history: History, line: Table, at: int) -> str:
             return call.unknown
     if history.seeded:
         return ""
-    if not _is_number(entry.get("seed")) or not _is_number(entry.get("incarnation")):
+    if maker.own_seeds_only:
+        return maker.own_seeds_only
+    if not all(_is_number(maker.entry.get(name)) for name in ("seed", "incarnation")):
         return _NO_SEED
-    return _OLD if entry["first_row"] < history.span.start else ""
+    return OLD if maker.first_row < history.span.start else ""
 
 
 def _chain(history: History, plan: Plan, at: int, wanted: Sequence[Table]) -> None:
     """Add lines that begin with the run, or where it was resumed, up to the last one wanted."""
-    lines = lines_of_entry(history, at)
-    lanes = int(history.entries[at].get("lanes", 0))
+    lines = lines_of_maker(history, at)
+    lanes = int(history.makers[at].entry.get("lanes", 0))
     first = min((int(line["id"]) - int(line["lane"]) for line in lines), default=0)
     by_lane: dict[int, list[Table]] = defaultdict(list)
     for line in lines:
@@ -161,12 +162,12 @@ def _chain(history: History, plan: Plan, at: int, wanted: Sequence[Table]) -> No
         plan.groups.append(Group(at, False, tuple(made), _doubt(history, at)))
 
 
-def lines_of_entry(history: History, at: int) -> Table:
-    """Return the lines of trajectories that began in an entry's rows."""
-    first, table = history.entries[at]["first_row"], history.table
+def lines_of_maker(history: History, at: int) -> Table:
+    """Return the lines of trajectories that began in a maker's rows."""
+    first, table = history.makers[at].first_row, history.table
     stop = history.span.stop
-    if at + 1 < len(history.entries):
-        stop = history.entries[at + 1]["first_row"]
+    if at + 1 < len(history.makers):
+        stop = history.makers[at + 1].first_row
     found: Table = table[(table["first_row"] >= first) & (table["first_row"] < stop)]
     return found
 
@@ -176,10 +177,10 @@ def calls_around(history: History, at: int, lone: Line) -> tuple[list[Call], lis
     calls, (id,) = history.calls_of(at, lone.lane), lone.trajectories
     if not calls:
         return [], []
-    lines = lines_of_entry(history, at)
+    lines = lines_of_maker(history, at)
     line = lines[lines["id"] == id][0]
     own = lines[(lines["lane"] == line["lane"]) & (lines["id"] < id)]
-    entry, previous = history.entries[at], own[-1] if len(own) else None
+    entry, previous = history.makers[at].entry, own[-1] if len(own) else None
     ended = previous is not None and previous["end"] in (END_TERMINATED, END_TRUNCATED)
     ended = ended and not _call(entry).get("reset_at_each_iter")
     before = [each for each in calls if each.is_before_reset(line, previous, ended=bool(ended))]
@@ -207,7 +208,10 @@ def _unbroken(lines: Sequence[Table], first: int, lanes: int) -> tuple[list[int]
 
 
 def _doubt(history: History, at: int) -> str:
-    call = _call(history.entries[at])
+    maker = history.makers[at]
+    call = _call(maker.entry)
+    if not maker.counted and "num_workers" in call:
+        return _UNCOUNTED
     lost = history.losses.get("lost", 0) or history.losses.get("respawned", 0)
     breaks = call.get("surplus") == "discard" or call.get("reset_at_each_iter")
     return _RESTARTED if lost or breaks else ""

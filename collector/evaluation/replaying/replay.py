@@ -18,10 +18,11 @@ from tallyroll.collector.envs.driven.make import CreateEnv
 from tallyroll.collector.envs.driven.packages import version_here
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.evaluation.replaying.calls import Call, calls_of
+from tallyroll.collector.evaluation.replaying.calls import Call, calls_of, with_ids_moved
 from tallyroll.collector.evaluation.replaying.comparing import Comparison
 from tallyroll.collector.evaluation.replaying.filming import Film
 from tallyroll.collector.evaluation.replaying.given_draws import give_draws
+from tallyroll.collector.evaluation.replaying.makers import makers_of
 from tallyroll.collector.evaluation.replaying.planning import (
     Group,
     History,
@@ -42,18 +43,20 @@ from tallyroll.collector.evaluation.replaying.stage import Stage
 from tallyroll.collector.options.draws import Constant
 from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.policies.trial import generators_restored
+from tallyroll.storage.datasets.union import UnionReader
 from tallyroll.storage.errors import ColumnsMissing, UnknownTrajectory
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import COLLECTOR, CONTEXT, RESET_SEED, Key, spell
 from tallyroll.storage.storages import DiskStorage, open_storage
 
+PathOf = str | PathLike[str]
 Progress = Callable[[int, int], object]
 """Is called with the rows that were compared, and with how many there are."""
 
 
 def replay(
-    path: str | PathLike[str],
+    path: PathOf | Sequence[PathOf],
     trajectories: int | Iterable[int] | Literal["all"] | None = None,
     *,
     sample: int = 20,
@@ -74,7 +77,7 @@ def replay(
     what is stored. Equality is promised for the same machine and the same versions alone.
 
     Args:
-        path: the storage.
+        path: the storage; of several, and of a pattern, each is replayed as itself.
         trajectories: an id, several, or ``"all"``; None: a ``sample``.
         sample: how many, spread over all that can be replayed.
         create_env_fn: an id or a function that makes the environment, as for a collector; None:
@@ -116,7 +119,7 @@ def replay(
     _require(sample, atol, create_env_fn)
     began = time.monotonic()
     with (
-        open_storage(fspath(path), accept_copy=accept_copy) as storage,
+        open_storage(path, accept_copy=accept_copy) as storage,
         generators_restored(),
         torch.no_grad(),
         ExitStack() as closed,
@@ -125,7 +128,8 @@ def replay(
         run = _Replay(storage, create_env_fn, env_kwargs, resets, atol, film)
         run.choose(trajectories, sample)
         run.carry_out(progress)
-        return run.report(fspath(path), time.monotonic() - began)
+        named = fspath(path) if isinstance(path, str | PathLike) else str(storage.path)
+        return run.report(named, time.monotonic() - began)
 
 
 def _require(sample: int, atol: float, create: object) -> None:
@@ -141,6 +145,29 @@ def _require(sample: int, atol: float, create: object) -> None:
             f"create_env_fn: expected an id, or a function that makes the environment, got "
             f"{type(create).__name__}: several may be needed"
         )
+
+
+def _runs_of(storage: DiskStorage) -> list[dict[str, Any]]:
+    """Return the runs of a storage; in those of several, calls name trajectories as rows do."""
+    reader = storage.reader
+    if not isinstance(reader, UnionReader):
+        return storage.runs
+    found = []
+    for run in storage.runs:
+        of = next(at for at, each in enumerate(reader.members) if run["first_row"] in each.rows)
+        found.append(with_ids_moved(run, reader.ids_moved_by[of]))
+    return found
+
+
+def _losses_of(storage: DiskStorage) -> dict[str, int]:
+    """Return what the ledgers of all storages that are read say together."""
+    reader, found = storage.reader, dict[str, int]()
+    members = [each.reader for each in reader.members] if isinstance(reader, UnionReader) else []
+    for each in members or [reader]:
+        if (record := RunRecord.parse(each.record)) is not None:
+            for name in ("lost", "respawned"):
+                found[name] = found.get(name, 0) + record.ledger.get(name, 0)
+    return found
 
 
 class _Replay:
@@ -169,9 +196,13 @@ class _Replay:
         table = storage.trajectories.table
         if not len(table):
             raise ColumnsMissing(f"{storage.path}: no row says which trajectory it belongs to")
-        record = RunRecord.parse(storage.record)
-        losses = record.ledger if record is not None else {}
-        self._history = History(table, storage.span, storage.runs, self._seeded, losses)
+        self._history = History(
+            table,
+            storage.span,
+            makers_of(_runs_of(storage), storage.head),
+            self._seeded,
+            _losses_of(storage),
+        )
         self._rows = StoredRows(storage, table)
         self._plan = Plan()
         self._left_out: dict[str, int] = {}
@@ -227,7 +258,7 @@ class _Replay:
                 progress(self._comparison.rows, total)
 
         for group in self._plan.groups:
-            entry = self._history.entries[group.entry]
+            entry = self._history.makers[group.maker].entry
             found = recovered(entry, self._create, self._kwargs, self._resets)
             if self._film is not None and self._create is None:
                 found.kwargs.setdefault("render_mode", "rgb_array")
@@ -285,7 +316,7 @@ class _Replay:
         """
         alike: dict[tuple[str, ...], tuple[list[int], list[Call]]] = {}
         for place, line in enumerate(group.lines):
-            before, after = calls_around(self._history, group.entry, line)
+            before, after = calls_around(self._history, group.maker, line)
             if after:
                 yield [place], before, after
             else:
@@ -295,7 +326,7 @@ class _Replay:
             yield places, before, []
 
     def _from_run(self, group: Group, found: Recovered, tell: Callable[[], None]) -> None:
-        entry = self._history.entries[group.entry]
+        entry = self._history.makers[group.maker].entry
         if found.unknown_sampler:
             raise ArgumentError(
                 f"the function {found.unknown_sampler} drew what resets are given, and no seed of "
@@ -329,7 +360,7 @@ class _Replay:
         """Return lines of all lanes, which change what ``some`` do, as far as these go."""
         asked = {line.lane: line for line in some}
         plan = plan_of(self._history, self._history.table["id"].tolist())
-        every = next(each for each in plan.groups if each.entry == group.entry)
+        every = next(each for each in plan.groups if each.maker == group.maker)
         return [asked.get(line.lane, line) for line in every.lines if line.lane in lanes]
 
     def _stage(self, found: Recovered, lanes: int, resets: Resets) -> _Staged:
@@ -344,7 +375,7 @@ class _Replay:
         calls: Sequence[Call] | None = None,
     ) -> None:
         """Replay lines that were reset; ``calls`` are those of lines that have their own seeds."""
-        entry = self._history.entries[group.entry]
+        entry = self._history.makers[group.maker].entry
         lanes = [
             Lane(
                 column,

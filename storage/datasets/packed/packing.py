@@ -13,8 +13,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from tallyroll.storage.datasets.aside import folder_beside, publish, require_free
-from tallyroll.storage.datasets.copying import source_around
+from tallyroll.storage.datasets.aside import require_free, written_aside
+from tallyroll.storage.datasets.copying import overlays_of, source_around
 from tallyroll.storage.datasets.packed.archives import EPISODES, INDEX, MANIFEST, OURS, ZarrArchive
 from tallyroll.storage.datasets.packed.codecs import Codec
 from tallyroll.storage.datasets.packed.column_writers import (
@@ -71,6 +71,8 @@ class PackReport:
     """Columns of which what comes next is stored once with them."""
     stacks: dict[str, int]
     """Columns of which single frames are stored, and the frames of a stack."""
+    overlays_left_out: tuple[str, ...] = ()
+    """Overlays of the sources, as ``PATH: NAME``: packed rows never change, and have none."""
 
 
 def pack(
@@ -106,8 +108,7 @@ def pack(
     looks = _looks(reader, order)
     plans = planned(schema, looks, once=once, stacks=declared if once or stacks else {})
     _require_room(place, plans, looks, codec, len(order))
-    with folder_beside(place) as folder:
-        target = folder / "rows"
+    with written_aside(place) as target:
         files = _Hdf5Files(target) if format == "hdf5" else _ZarrFiles(target)
         with contextlib.closing(files), translated(target):
             packing = Packing(schema, plans, codec, files, span.start)
@@ -124,7 +125,6 @@ def pack(
             manifest = _manifest(reader, span, schema, layout, files.format)
             files.finish(layout, manifest)
             sizes = {"/".join(each.layout.path): each.nbytes for each in packing.writers}
-        publish(target, place)
     return PackReport(
         str(place),
         layout.rows,
@@ -133,6 +133,7 @@ def pack(
         sizes,
         tuple(spell(each.column.key) for each in plans if each.next is not None),
         {spell(each.column.key): each.n for each in plans if each.n > 1},
+        overlays_of(reader),
     )
 
 

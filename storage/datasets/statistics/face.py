@@ -25,8 +25,8 @@ class HasStatistics:
         """Return mean, deviation, extremes, quantiles and the share of NaNs of each column.
 
         One pass in bounded memory, in float64. They are kept in a file beside the rows, and later
-        only rows that came since are read; not those of a ring, a view or files of others. A file
-        that is damaged, or of other rows, is counted again from the rows.
+        only rows that came since are read; not those of a ring, a view, several storages or files
+        of others. A file that is damaged, or of other rows, is counted again from the rows.
 
         Args:
             keys: of the columns; None: all but complex ones.

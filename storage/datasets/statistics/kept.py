@@ -17,10 +17,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from tallyroll.storage.datasets.packed.archives import OURS
+from tallyroll.storage.datasets.packed.packed_reader import PackedReader
 from tallyroll.storage.datasets.statistics.counting import (
     Counted,
     is_of_bytes,
@@ -28,7 +32,9 @@ from tallyroll.storage.datasets.statistics.counting import (
     sampled,
 )
 from tallyroll.storage.datasets.statistics.moments import BYTES, MOMENTS, QUANTILES
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.columns import floats_of
@@ -37,23 +43,54 @@ _MAGIC: Final = b"tallyroll statistics 1\n"
 _SUM_NBYTES: Final = 32
 _MOST_NBYTES: Final = 2**28
 _LOOKED_AT: Final = 64
+_NAME: Final = "columns.statistics"
 
 
-class _Unusable(Exception):
-    """The file is damaged, or does not belong to these rows."""
+class Unusable(Exception):
+    """The file is damaged, or of other rows."""
 
 
-def read_kept(reader: FileReader) -> dict[Key, Counted]:
+class OfOthers(Unusable):
+    """The file is of another storage, or of rows that were taken back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The file of the statistics of a storage's columns."""
+
+    path: Path
+    inside: Inside
+    """Opens files of the storage."""
+
+
+def place_of(reader: RowReader) -> Place | None:
+    """Return the file of the statistics of a reader's rows; None where they are not kept.
+
+    Those of a ring are of rows that go, and a view or several storages have no place of their own.
+    """
+    if reader.ring or reader.span.start:
+        return None
+    if isinstance(reader, FileReader):
+        return Place(reader.format.statistics_path, reader.format.inside)
+    if not isinstance(reader, PackedReader):
+        return None
+    path = reader.path
+    if path.is_dir():
+        return Place(path / OURS / _NAME, Inside(path))
+    return Place(path.with_name(f"{path.name}.{_NAME}"), Inside(path.parent))
+
+
+def read_kept(reader: RowReader, place: Place) -> dict[Key, Counted]:
     """Return what is counted of columns; nothing without a file.
 
     A file that is damaged, or of other rows, is as none: the rows say the same.
     """
-    with contextlib.suppress(_Unusable, OSError):
-        return _read(reader)
+    with contextlib.suppress(Unusable, OSError):
+        return read_whole(reader, place)
     return {}
 
 
-def write_kept(reader: FileReader, found: Mapping[Key, Counted]) -> None:
+def write_kept(reader: RowReader, place: Place, found: Mapping[Key, Counted]) -> None:
     """Replace the file, whole or not at all; do without it where it cannot be written."""
     columns = {column.key: column for column in reader.schema.columns}
     said = {
@@ -74,10 +111,10 @@ def write_kept(reader: FileReader, found: Mapping[Key, Counted]) -> None:
         return
     with contextlib.suppress(OSError):
         content = body + hashlib.sha256(body).digest()
-        reader.format.inside.write_aside(reader.format.statistics_path, content)
+        place.inside.write_aside(place.path, content)
 
 
-def _owner(reader: FileReader) -> dict[str, Any]:
+def _owner(reader: RowReader) -> dict[str, Any]:
     return {"id": reader.id, "rewinds": reader.rewinds}
 
 
@@ -85,32 +122,37 @@ def _about(column: Column) -> list[Any]:
     return [spell(column.key), column.dtype_name, list(column.shape)]
 
 
-def _read(reader: FileReader) -> dict[Key, Counted]:
-    files = reader.format
-    content = files.inside.read(files.statistics_path, _MOST_NBYTES + _SUM_NBYTES)
+def read_whole(reader: RowReader, place: Place) -> dict[Key, Counted]:
+    """Return what is counted of columns.
+
+    Raises:
+        OSError: there is no file.
+        Unusable: it cannot be used.
+    """
+    content = place.inside.read(place.path, _MOST_NBYTES + _SUM_NBYTES)
     body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
     if not body.startswith(_MAGIC) or hashlib.sha256(body).digest() != told:
-        raise _Unusable
+        raise Unusable
     line, _, rest = body[len(_MAGIC) :].partition(b"\n")
     try:
         said = json.loads(line)
         columns = said.pop("columns")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _Unusable from error
+        raise Unusable from error
     if said != _owner(reader):
-        raise _Unusable
+        raise OfOthers
     found, parts, head = {}, _Parts(rest), reader.head
     by_name = {spell(column.key): column for column in reader.schema.columns}
     try:
         for *about, rows, runs in columns:
             column = by_name[about[0]]
             if about != _about(column) or not _is_count(rows, head) or not _is_count(runs, head):
-                raise _Unusable
+                raise Unusable
             found[column.key] = parts.counted(column, rows, runs)
     except (ValueError, TypeError, LookupError) as error:
-        raise _Unusable from error
+        raise Unusable from error
     if parts.left or not all(_fits(reader, by_name[spell(k)], each) for k, each in found.items()):
-        raise _Unusable
+        raise Unusable
     return found
 
 
@@ -146,7 +188,7 @@ class _Parts:
         return found.reshape(shape).copy()
 
 
-def _fits(reader: FileReader, column: Column, counted: Counted) -> bool:
+def _fits(reader: RowReader, column: Column, counted: Counted) -> bool:
     """Return whether the rows can have these moments: by their count, and by some of them."""
     size, rows = math.prod(column.shape), counted.stop
     moments = counted.of_runs

@@ -16,11 +16,10 @@ from tallyroll.storage.datasets.statistics.counting import (
     most_sampled,
     none_counted,
 )
-from tallyroll.storage.datasets.statistics.kept import read_kept, write_kept
+from tallyroll.storage.datasets.statistics.kept import place_of, read_kept, write_kept
 from tallyroll.storage.datasets.statistics.moments import QUANTILES
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.package.near_names import did_you_mean
-from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
 from tallyroll.storage.rows.schema import Column
@@ -123,8 +122,8 @@ def _statistics(
     reader: RowReader, columns: Sequence[Column], progress: Progress | None, keep: bool
 ) -> Statistics:
     rows = reader.span
-    files = reader if keep and isinstance(reader, FileReader) and not reader.ring else None
-    known = {} if files is None else read_kept(files)
+    place = place_of(reader) if keep else None
+    known = {} if place is None else read_kept(reader, place)
     found = {c.key: known.get(c.key) or none_counted(c) for c in columns}
     missing = {c.key: range(max(rows.start, found[c.key].stop), rows.stop) for c in columns}
     total, done = sum(len(missing[c.key]) * c.row_nbytes for c in columns), 0
@@ -140,8 +139,8 @@ def _statistics(
         if len(missing[column.key]) or counted.quantiles is None:
             count_on(reader, column, counted, missing[column.key], told)
             add_quantiles(reader, column, counted, rows)
-    if total and files is not None:
-        write_kept(files, {**known, **found})
+    if total and place is not None:
+        write_kept(reader, place, {**known, **found})
     return Statistics(
         len(rows),
         {spell(c.key): _as_told(c, found[c.key].total(), found[c.key].quantiles) for c in columns},

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from tallyroll.storage.datasets.aside import folder_beside, publish, require_free
+from tallyroll.storage.datasets.aside import require_free, written_aside
 from tallyroll.storage.datasets.copying import CopyReport, copy
 from tallyroll.storage.errors import StorageFull
 from tallyroll.storage.files.paths import user_path
@@ -62,8 +62,8 @@ def write_parts(
     if dry_run:
         return reports
     total = sum(each.rows * each.row_nbytes for each in reports.values())
-    with folder_beside(place) as beside:
-        target, done = beside / "parts", 0
+    with written_aside(place) as target:
+        done = 0
         target.mkdir()
         for name, reader in parts.items():
 
@@ -74,5 +74,4 @@ def write_parts(
             path = target / Path(reports[name].path).name
             copy(reader, path, format=format, progress=tell)
             done += reports[name].rows * reports[name].row_nbytes
-        publish(target, place)
     return reports

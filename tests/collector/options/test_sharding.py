@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -13,6 +15,8 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 from random_shards import Wanderer, in_order, joined, next_step_vector, rows_of
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
 
 from tallyroll.collector import (
     ArgumentError,
@@ -369,3 +373,71 @@ def test_what_shards_have_in_common_has_a_name_of_its_own() -> None:
         *({**policy, "init_random_frames": 9}, {"max_frames_per_traj": 3}, {"reset_seeds": True}),
     ]
     assert len({name(**each) for each in (same[0], *others)}) == len(others) + 1
+
+
+def places(weight: float) -> TensorDictModule:
+    """A policy of one weight, whose action is whether the first number is above 0."""
+
+    class Place(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(weight))
+
+        def forward(self, place: torch.Tensor) -> torch.Tensor:
+            return (self.weight * place[..., 0] > 0).long()
+
+    return TensorDictModule(Place(), ["place"], ["action"])
+
+
+def shard_of(path: Path, index: int, policy: Any, rows: int | None = None) -> None:
+    with SyncCollector(
+        Wanderer, policy=policy, storage=path, resume="auto", shard=f"{index}/3", **RUN
+    ) as collector:
+        if rows is not None:
+            collector.collect(rows)
+            collector.update_policy_weights_(places(7.0).state_dict())
+        else:
+            for _ in collector:
+                pass
+
+
+def test_shards_of_other_weights_are_of_another_run(tmp_path: Path) -> None:
+    """Those that a shard began with count, also where it is resumed with others."""
+    paths = [tmp_path / str(index) for index in range(3)]
+    shard_of(paths[0], 0, places(1.0))
+    shard_of(paths[1], 1, places(1.0), rows=50)
+    shard_of(paths[1], 1, places(7.0))
+    shard_of(paths[2], 2, places(1.0))
+    with open_storage(paths) as union:
+        assert len(union.runs) == 4
+        assert union.reader.shards.problems == []  # type: ignore[attr-defined]
+        assert len(union) == 301
+    other = tmp_path / "other"
+    shard_of(other, 2, places(-1.0))
+    with open_storage([*paths[:2], other]) as union:
+        problems = union.reader.shards.problems  # type: ignore[attr-defined]
+    assert [each.split(": ")[1] for each in problems] == [
+        "shards 2 of 3 are missing",
+        "shards 0, 1 of 3 are missing",
+    ]
+    assert not verify([*paths[:2], other]).sound
+    assert verify(paths).sound
+
+
+def test_shards_of_other_code_are_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "def act(place):\n    return place[..., 0] {} 0\n"
+    names = []
+    for name, sign in (("one", ">"), ("same", ">"), ("other", "<")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard_policy.py").write_text(code.format(sign))
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path / name))
+            patch.delitem(sys.modules, "shard_policy", raising=False)
+            policy = importlib.import_module("shard_policy").act
+            shard_of(tmp_path / f"{name}-0", 0, policy)
+            sys.modules.pop("shard_policy")
+        with open_storage(tmp_path / f"{name}-0") as storage:
+            names.append(storage.runs[0]["shard"]["run"])
+    assert names[0] == names[1] != names[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tallyroll.collector.evaluation.replaying.makers import Maker
 from tallyroll.collector.evaluation.replaying.planning import History, plan_of
 from tallyroll.storage.trajectories.episodes import END_OPEN, END_TERMINATED
 
@@ -18,7 +19,7 @@ def planned(*lines: tuple[int, int, int, int]) -> tuple[list[tuple[int, ...]], d
     """
     rows = [(id, lane, row, step, end) for row, (id, lane, step, end) in enumerate(lines)]
     entry = {"first_row": 0, "first_row_of_run": 0, "seed": 1, "incarnation": 0, "lanes": 2}
-    history = History(np.array(rows, _LINE), range(len(rows)), [entry], False, {})
+    history = History(np.array(rows, _LINE), range(len(rows)), [Maker(0, entry)], False, {})
     plan = plan_of(history, [id for id, *_ in lines])
     stepped = [line.trajectories for group in plan.groups for line in group.lines]
     return stepped, plan.refused

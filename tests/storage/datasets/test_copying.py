@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, content_hash, open_storage, verify
 from tallyroll.storage.datasets import copying
-from tallyroll.storage.datasets.aside import folder_beside
+from tallyroll.storage.datasets.aside import written_aside
 from tallyroll.storage.errors import (
     ColumnsMissing,
     InvalidSchema,
@@ -181,13 +182,6 @@ def test_a_copy_of_nothing(tmp_path: Path) -> None:
     assert not [each for each in verify(tmp_path / "copy").findings if each.check != "runs"]
 
 
-def test_overlays_are_named(source: Path, tmp_path: Path) -> None:
-    with open_storage(source, mode="append") as storage:
-        storage.overlay("value", "float32")
-        report = storage.copy_to(tmp_path / "copy")
-    assert report.overlays_left_out == (f"{source}: value",)
-
-
 @pytest.mark.parametrize("suffix", ["", ".h5", ".zarr"])
 def test_what_is_there_is_not_replaced(source: Path, tmp_path: Path, suffix: str) -> None:
     place = tmp_path / f"place{suffix}"
@@ -253,14 +247,15 @@ def test_two_at_once(source: Path, tmp_path: Path) -> None:
     """One has it, the other is refused, and what a killed one left is no hindrance."""
     place = tmp_path / "copy"
     with open_storage(source) as storage:
-        with folder_beside(place) as folder:
-            (folder / "rows").mkdir()
+        with contextlib.suppress(KeyboardInterrupt), written_aside(place) as target:
+            target.mkdir()
             with pytest.raises(StorageLocked, match="is being written by another process"):
                 storage.copy_to(place)
-            assert (folder / "rows").is_dir()
-        folder.mkdir()
-        (folder / "rows").mkdir()
-        (folder / "rows" / "half").write_text("written")
+            assert target.is_dir()
+            raise KeyboardInterrupt
+        assert nothing_is_left(tmp_path)
+        target.mkdir(parents=True)
+        (target / "half").write_text("written")
         storage.copy_to(place)
         assert nothing_is_left(tmp_path)
         won: list[bool] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import zstandard
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage.datasets.aside import written_aside
 from tallyroll.storage.datasets.packed import codecs
 from tallyroll.storage.datasets.packed.codecs import BadChunk, Codec, crc32c
 from tallyroll.storage.errors import (
@@ -301,10 +303,10 @@ def test_a_destination_that_is_taken(base: Path, tmp_path: Path) -> None:
         for inner in (base / "rows", base / "rows" / "inner"):
             with pytest.raises(PathIsTaken):
                 storage.pack(inner)
-        from tallyroll.storage.datasets.aside import folder_beside
-
-        with folder_beside(tmp_path / "new"), pytest.raises(StorageLocked):
-            storage.pack(tmp_path / "new")
+        with contextlib.suppress(KeyboardInterrupt), written_aside(tmp_path / "new"):
+            with pytest.raises(StorageLocked):
+                storage.pack(tmp_path / "new")
+            raise KeyboardInterrupt
     assert {each.name for each in tmp_path.iterdir()} == {"file", "folder", "link"}
     assert verify(base / "rows").sound
 

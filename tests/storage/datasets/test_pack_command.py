@@ -30,6 +30,19 @@ def test_the_command(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tallyroll.packed.hdf5" in capsys.readouterr().out
 
 
+def test_overlays_are_named(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_storage(rows, mode="append") as storage:
+        storage.overlay("value", "float32")[:] = 2
+        storage.with_overlays("value").pack(rows.with_name("with"))
+    with open_storage(rows.with_name("with")) as packed:
+        assert packed.get(slice(None))["value"].unique().tolist() == [2]
+    for more, wanted in (([], f"not packed: overlay {rows}: value\n"), (["--json"], ": value")):
+        assert main(["pack", str(rows), str(rows.with_name(f"packed{len(more)}")), *more]) == 0
+        said = capsys.readouterr().out
+        assert wanted in said
+    assert json.loads(said)["overlays_left_out"] == [f"{rows}: value"]
+
+
 def test_its_options(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, options in enumerate(
         (

@@ -75,6 +75,7 @@ def test_a_run_is_sound(tmp_path: Path, suffix: str, mode: AutoresetMode) -> Non
         "events",
         "index",
         "overlays",
+        "statistics",
     }
     assert set(report.checked) | set(report.skipped) == set(CHECKS)
 
