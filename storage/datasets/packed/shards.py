@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tallyroll.storage.datasets.packed.codecs import BadChunk, crc32c
 from tallyroll.storage.datasets.packed.layout import ArrayLayout
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.paths import failed
-from tallyroll.storage.files.safe_files import Inside, close_all
+from tallyroll.storage.files.safe_files import Inside
 
 _ABSENT: Final = 2**64 - 1
 _SUM_NBYTES: Final = 4
@@ -138,30 +138,83 @@ class ShardWriter(ChunkWriter):
                 file.close()
 
 
+class ShardFiles(Protocol):
+    """The bytes of shards, wherever they are; what `open` returned names one of them."""
+
+    root: Path
+
+    def open(self, path: Path) -> Any:
+        """Open a shard; raise OSError where that fails."""
+
+    def size(self, file: Any) -> int:
+        """Return the bytes that a shard has."""
+
+    def read(self, file: Any, nbytes: int, begin: int) -> bytes:
+        """Return bytes, fewer where the shard ends; called by several threads at a time."""
+
+    def will_read(self, file: Any, nbytes: int, begin: int) -> None:
+        """Note that these bytes are wanted next."""
+
+    def distrust(self, file: Any, nbytes: int, begin: int) -> None:
+        """Keep no copy of these bytes, which are not what was written."""
+
+    def close(self, file: Any) -> None:
+        """Close a shard."""
+
+
+class LocalFiles:
+    """Shards in files of this machine."""
+
+    def __init__(self, inside: Inside) -> None:
+        self.root, self._inside = inside.root, inside
+
+    def open(self, path: Path) -> int:
+        """Return a descriptor."""
+        return self._inside.open(path, os.O_RDONLY)
+
+    def size(self, file: int) -> int:
+        """Return the bytes of a file."""
+        return os.fstat(file).st_size
+
+    def read(self, file: int, nbytes: int, begin: int) -> bytes:
+        """Return bytes of a file."""
+        return os.pread(file, nbytes, begin)
+
+    def will_read(self, file: int, nbytes: int, begin: int) -> None:
+        """Do nothing: the system reads ahead."""
+
+    def distrust(self, file: int, nbytes: int, begin: int) -> None:
+        """Do nothing: no copy is kept."""
+
+    def close(self, file: int) -> None:
+        """Close a file."""
+        os.close(file)
+
+
 class ShardChunks:
     """The chunks of an array in its shards; threads may load some at a time.
 
     Args:
-        inside: the files.
+        files: the shards.
         layout: the array.
 
     Raises:
         CorruptStorage: a shard is missing, or too short for its index.
     """
 
-    def __init__(self, inside: Inside, layout: ArrayLayout) -> None:
-        self.layout, self._inside = layout, inside
-        self._files: OrderedDict[int, int] = OrderedDict()
+    def __init__(self, files: ShardFiles, layout: ArrayLayout) -> None:
+        self.layout, self._source = layout, files
+        self._files: OrderedDict[int, Any] = OrderedDict()
         self._indices: dict[int, np.ndarray] = {}
         self.nbytes = sum(self._nbytes_of(shard) for shard in range(layout.shards))
         """Bytes of its files."""
 
     def _path(self, shard: int) -> Path:
-        return shard_path(self._inside.root, self.layout, shard)
+        return shard_path(self._source.root, self.layout, shard)
 
     def _nbytes_of(self, shard: int) -> int:
         with self._told(shard), self._opened(shard) as file:
-            found = os.fstat(file).st_size
+            found = self._source.size(file)
         if found < _index_nbytes(self.layout):
             raise CorruptStorage(
                 f"{self._path(shard)} has {found} bytes, fewer than its index: it was cut short. "
@@ -170,12 +223,12 @@ class ShardChunks:
         return found
 
     @contextlib.contextmanager
-    def _opened(self, shard: int) -> Iterator[int]:
-        file = self._inside.open(self._path(shard), os.O_RDONLY)
+    def _opened(self, shard: int) -> Iterator[Any]:
+        file = self._source.open(self._path(shard))
         try:
             yield file
         finally:
-            os.close(file)
+            self._source.close(file)
 
     @contextlib.contextmanager
     def _told(self, shard: int) -> Iterator[None]:
@@ -195,18 +248,18 @@ class ShardChunks:
         stop = min(start + layout.shard_rows, layout.rows)
         return f"rows {start:,} to {stop - 1:,} of {'/'.join(layout.path)}"
 
-    def _file(self, shard: int) -> int:
+    def _file(self, shard: int) -> Any:
         if shard in self._files:
             self._files.move_to_end(shard)
             return self._files[shard]
         with self._told(shard):
-            file = self._inside.open(self._path(shard), os.O_RDONLY)
+            file = self._source.open(self._path(shard))
         self._files[shard] = file
         return file
 
     def _close_some(self) -> None:
         while len(self._files) > _MOST_OPEN:
-            os.close(self._files.popitem(last=False)[1])
+            self._source.close(self._files.popitem(last=False)[1])
 
     def _index(self, shard: int) -> np.ndarray:
         found = self._indices.get(shard)
@@ -217,10 +270,11 @@ class ShardChunks:
     def _read_index(self, shard: int) -> np.ndarray:
         layout, nbytes, file = self.layout, _index_nbytes(self.layout), self._file(shard)
         with self._told(shard):
-            begin = os.fstat(file).st_size - nbytes
-            content = os.pread(file, nbytes, begin) if begin >= 0 else b""
+            begin = self._source.size(file) - nbytes
+            content = self._source.read(file, nbytes, begin) if begin >= 0 else b""
         body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
         if len(content) != nbytes or crc32c(body).to_bytes(_SUM_NBYTES, "little") != told:
+            self._source.distrust(file, nbytes, begin)
             raise self._damaged(shard, "its index is not what was written")
         index = np.frombuffer(body, "<u8").reshape(-1, 2)
         chunks = layout.shard_rows // layout.chunk_rows
@@ -239,14 +293,16 @@ class ShardChunks:
             "from a copy."
         )
 
-    def prepared(self, chunk: int) -> tuple[int, int, int]:
+    def prepared(self, chunk: int) -> tuple[Any, int, int]:
         """Return a file that is open until the next call of `done`, and where a chunk is in it."""
         chunks = self.layout.shard_rows // self.layout.chunk_rows
         shard, at = divmod(chunk, chunks)
         begin, nbytes = self._index(shard)[at]
-        return self._file(shard), int(begin), int(nbytes)
+        file = self._file(shard)
+        self._source.will_read(file, int(nbytes), int(begin))
+        return file, int(begin), int(nbytes)
 
-    def load(self, where: tuple[int, int, int], chunk: int, out: np.ndarray) -> None:
+    def load(self, where: tuple[Any, int, int], chunk: int, out: np.ndarray) -> None:
         """Decompress a chunk that was `prepared` to ``out`` [chunk_rows, *shape].
 
         Raises:
@@ -256,10 +312,11 @@ class ShardChunks:
         layout = self.layout
         shard = chunk * layout.chunk_rows // layout.shard_rows
         with self._told(shard):
-            stored = os.pread(file, nbytes, begin)
+            stored = self._source.read(file, nbytes, begin)
         try:
             layout.codec.decode(stored, out)
         except BadChunk as error:
+            self._source.distrust(file, nbytes, begin)
             raise damaged_chunk(self._path(shard), layout, chunk, error) from error
 
     def done(self) -> None:
@@ -269,8 +326,9 @@ class ShardChunks:
 
     def close(self) -> None:
         """Close all files."""
-        close_all(self._files.values())
-        self._files.clear()
+        with contextlib.ExitStack() as exits:
+            while self._files:
+                exits.callback(self._source.close, self._files.popitem()[1])
 
     def __del__(self) -> None:
         # Of a reader that was not closed.
