@@ -141,7 +141,9 @@ class ShardWriter(ChunkWriter):
 class ShardFiles(Protocol):
     """The bytes of shards, wherever they are; what `open` returned names one of them."""
 
-    root: Path
+    @property
+    def root(self) -> Path:
+        """The directory that all are below."""
 
     def open(self, path: Path) -> Any:
         """Open a shard; raise OSError where that fails."""
