@@ -157,8 +157,8 @@ class ShardFiles(Protocol):
     def will_read(self, file: Any, nbytes: int, begin: int) -> None:
         """Note that these bytes are wanted next."""
 
-    def distrust(self, file: Any, nbytes: int, begin: int) -> None:
-        """Keep no copy of these bytes, which are not what was written."""
+    def distrust(self, file: Any, nbytes: int, begin: int) -> bool:
+        """Keep no copy of these bytes, which are not what was written; whether others may come."""
 
     def close(self, file: Any) -> None:
         """Close a shard."""
@@ -185,8 +185,9 @@ class LocalFiles:
     def will_read(self, file: int, nbytes: int, begin: int) -> None:
         """Do nothing: the system reads ahead."""
 
-    def distrust(self, file: int, nbytes: int, begin: int) -> None:
-        """Do nothing: no copy is kept."""
+    def distrust(self, file: int, nbytes: int, begin: int) -> bool:
+        """Return False: no copy is kept."""
+        return False
 
     def close(self, file: int) -> None:
         """Close a file."""
@@ -274,9 +275,10 @@ class ShardChunks:
         with self._told(shard):
             begin = self._source.size(file) - nbytes
             content = self._source.read(file, nbytes, begin) if begin >= 0 else b""
-        body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
-        if len(content) != nbytes or crc32c(body).to_bytes(_SUM_NBYTES, "little") != told:
-            self._source.distrust(file, nbytes, begin)
+            if not _sum_fits(content) and self._source.distrust(file, nbytes, begin):
+                content = self._source.read(file, nbytes, begin)
+        body = content[:-_SUM_NBYTES]
+        if len(content) != nbytes or not _sum_fits(content):
             raise self._damaged(shard, "its index is not what was written")
         index = np.frombuffer(body, "<u8").reshape(-1, 2)
         chunks = layout.shard_rows // layout.chunk_rows
@@ -318,8 +320,18 @@ class ShardChunks:
         try:
             layout.codec.decode(stored, out)
         except BadChunk as error:
+            if not self._source.distrust(file, nbytes, begin):
+                raise damaged_chunk(self._path(shard), layout, chunk, error) from error
+            self._decode_again(where, chunk, out)
+
+    def _decode_again(self, where: tuple[Any, int, int], chunk: int, out: np.ndarray) -> None:
+        file, begin, nbytes = where
+        try:
+            self.layout.codec.decode(self._source.read(file, nbytes, begin), out)
+        except BadChunk as error:
             self._source.distrust(file, nbytes, begin)
-            raise damaged_chunk(self._path(shard), layout, chunk, error) from error
+            shard = chunk * self.layout.chunk_rows // self.layout.shard_rows
+            raise damaged_chunk(self._path(shard), self.layout, chunk, error) from error
 
     def done(self) -> None:
         """Close files that nothing has asked for lately."""
@@ -335,6 +347,11 @@ class ShardChunks:
     def __del__(self) -> None:
         # Of a reader that was not closed.
         self.close()
+
+
+def _sum_fits(content: bytes) -> bool:
+    body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
+    return crc32c(body).to_bytes(_SUM_NBYTES, "little") == told
 
 
 def damaged_chunk(path: Any, layout: ArrayLayout, chunk: int, error: Exception) -> CorruptStorage:

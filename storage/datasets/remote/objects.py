@@ -70,7 +70,8 @@ class Objects:
         self.place, self.options = place, options
         try:
             import obstore
-            from obstore.store import S3Store
+            import obstore.exceptions
+            import obstore.store
         except ImportError as error:
             raise MissingLibrary(
                 f"{place} needs obstore, which is not installed: pip install 'tallyroll[s3]'."
@@ -83,7 +84,7 @@ class Objects:
             "aws_endpoint_url_s3": url,
             "region": options.region,
         }
-        self._store = S3Store(
+        self._store = self._calls.store.S3Store(
             place.bucket,
             prefix=place.key or None,
             config={name: value for name, value in config.items() if value is not None},

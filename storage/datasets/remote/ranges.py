@@ -118,12 +118,13 @@ class ObjectFiles:
             if 2 * len(self._coming) * self._size < self._options.memory_nbytes:
                 self._ask(file, number, name)
 
-    def distrust(self, file: str, nbytes: int, begin: int) -> None:
-        """Keep no copy of these bytes, which are not what was written."""
+    def distrust(self, file: str, nbytes: int, begin: int) -> bool:
+        """Keep no copy of these bytes, which are not what was written: they can be read again."""
         for _, name in self._blocks(file, begin, min(begin + nbytes, self.size(file))):
             self.memory.drop(name)
             if self.disk is not None:
                 self.disk.drop(name)
+        return True
 
     def whole(self, path: Path, limit: int) -> bytes:
         """Return an object of at most ``limit`` bytes, which is not kept.
