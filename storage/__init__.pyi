@@ -3,6 +3,11 @@
 from tallyroll.storage.datasets.copying import CopyReport as CopyReport
 from tallyroll.storage.datasets.packed.column_writers import FrameStack as FrameStack
 from tallyroll.storage.datasets.packed.packing import PackReport as PackReport
+from tallyroll.storage.datasets.remote.options import S3Options as S3Options
+from tallyroll.storage.datasets.remote.pulling import PullReport as PullReport
+from tallyroll.storage.datasets.remote.pulling import pull as pull
+from tallyroll.storage.datasets.remote.pushing import PushReport as PushReport
+from tallyroll.storage.datasets.remote.pushing import push as push
 from tallyroll.storage.datasets.statistics.normaliser import Normaliser as Normaliser
 from tallyroll.storage.datasets.statistics.statistics import (
     ColumnStatistics as ColumnStatistics,

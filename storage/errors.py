@@ -11,6 +11,7 @@
     │   ├── PathIsDirectory           a directory where a file is wanted
     │   ├── NotWritable               the file system does not let us write there
     │   ├── StorageMissing            append, read: nothing is there
+    │   ├── InvalidAddress            (a ValueError) no s3:// address, or one with secrets
     │   ├── NotAStorage               append, read: something else is there
     │   ├── FormatVersionMismatch     written by another version of the format
     │   ├── CopyOfOpenStorage         a copy that was made while a writer had the original open
@@ -38,6 +39,8 @@
     │   ├── ForeignContent            a file to be replaced holds what another program added
     │   ├── ReadOnlyStorage           opened with mode="read"
     │   └── WriterForked              a forked child used its parent's writer
+    ├── ObjectStoreFailed             an object store refuses, or does not answer in time
+    ├── ObjectChanged                 an object was replaced while it was read
     ├── NotInitialised                no schema yet
     ├── StorageClosed                 used after close()
     ├── StateMismatch                 a state or checkpoint of other rows
@@ -78,6 +81,7 @@ __all__ = [
     "ForeignContent",
     "FormatVersionMismatch",
     "IndexOutOfRange",
+    "InvalidAddress",
     "InvalidExpression",
     "InvalidProvenance",
     "InvalidSchema",
@@ -90,6 +94,8 @@ __all__ = [
     "NotInitialised",
     "NotPicklable",
     "NotWritable",
+    "ObjectChanged",
+    "ObjectStoreFailed",
     "OpenError",
     "Overrun",
     "PathIsDirectory",
@@ -161,6 +167,10 @@ class NotAStorage(OpenError):
     """``mode="append"`` or ``"read"`` on something that is not a Tallyroll storage."""
 
 
+class InvalidAddress(OpenError, ValueError):
+    """No address of an object store, or one with credentials in it, which it does not repeat."""
+
+
 class FormatVersionMismatch(OpenError):
     """The storage was written by another version of the format."""
 
@@ -215,6 +225,14 @@ class DiskFailed(StorageError):
 
 class TooManyFiles(StorageError):
     """This process, or the system, may open no more files. What was open goes on."""
+
+
+class ObjectStoreFailed(StorageError):
+    """An object store refuses a request, or does not answer within the limits of time and tries."""
+
+
+class ObjectChanged(StorageError):
+    """An object of a dataset was replaced while a reader had the dataset open."""
 
 
 class WriteError(StorageError):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tallyroll.storage.datasets.members import PathLike, expanded, is_pattern
+from tallyroll.storage.datasets.remote.address import reopened_as, s3_path
+from tallyroll.storage.datasets.remote.options import S3Options
 from tallyroll.storage.datasets.union import MemberIds, UnionReader
 from tallyroll.storage.errors import NotAStorage, StorageMissing
 from tallyroll.storage.files.paths import refuse_impossible, refuse_nothing, translated, user_path
@@ -85,13 +87,13 @@ class ZarrStorage(DiskStorage):
 class _ReaderStorage(DiskStorage):
     """A storage over a registered reader of another format: read, and never written."""
 
-    def __init__(self, reader: RowReader, mode: Mode) -> None:
+    def __init__(self, reader: RowReader, mode: Mode, **reopening: Any) -> None:
         if mode != "read":
             NoWriter(reader).refuse()
         AsTensorStorage.__init__(self)
         self.path, self.mode, self.reader, self.writer = reader.path, mode, reader, NoWriter(reader)
         self._fit_ring()
-        self._reopening = {"path": os.path.abspath(reader.path)}
+        self._reopening = {"path": reopened_as(reader.path), **reopening}
 
     def __reduce__(self) -> tuple[Any, ...]:
         function, (_, state) = super().__reduce__()
@@ -106,7 +108,7 @@ class UnionStorage(_ReaderStorage):
     def reopen_by(self, places: Sequence[Path], **options: Any) -> None:
         """Be pickled as these paths, with the rows that are there now."""
         spans = [each.span for each in self.reader.members]
-        paths = [os.path.abspath(each) for each in places]
+        paths = [reopened_as(each) for each in places]
         self._reopening = {"path": paths, "spans": spans, **options}
 
 
@@ -132,6 +134,9 @@ def open_storage(
     pattern in natural order (run-2 before run-10). It has the rows that are there when it is
     opened. Their columns must be the same. Nothing is written to it.
 
+    A packed dataset in an object store is opened by its address, ``s3://bucket/key``, and read by
+    ranges: ``s3=S3Options(...)`` says how. Credentials are those of the environment.
+
     Args:
         path: the path of the storage, or a list of paths and patterns.
         mode: ``"read"`` or ``"append"``.
@@ -148,6 +153,8 @@ def open_storage(
         FormatVersionMismatch: another version of the format is there.
         CopyOfOpenStorage: the storage is a copy of one that was open for writing.
         CorruptStorage: the storage is damaged.
+        InvalidAddress: an address has credentials in it, or cannot be one.
+        ObjectStoreFailed: the store refuses, or does not answer in time.
         RowsDoubled: of several: two are the same storage, or copies of one.
         SchemaMismatch: of several: their columns differ. Each difference is named.
         TrajectoryIdTaken: of several, with ``ids="keep"``: two have a trajectory id.
@@ -155,6 +162,12 @@ def open_storage(
     """
     if not isinstance(path, str | os.PathLike) or is_pattern(user_path(path)):
         return _union(path, mode, **options)
+    s3: S3Options | None = options.pop("s3", None)
+    if (address := s3_path(path)) is not None:
+        # Imported now, since it is rarely wanted.
+        from tallyroll.storage.datasets.remote.remote_archive import opened
+
+        return _ReaderStorage(opened(address, s3 or S3Options()), mode, s3=s3)
     place = user_path(path)
     try:
         with translated(place):

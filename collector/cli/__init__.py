@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tallyroll.collector.cli.datasets import copy as copying
+from tallyroll.collector.cli.datasets import store
 from tallyroll.collector.cli.output import (
     CommandError,
     emit,
@@ -32,6 +33,7 @@ _READING = ("diff", "inspect", "replay", "report", "verify")
 """Commands whose modules are in `reading`."""
 _OF_DATASETS = {
     **dict.fromkeys(copying.NAMES, "copy"),
+    **dict.fromkeys(store.NAMES, "store"),
     **{name: name for name in ("pack", "split", "stats")},
 }
 """Commands whose modules are in `datasets`, and these."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from tallyroll.collector.cli import texts
 from tallyroll.collector.cli.datasets import copy as copying
-from tallyroll.collector.cli.datasets import pack, split, stats
+from tallyroll.collector.cli.datasets import pack, split, stats, store
 from tallyroll.collector.cli.output import emit, shortened, visible
 from tallyroll.storage.package.near_names import did_you_mean, in_words
 
@@ -454,6 +454,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(report, "--quiet")
     split.add_to(commands, _path, _FILE)
     stats.add_to(commands, _path, _FILE)
+    store.add_to(commands, _path, _FILE)
     verify = command("verify", "check that every row of a storage is as it was written")
     _add_paths(verify)
     _add(verify, "--skip", "--accept-copy")

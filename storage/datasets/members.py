@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tallyroll.storage.datasets.remote.address import s3_path
 from tallyroll.storage.errors import ColumnsMissing, RowsDoubled, SchemaMismatch, StorageMissing
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.files.run_events import EVENTS, events_of
@@ -71,7 +72,10 @@ def expanded(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     for each in given:
         if not isinstance(each, str | os.PathLike):
             raise TypeError(f"expected the path of a storage, got {each!r:.200}.")
-        found += _matched(each) if is_pattern(user_path(each)) else [user_path(each)]
+        if (address := s3_path(each)) is not None:
+            found.append(address)
+        else:
+            found += _matched(each) if is_pattern(user_path(each)) else [user_path(each)]
     real: dict[str, Path] = {}
     for path in found:
         if (before := real.setdefault(os.path.realpath(path), path)) is not path:

@@ -28,7 +28,7 @@ import numpy as np
 from tallyroll.storage.datasets.packed.chunk_cache import Chunks
 from tallyroll.storage.datasets.packed.documents import documents
 from tallyroll.storage.datasets.packed.layout import FORMAT, ArrayLayout, Layout
-from tallyroll.storage.datasets.packed.shards import ShardChunks
+from tallyroll.storage.datasets.packed.shards import LocalFiles, ShardChunks
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.files.manifest import Manifest, read_manifest
 from tallyroll.storage.files.safe_files import Inside
@@ -95,7 +95,7 @@ class ZarrArchive(Archive):
         return read_manifest(self.inside, self.ours / MANIFEST)
 
     def chunks(self, layout: ArrayLayout) -> Chunks:
-        return ShardChunks(self.inside, layout)
+        return ShardChunks(LocalFiles(self.inside), layout)
 
     def read_episodes(self, dtype: np.dtype[Any], rows: int) -> np.ndarray | None:
         return read_table(self.inside, self.ours / EPISODES, dtype, rows)

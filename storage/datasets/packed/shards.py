@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tallyroll.storage.datasets.packed.codecs import BadChunk, crc32c
 from tallyroll.storage.datasets.packed.layout import ArrayLayout
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.paths import failed
-from tallyroll.storage.files.safe_files import Inside, close_all
+from tallyroll.storage.files.safe_files import Inside
 
 _ABSENT: Final = 2**64 - 1
 _SUM_NBYTES: Final = 4
@@ -138,30 +138,86 @@ class ShardWriter(ChunkWriter):
                 file.close()
 
 
+class ShardFiles(Protocol):
+    """The bytes of shards, wherever they are; what `open` returned names one of them."""
+
+    @property
+    def root(self) -> Path:
+        """The directory that all are below."""
+
+    def open(self, path: Path) -> Any:
+        """Open a shard; raise OSError where that fails."""
+
+    def size(self, file: Any) -> int:
+        """Return the bytes that a shard has."""
+
+    def read(self, file: Any, nbytes: int, begin: int) -> bytes:
+        """Return bytes, fewer where the shard ends; called by several threads at a time."""
+
+    def will_read(self, file: Any, nbytes: int, begin: int) -> None:
+        """Note that these bytes are wanted next."""
+
+    def distrust(self, file: Any, nbytes: int, begin: int) -> bool:
+        """Keep no copy of these bytes, which are not what was written; whether others may come."""
+
+    def close(self, file: Any) -> None:
+        """Close a shard."""
+
+
+class LocalFiles:
+    """Shards in files of this machine."""
+
+    def __init__(self, inside: Inside) -> None:
+        self.root, self._inside = inside.root, inside
+
+    def open(self, path: Path) -> int:
+        """Return a descriptor."""
+        return self._inside.open(path, os.O_RDONLY)
+
+    def size(self, file: int) -> int:
+        """Return the bytes of a file."""
+        return os.fstat(file).st_size
+
+    def read(self, file: int, nbytes: int, begin: int) -> bytes:
+        """Return bytes of a file."""
+        return os.pread(file, nbytes, begin)
+
+    def will_read(self, file: int, nbytes: int, begin: int) -> None:
+        """Do nothing: the system reads ahead."""
+
+    def distrust(self, file: int, nbytes: int, begin: int) -> bool:
+        """Return False: no copy is kept."""
+        return False
+
+    def close(self, file: int) -> None:
+        """Close a file."""
+        os.close(file)
+
+
 class ShardChunks:
     """The chunks of an array in its shards; threads may load some at a time.
 
     Args:
-        inside: the files.
+        files: the shards.
         layout: the array.
 
     Raises:
         CorruptStorage: a shard is missing, or too short for its index.
     """
 
-    def __init__(self, inside: Inside, layout: ArrayLayout) -> None:
-        self.layout, self._inside = layout, inside
-        self._files: OrderedDict[int, int] = OrderedDict()
+    def __init__(self, files: ShardFiles, layout: ArrayLayout) -> None:
+        self.layout, self._source = layout, files
+        self._files: OrderedDict[int, Any] = OrderedDict()
         self._indices: dict[int, np.ndarray] = {}
         self.nbytes = sum(self._nbytes_of(shard) for shard in range(layout.shards))
         """Bytes of its files."""
 
     def _path(self, shard: int) -> Path:
-        return shard_path(self._inside.root, self.layout, shard)
+        return shard_path(self._source.root, self.layout, shard)
 
     def _nbytes_of(self, shard: int) -> int:
         with self._told(shard), self._opened(shard) as file:
-            found = os.fstat(file).st_size
+            found = self._source.size(file)
         if found < _index_nbytes(self.layout):
             raise CorruptStorage(
                 f"{self._path(shard)} has {found} bytes, fewer than its index: it was cut short. "
@@ -170,12 +226,12 @@ class ShardChunks:
         return found
 
     @contextlib.contextmanager
-    def _opened(self, shard: int) -> Iterator[int]:
-        file = self._inside.open(self._path(shard), os.O_RDONLY)
+    def _opened(self, shard: int) -> Iterator[Any]:
+        file = self._source.open(self._path(shard))
         try:
             yield file
         finally:
-            os.close(file)
+            self._source.close(file)
 
     @contextlib.contextmanager
     def _told(self, shard: int) -> Iterator[None]:
@@ -195,18 +251,18 @@ class ShardChunks:
         stop = min(start + layout.shard_rows, layout.rows)
         return f"rows {start:,} to {stop - 1:,} of {'/'.join(layout.path)}"
 
-    def _file(self, shard: int) -> int:
+    def _file(self, shard: int) -> Any:
         if shard in self._files:
             self._files.move_to_end(shard)
             return self._files[shard]
         with self._told(shard):
-            file = self._inside.open(self._path(shard), os.O_RDONLY)
+            file = self._source.open(self._path(shard))
         self._files[shard] = file
         return file
 
     def _close_some(self) -> None:
         while len(self._files) > _MOST_OPEN:
-            os.close(self._files.popitem(last=False)[1])
+            self._source.close(self._files.popitem(last=False)[1])
 
     def _index(self, shard: int) -> np.ndarray:
         found = self._indices.get(shard)
@@ -217,10 +273,12 @@ class ShardChunks:
     def _read_index(self, shard: int) -> np.ndarray:
         layout, nbytes, file = self.layout, _index_nbytes(self.layout), self._file(shard)
         with self._told(shard):
-            begin = os.fstat(file).st_size - nbytes
-            content = os.pread(file, nbytes, begin) if begin >= 0 else b""
-        body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
-        if len(content) != nbytes or crc32c(body).to_bytes(_SUM_NBYTES, "little") != told:
+            begin = self._source.size(file) - nbytes
+            content = self._source.read(file, nbytes, begin) if begin >= 0 else b""
+            if not _sum_fits(content) and self._source.distrust(file, nbytes, begin):
+                content = self._source.read(file, nbytes, begin)
+        body = content[:-_SUM_NBYTES]
+        if len(content) != nbytes or not _sum_fits(content):
             raise self._damaged(shard, "its index is not what was written")
         index = np.frombuffer(body, "<u8").reshape(-1, 2)
         chunks = layout.shard_rows // layout.chunk_rows
@@ -239,33 +297,39 @@ class ShardChunks:
             "from a copy."
         )
 
-    def prepared(self, chunk: int) -> tuple[int, int, int]:
+    def prepared(self, chunk: int) -> tuple[Any, int, int]:
         """Return a file that is open until the next call of `done`, and where a chunk is in it."""
         chunks = self.layout.shard_rows // self.layout.chunk_rows
         shard, at = divmod(chunk, chunks)
         begin, nbytes = self._index(shard)[at].tolist()
-        return self._file(shard), begin, nbytes
+        file = self._file(shard)
+        self._source.will_read(file, nbytes, begin)
+        return file, begin, nbytes
 
-    def load(self, where: tuple[int, int, int], chunk: int) -> np.ndarray:
+    def load(self, where: tuple[Any, int, int], chunk: int) -> np.ndarray:
         """Decompress a chunk that was `prepared`: [chunk_rows, *shape]. Do not write to it.
 
         Raises:
             CorruptStorage: it is damaged.
         """
         file, begin, nbytes = where
-        layout = self.layout
+        shard = chunk * self.layout.chunk_rows // self.layout.shard_rows
         try:
-            stored = os.pread(file, nbytes, begin)
-            return layout.as_chunk(
-                layout.codec.decode(stored, layout.chunk_nbytes, layout.itemsize)
-            )
+            return self._decoded(where, shard)
         except BadChunk as error:
-            raise damaged_chunk(self._path(self._shard_of(chunk)), layout, chunk, error) from error
-        except OSError as error:
-            raise failed(self._path(self._shard_of(chunk)), error, 0) from error
+            if not self._source.distrust(file, nbytes, begin):
+                raise damaged_chunk(self._path(shard), self.layout, chunk, error) from error
+        try:
+            return self._decoded(where, shard)
+        except BadChunk as error:
+            self._source.distrust(file, nbytes, begin)
+            raise damaged_chunk(self._path(shard), self.layout, chunk, error) from error
 
-    def _shard_of(self, chunk: int) -> int:
-        return chunk * self.layout.chunk_rows // self.layout.shard_rows
+    def _decoded(self, where: tuple[Any, int, int], shard: int) -> np.ndarray:
+        (file, begin, nbytes), layout = where, self.layout
+        with self._told(shard):
+            stored = self._source.read(file, nbytes, begin)
+        return layout.as_chunk(layout.codec.decode(stored, layout.chunk_nbytes, layout.itemsize))
 
     def done(self) -> None:
         """Close files that nothing has asked for lately."""
@@ -274,12 +338,18 @@ class ShardChunks:
 
     def close(self) -> None:
         """Close all files."""
-        close_all(self._files.values())
-        self._files.clear()
+        with contextlib.ExitStack() as exits:
+            while self._files:
+                exits.callback(self._source.close, self._files.popitem()[1])
 
     def __del__(self) -> None:
         # Of a reader that was not closed.
         self.close()
+
+
+def _sum_fits(content: bytes) -> bool:
+    body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
+    return crc32c(body).to_bytes(_SUM_NBYTES, "little") == told
 
 
 def damaged_chunk(path: Any, layout: ArrayLayout, chunk: int, error: Exception) -> CorruptStorage:

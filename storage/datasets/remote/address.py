@@ -1,0 +1,72 @@
+"""Addresses of datasets in object stores: ``s3://bucket/key``, with no credentials in them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import PosixPath
+from typing import Any, Final
+
+from tallyroll.storage.errors import InvalidAddress
+
+_SCHEME: Final = "s3://"
+_COLLAPSED: Final = re.compile(r"s3:/+")
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_LONGEST: Final = 1024
+HOW: Final = (
+    "Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+    "AWS_SESSION_TOKEN) or from the machine's role, never from an address"
+)
+
+
+class S3Path(PosixPath):
+    """A place in a bucket, joined and compared as paths are, and written as its address."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return _SCHEME + "/".join(self.parts[1:])
+
+    @property
+    def bucket(self) -> str:
+        """The name of the bucket."""
+        return self.parts[1]
+
+    @property
+    def key(self) -> str:
+        """What comes after the bucket, empty for all of it."""
+        return "/".join(self.parts[2:])
+
+
+def s3_path(path: object) -> S3Path | None:
+    """Return the place that an address names; None for a path of a file system.
+
+    Raises:
+        InvalidAddress: it is an address with credentials, or one that cannot be. The message has
+            no part of it, which may be a secret.
+    """
+    if isinstance(path, S3Path):
+        return path
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or _COLLAPSED.match(text) is None:
+        return None
+    rest = _COLLAPSED.sub("", text, count=1)  # pathlib makes one slash of two
+    bucket, _, key = rest.partition("/")
+    if "@" in rest or "?" in rest or ":" in bucket:
+        raise InvalidAddress(
+            "the address (not repeated here) seems to have credentials or a query in it: expected "
+            f"s3://BUCKET/KEY, without '@', '?', or ':' in the bucket's name. {HOW}."
+        )
+    parts = [part for part in key.split("/") if part]
+    if not _BUCKET.fullmatch(bucket) or {".", ".."} & {*parts} or len(key) > _LONGEST:
+        raise InvalidAddress(
+            "the address is no s3://BUCKET/KEY: a bucket's name has 3 to 63 lower-case letters, "
+            f"digits, dots and hyphens, and a key at most {_LONGEST} characters and no part '.' or "
+            "'..'. Give the address of a dataset."
+        )
+    return S3Path("s3:", bucket, *parts)
+
+
+def reopened_as(path: Any) -> str:
+    """Return by which name another process finds a path."""
+    return str(path) if isinstance(path, S3Path) else os.path.abspath(path)

@@ -1,0 +1,193 @@
+"""An object store in a process of its own, and a proxy before it that makes faults on request."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+KEY, SECRET = "AKIATALLYROLLTEST", "a-secret-that-nothing-may-say"
+BUCKET = "datasets"
+START_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, as the proxy sees it."""
+
+    number: int
+    method: str
+    path: str
+    range: str | None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a request, or to its answer."""
+
+    seconds: float = 0.0
+    """It comes so much later."""
+    status: int = 0
+    """It is this one, and the server is not asked."""
+    reset: bool = False
+    """The connection breaks instead."""
+    cut: bool = False
+    """It ends in the middle."""
+    flip: bool = False
+    """A bit of its body is another one."""
+    change: Callable[[], object] | None = None
+    """It is called before."""
+
+
+Plan = Callable[[Asked], Fault | None]
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on; ``plan`` says what happens to which."""
+
+    daemon_threads = True
+
+    def __init__(self, to: tuple[str, int]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.to, self.lock = to, threading.Lock()
+        self.plan: Plan = lambda asked: None
+        self.asked: list[Asked] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return "http://{}:{}".format(*self.server_address)
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # clients that are killed, and connections that break as they are to
+
+    @contextlib.contextmanager
+    def planned(self, plan: Plan) -> Iterator[list[Asked]]:
+        """Make faults by a plan within it; yield the requests that come meanwhile."""
+        self.asked, self.plan = [], plan
+        try:
+            yield self.asked
+        finally:
+            self.plan = lambda asked: None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _pass_on(self) -> None:
+        server = self.server
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        with server.lock:
+            asked = Asked(len(server.asked), self.command, self.path, self.headers.get("Range"))
+            server.asked.append(asked)
+        fault = server.plan(asked) or Fault()
+        if fault.seconds:
+            time.sleep(fault.seconds)
+        if fault.change is not None:
+            fault.change()
+        if fault.reset:
+            # With what was not read: the system sends a reset.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+            return
+        if fault.status:
+            self._answer(fault.status, {}, b"<Error><Code>InternalError</Code></Error>", Fault())
+            return
+        connection = http.client.HTTPConnection(*server.to, timeout=60)
+        try:
+            connection.request(self.command, self.path, body, dict(self.headers))
+            found = connection.getresponse()
+            content = found.read()
+            headers = dict(found.getheaders())
+        finally:
+            connection.close()
+        self._answer(found.status, headers, content, fault)
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, fault: Fault) -> None:
+        if fault.flip and body:
+            middle = len(body) // 2
+            body = body[:middle] + bytes([body[middle] ^ 4]) + body[middle + 1 :]
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", str(len(body)))
+        self.send_header("Content-Length", length if self.command == "HEAD" else str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[: len(body) // 2] if fault.cut else body)
+        if fault.cut:
+            self.close_connection = True
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass_on
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def store_and_proxy() -> Iterator[Proxy]:
+    """Start a server with an empty bucket, and a proxy; both end with it."""
+    port = free_port()
+    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p"]
+    server = subprocess.Popen(
+        [*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait_for(server, port)
+        make = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(make, timeout=30).close()
+        proxy = Proxy(("127.0.0.1", port))
+        try:
+            yield proxy
+        finally:
+            proxy.shutdown()
+            proxy.server_close()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait_for(server: subprocess.Popen[bytes], port: int) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        assert server.poll() is None, "the server has ended"
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        time.sleep(0.05)
+    raise AssertionError("the server does not answer")
+
+
+def environment(url: str) -> dict[str, str]:
+    """Return what tells the library where the store is, and who asks."""
+    return {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": url,
+    }
+
+
+def without_aws() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
