@@ -28,7 +28,7 @@ class _Shard:
 
 @dataclass(slots=True)
 class Looked:
-    """What a look at the places of shards has found."""
+    """The state of the shards of a run, as a look at their places has found it."""
 
     of: int
     shards: dict[int, _Shard] = field(default_factory=dict)
