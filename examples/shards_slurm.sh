@@ -9,6 +9,9 @@
 # command is the same each time: what was preempted, or lost its node, goes on after its last commit,
 # and all shards together are exactly --frames transitions. The number of shards stands here, and not
 # in SLURM_ARRAY_TASK_COUNT, so that single ones can be queued again: sbatch --array=3,5 …
+#
+# The last of them waits for the others, checks that all are complete, and unites them in RUNS/all; where
+# its time is up before they are, it names what is missing, and goes on when it is queued again.
 #SBATCH --job-name=shards
 #SBATCH --array=0-7
 #SBATCH --time=01:00:00
@@ -36,17 +39,25 @@ tell() {
 trap tell TERM
 trap 'again=1; tell' USR1
 
-mkdir -p "$runs"
-tallyroll collect CartPole-v1 --frames 1e6 --num-envs 64 --seed 0 --shard "$task/$shards" --resume \
-    --out "$runs/part-$task" --quiet "$@" &
-job=$!
-if [[ $told ]]; then tell; fi  # it came before there was a job
+status=0
+run() {  # run COMMAND...: the status it ends with, and what signals say is said to it
+    local before=$told
+    "$@" &
+    job=$!
+    if [[ $before ]]; then tell; fi  # it came before there was a job
+    told=1
+    while [[ $told ]]; do  # a signal ends `wait`, and not the job
+        told='' status=0
+        wait "$job" || status=$?
+    done
+}
 
-told=1
-while [[ $told ]]; do  # a signal ends `wait`, and not the job
-    told='' status=0
-    wait "$job" || status=$?
-done
+mkdir -p "$runs"
+run tallyroll collect CartPole-v1 --frames 1e6 --num-envs 64 --seed 0 --shard "$task/$shards" --resume \
+    --out "$runs/part-$task" --quiet "$@"
+if ((status == 0 && task == shards - 1)) && [[ ! -e $runs/all ]]; then
+    run tallyroll merge "$runs/all" "$runs/part-*" --shards "$shards" --wait --timeout "${WAIT:-86400}"
+fi
 if [[ $again ]] && ((status)); then
     scontrol requeue "${SLURM_ARRAY_JOB_ID}_$task"
 fi

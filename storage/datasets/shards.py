@@ -96,7 +96,7 @@ def shards_of(members: Iterable[Member]) -> Shards | None:
     of_runs: dict[tuple[str, int], list[tuple[Member, int, int | None]]] = {}
     foreign = []
     for member in members:
-        if (said := _shard_of(member)) is None:
+        if (said := shard_said(member.reader.runs)) is None:
             foreign.append(str(member.path))
         else:
             run, index, of, asked = said
@@ -123,9 +123,12 @@ def _shards_of_run(run: str, of: int, found: list[tuple[Member, int, int | None]
     )
 
 
-def _shard_of(member: Member) -> tuple[str, int, int, int | None] | None:
-    """Return the run, the index, the number of shards and what was asked of all."""
-    runs = [made for run in member.reader.runs for made in (copied_runs(run) or [run])]
+def shard_said(runs: Iterable[Mapping[str, Any]]) -> tuple[str, int, int, int | None] | None:
+    """Return the run, the index, the number of shards and what was asked of all.
+
+    None where the runs of a storage do not all say that it is the same shard.
+    """
+    runs = [made for run in runs for made in (copied_runs(run) or [run])]
     found = {_read(run.get(SHARD)) for run in runs}
     return found.pop() if len(found) == 1 else None
 

@@ -63,11 +63,18 @@ examples:
         """\
 Write the rows of several storages to a new one, one storage after the other:
 `tallyroll copy SRC ... DST`. Trajectory ids that are in two of them are moved.
+
+With --shards N the sources are the shards of one run (`tallyroll collect
+--shard I/N`), and they are written when all are there and complete, together
+exactly the transitions that were asked for. With --wait it waits for those that
+other jobs still make.
 """,
         """\
 examples:
   tallyroll merge runs/all runs/a runs/b runs/c
   tallyroll merge all.zarr 'runs/shard-*' --ids keep
+  the last job of an array: wait a day at most, and name what is missing:
+    tallyroll merge runs/all 'runs/part-*' --shards 8 --wait --timeout 86400
 """
         + _END,
     ),
@@ -155,7 +162,32 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
             parser.add_argument(
                 "drop", nargs="+", type=_key, metavar="COLUMN", help="as next/pixels"
             )
+        if name == "merge":
+            _add_waiting(parser)
         _add_options(parser, name)
+
+
+def _add_waiting(parser: Any) -> None:
+    parser.set_defaults(shards=None, wait=False)
+    waiting = parser.add_argument_group("shards of one run")
+    waiting.add_argument(
+        "--shards",
+        type=int,
+        metavar="N",
+        help="the sources are the N shards of one run: write them only if all are complete, in "
+        "the order of shards; SRC may match nothing yet",
+    )
+    waiting.add_argument(
+        "--wait", action="store_true", help="wait until they are complete; needs --shards"
+    )
+    waiting.add_argument(
+        "--timeout",
+        type=float,
+        default=86400.0,
+        metavar="S",
+        help="the most seconds to wait, after which an error names what is missing (default: "
+        "86400, a day)",
+    )
 
 
 def _add_options(parser: Any, name: str) -> None:
@@ -237,7 +269,12 @@ def run(args: argparse.Namespace) -> int:
     from tallyroll.storage.datasets.members import expanded
     from tallyroll.storage.errors import InvalidExpression
 
-    paths = expanded(args.sources)
+    if getattr(args, "shards", None) is None:
+        if getattr(args, "wait", False):
+            args.usage_error("--wait needs --shards, the number of shards to wait for")
+        paths = expanded(args.sources)
+    else:
+        paths = _complete_shards(args)
     if args.follow and (len(paths) > 1 or args.sort or args.where is not None):
         args.usage_error("--follow is of one storage, all of its rows, and not sorted")
     with (
@@ -274,6 +311,38 @@ def run(args: argparse.Namespace) -> int:
     elif not args.quiet:
         emit(_as_text(report, dry=args.dry_run))
     return 0
+
+
+def _complete_shards(args: argparse.Namespace) -> "list[Path]":
+    """Return the storages of all shards, waited for where asked; raise for what is missing."""
+    from tallyroll.collector.cli.datasets.waiting import Looked, waited_for
+    from tallyroll.collector.cli.output import CommandError, emit
+    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.storage.datasets.aside import require_free
+    from tallyroll.storage.files.paths import user_path
+
+    if args.shards < 1 or not 0 < args.timeout < float("inf"):
+        args.usage_error("--shards and --timeout: expected numbers above 0")
+    require_free(user_path(args.destination))  # before a day's wait, not after it
+    quiet = args.quiet or not args.wait
+    with shown_progress("collected", quiet, "{:,} rows".format) as progress:
+
+        def show(found: Looked) -> None:
+            rows = sum(each.rows for each in found.shards.values())
+            done = len(found.shards) - len(found.unfinished)
+            progress(rows, found.asked or rows, lambda: [f"{done} of {args.shards} shards"])
+
+        found = waited_for(args.sources, args.shards, args.timeout if args.wait else 0.0, show)
+    if not found.missing and not found.unfinished:
+        return found.paths
+    if args.json:
+        emit(json.dumps(found.as_json(), indent=2) + "\n")
+    after = f" after {args.timeout:g} s" if args.wait else ""
+    raise CommandError(
+        f"not all of {args.shards} shards are complete{after}: {found.in_words()}. Nothing was "
+        "written; the same command goes on"
+        + ("." if args.wait else ", with --wait until they are.")
+    )
 
 
 def _newest(storage: Any) -> int | None:

@@ -34,7 +34,7 @@ class S3Path(PosixPath):
 
     @property
     def key(self) -> str:
-        """What comes after the bucket, empty for all of it."""
+        """The part after the bucket, empty for all of it."""
         return "/".join(self.parts[2:])
 
 

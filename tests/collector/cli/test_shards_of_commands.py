@@ -5,24 +5,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from random_shards import joined, rows_of
 
+from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli.parser import make_parser
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.rows.keys import LANE, STEP, TRAJ_IDS
 
 from collect_kit import check_numbers
-from warm_cli import WarmServer
+from warm_cli import Command, WarmServer
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "4"))
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -30,11 +33,13 @@ FRAMES, LANES, SHARDS = 2001, 13, 3
 COLLECT = ["collect", "CartPole-v1", "--frames", "3001", "--num-envs", "13", "--seed", "0"]
 
 
-def words_of(tmp_path: Path, *script: str | Path, **environment: str) -> list[str]:
-    """Return the arguments that a script gives to ``tallyroll``."""
+def words_of(
+    tmp_path: Path, *script: str | Path, command: str = "collect", **environment: str
+) -> list[str]:
+    """Return the arguments that a script gives to a command of ``tallyroll``."""
     fake = tmp_path / "commands" / "tallyroll"
     fake.parent.mkdir(exist_ok=True)
-    fake.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    fake.write_text(f"#!/bin/sh\n[ $1 = {command} ] || exit 0\nprintf '%s\\n' \"$@\"\n")
     fake.chmod(0o755)
     path = f"{fake.parent}{os.pathsep}{os.environ['PATH']}"
     out = subprocess.run(
@@ -60,13 +65,23 @@ def test_kubernetes_and_slurm_give_the_same_command(tmp_path: Path) -> None:
         ("completions", "8"),
         ("parallelism", "8"),
     ]
-    (script,) = re.findall(r"(?ms)>-\n(.*?)^ +volumeMounts", text)
+    script, merging = re.findall(r"(?ms)>-\n(.*?)^ +volumeMounts", text)
     found = words_of(tmp_path, "sh", "-c", " ".join(script.split()), JOB_COMPLETION_INDEX="5")
     slurm = ("bash", EXAMPLES / "shards_slurm.sh")
     wanted = words_of(tmp_path, *slurm, SLURM_ARRAY_TASK_ID="5", RUNS=str(tmp_path / "data"))
     assert [each.removeprefix(str(tmp_path)) for each in wanted] == found
     args = make_parser().parse_args(found)
     assert (args.shard, args.resume, args.out) == ("5/8", True, "/data/part-5")
+    # The last job of an array unites them, and no other.
+    merged = words_of(tmp_path, "sh", "-c", " ".join(merging.split()), command="merge")
+    for task in ("7", "5"):
+        more = {"SLURM_ARRAY_TASK_ID": task, "RUNS": str(tmp_path / "data")}
+        found = words_of(tmp_path, *slurm, command="merge", **more)
+        said = [each.removeprefix(str(tmp_path)) for each in found]
+        assert said == (merged if task == "7" else []), task
+    args = make_parser().parse_args(merged)
+    assert (args.destination, args.sources) == ("/data/all", ["/data/part-*"])
+    assert (args.shards, args.wait, args.timeout) == (8, True, 86400)
     wrong = subprocess.run(
         slurm, env={**os.environ, "SLURM_ARRAY_TASK_ID": ""}, capture_output=True, text=True
     )
@@ -109,6 +124,139 @@ def test_killed_jobs_of_an_array_are_together_exactly_the_run(
     check_numbers(rows[TRAJ_IDS], rows[STEP])
     assert len({each["run"] for each in entries}) == 1
     assert [each["index"] for each in entries] == [0, 1, 2]
+
+
+def alone() -> list[str]:
+    """Return what runs a command in a network of its own, as on another machine, if it may."""
+    words = ["unshare", "-rn"]
+    try:
+        may = subprocess.run([*words, "true"], capture_output=True, timeout=20).returncode == 0
+    except FileNotFoundError:
+        may = False
+    return words if may else []
+
+
+@pytest.mark.timeout(180)
+def test_jobs_of_an_array_end_with_one_storage_of_all(tmp_path: Path) -> None:
+    """The script as Slurm runs it, a process a job; none sees another but in the folder."""
+    command = tmp_path / "commands" / "tallyroll"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m tallyroll.collector.cli "$@"\n')
+    command.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}",
+        "RUNS": str(tmp_path / "runs"),
+        "SHARDS": str(SHARDS),
+        "WAIT": "90",
+    }
+    script, jobs = EXAMPLES / "shards_slurm.sh", []
+    try:
+        for task in reversed(range(SHARDS)):  # the one that waits comes first
+            jobs.append(
+                subprocess.Popen(
+                    [*alone(), "bash", script, "--frames", str(FRAMES), "--num-envs", str(LANES)],
+                    env={**environment, "SLURM_ARRAY_TASK_ID": str(task)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for job in jobs:
+            _, err = job.communicate(timeout=120)
+            assert job.returncode == 0, err
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+    parts = [rows_of(tmp_path / "runs" / f"part-{task}") for task in range(SHARDS)]
+    whole = rows_of(tmp_path / "runs" / "all")
+    assert len(whole[LANE]) == FRAMES
+    for key, values in joined(parts).items():
+        assert (values == joined([whole])[key]).all(), key
+    assert verify(tmp_path / "runs" / "all").sound
+
+
+class TestWaiting:
+    """``merge --shards``: all shards of a run, or an error that names what is not there."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def parts(cls, server: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Shards 0 and 2 of 3, whole, and what the other is to be, beside them."""
+        folder = tmp_path_factory.mktemp("parts")
+        for index, name in ((0, "part-0"), (1, "later"), (2, "part-2")):
+            server.run(folder, *COLLECT, "--shard", f"{index}/3", "--out", name, "--quiet")
+        server.run(
+            folder, *COLLECT, "--shard", "1/3", "--out", "begun", "--frames", "1500", "--quiet"
+        )
+        return folder
+
+    def merge(self, server: WarmServer, folder: Path, *more: str) -> Command:
+        return server.start(folder, "merge", "all", "part-*", *more)
+
+    def test_what_is_missing_is_named(self, server: WarmServer, parts: Path) -> None:
+        command = self.merge(server, parts, "--shards", "3", "--json")
+        assert command.wait() == 1
+        assert "not all of 3 shards are complete: shards 1 of 3 are missing." in command.err
+        said = json.loads(command.out)
+        assert (said["complete"], said["missing"], said["unfinished"]) == (False, [1], {})
+        assert said["asked"] == 3001
+        assert not (parts / "all").exists()
+
+    def test_one_that_is_not_complete_is_named(self, server: WarmServer, tmp_path: Path) -> None:
+        for index in range(2):
+            with SyncCollector(
+                "CartPole-v1",
+                num_envs=4,
+                frames_per_batch=100,
+                total_frames=1001,
+                seed=0,
+                shard=f"{index}/2",
+                storage=tmp_path / f"part-{index}",
+            ) as collector:
+                for _ in collector:
+                    if index:
+                        break
+        command = self.merge(server, tmp_path, "--shards", "2", "--json")
+        assert command.wait() == 1
+        assert "shard 1 (part-1) has 100 of 500 rows. Nothing was written" in command.err
+        unfinished = {"1": {"rows": 100, "wanted": 500, "path": "part-1"}}
+        assert json.loads(command.out)["unfinished"] == unfinished
+        assert not (tmp_path / "all").exists()
+
+    def test_it_waits_no_longer_than_it_may(self, server: WarmServer, parts: Path) -> None:
+        began = time.monotonic()
+        command = self.merge(server, parts, "--shards", "3", "--wait", "--timeout", "1.2")
+        assert command.wait() == 1
+        assert 1.2 <= time.monotonic() - began < 20
+        assert "complete after 1.2 s: shards 1 of 3 are missing" in command.err
+
+    def test_it_waits_for_what_comes(self, server: WarmServer, parts: Path) -> None:
+        command = self.merge(server, parts, "--shards", "3", "--wait", "--timeout", "60")
+        time.sleep(1.5)
+        assert not (parts / "all").exists()
+        (parts / "later").rename(parts / "part-1")
+        assert command.wait() == 0
+        with open_storage(parts / "all") as storage:
+            assert len(storage) == 3001
+        (parts / "part-1").rename(parts / "later")
+        (parts / "all").rename(parts / "done")
+
+    def test_another_run_is_no_shard_of_it(self, server: WarmServer, parts: Path) -> None:
+        (parts / "begun").rename(parts / "part-1")
+        command = self.merge(server, parts, "--shards", "3")
+        assert command.wait() == 1
+        assert "part-1 is shard 1/3 of run" in command.err
+        assert "of 1500 transitions" in command.err
+        (parts / "part-1").rename(parts / "begun")
+        command = self.merge(server, parts, "--shards", "4", "--wait")  # it does not wait for it
+        assert command.wait() == 1
+        assert "expected were 4 shards of one run" in command.err
+
+    @pytest.mark.parametrize("words", ["--wait", "--shards 0", "--shards 3 --timeout 0"])
+    def test_wrong_words(self, server: WarmServer, parts: Path, words: str) -> None:
+        assert self.merge(server, parts, *words.split()).wait() == 2
 
 
 @pytest.mark.parametrize(

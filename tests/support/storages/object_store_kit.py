@@ -34,20 +34,20 @@ class Asked:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a request, or to its answer."""
+    """A fault of a request, or of its answer."""
 
     seconds: float = 0.0
-    """It comes so much later."""
+    """The answer comes so much later."""
     status: int = 0
-    """It is this one, and the server is not asked."""
+    """The answer is this one, and the server is not asked."""
     reset: bool = False
     """The connection breaks instead."""
     cut: bool = False
-    """It ends in the middle."""
+    """The answer ends in the middle."""
     flip: bool = False
     """A bit of its body is another one."""
     change: Callable[[], object] | None = None
-    """It is called before."""
+    """This is called before."""
 
 
 Plan = Callable[[Asked], Fault | None]

@@ -314,9 +314,12 @@ class TestFaults:
 
         # Of one chunk a block: a bit of a block is one of the chunk.
         options = S3Options(block_nbytes=2**10, memory_nbytes=0)
-        with proxy.planned(at_first), open_storage(local) as ours:
-            with open_storage(ADDRESS, s3=options) as found:
-                assert_same_rows(found.get([4_000]), ours.get([4_000]))
+        with (
+            proxy.planned(at_first),
+            open_storage(local) as ours,
+            open_storage(ADDRESS, s3=options) as found,
+        ):
+            assert_same_rows(found.get([4_000]), ours.get([4_000]))
         assert len(wrong) > 3
 
     def test_an_object_that_is_replaced_is_an_error_and_not_torn_rows(

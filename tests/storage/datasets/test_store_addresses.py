@@ -1,0 +1,199 @@
+"""What needs no object store: addresses without secrets, budgets of blocks, lists of objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tallyroll.storage import S3Options, open_storage
+from tallyroll.storage.datasets.members import expanded
+from tallyroll.storage.datasets.remote.address import S3Path, s3_path
+from tallyroll.storage.datasets.remote.blocks import DiskBlocks, MemoryBlocks
+from tallyroll.storage.datasets.remote.push_plan import LAST, PLAN, ROOT, Planned, PushPlan, parsed
+from tallyroll.storage.errors import CorruptStorage, InvalidAddress
+
+SECRET = "SeCrEt+of/somebody"
+
+
+@pytest.mark.parametrize(
+    ("address", "bucket", "key"),
+    [
+        ("s3://datasets/breakout/v2", "datasets", "breakout/v2"),
+        ("s3://datasets", "datasets", ""),
+        ("s3://my.data-sets/a//b/", "my.data-sets", "a/b"),
+        (Path("s3://datasets/breakout"), "datasets", "breakout"),
+    ],
+)
+def test_addresses(address: str | Path, bucket: str, key: str) -> None:
+    found = s3_path(address)
+    assert found is not None
+    assert (found.bucket, found.key) == (bucket, key)
+    assert str(found) == f"s3://{bucket}/{key}".rstrip("/")
+    assert str(found / "action" / "c.0") == f"{found}/action/c.0"
+    assert s3_path(str(found)) == found == pickle.loads(pickle.dumps(found))
+    assert type(pickle.loads(pickle.dumps(found))) is S3Path
+    assert expanded([address]) == [found]
+
+
+@pytest.mark.parametrize("path", ["runs/pole", "s3/x", "/s3://x", Path("runs"), 3, b"s3://x/y"])
+def test_paths_are_no_addresses(path: object) -> None:
+    assert s3_path(path) is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"s3://KEY:{SECRET}@datasets/x",
+        f"s3://KEY:{SECRET}/x",
+        f"s3://{SECRET}@datasets/x",
+        f"s3://datasets/x?X-Amz-Signature={SECRET}",
+        f"s3://{SECRET}/x",
+        "s3://",
+        "s3://Datasets/x",
+        "s3://datasets/../x",
+        "s3://datasets/" + "x" * 1025,
+    ],
+)
+def test_what_may_hold_a_secret_is_refused_and_not_repeated(address: str) -> None:
+    with pytest.raises(InvalidAddress) as caught:
+        open_storage(address)
+    assert SECRET not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [f"http://KEY:{SECRET}@host:9000", f"https://host/?token={SECRET}", "ftp://host", "host:9000"],
+)
+def test_endpoints_with_secrets_are_refused(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidAddress) as caught:
+        S3Options(endpoint=endpoint)
+    assert SECRET not in str(caught.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(InvalidAddress) as caught:
+        S3Options()
+    assert SECRET not in str(caught.value)
+    assert S3Options(endpoint="https://host").url == "https://host"
+
+
+def test_options_out_of_range() -> None:
+    for name in ("block_nbytes", "requests", "timeout", "patience"):
+        with pytest.raises(ValueError, match=f"{name}: expected a number above 0, got 0"):
+            S3Options(**{name: 0})
+    for name in ("memory_nbytes", "disk_nbytes"):
+        with pytest.raises(ValueError, match=f"{name}: expected 0 or more, got -1"):
+            S3Options(**{name: -1})
+
+
+def test_the_extra_is_named_where_it_is_missing() -> None:
+    code = (
+        "import sys; sys.modules['obstore'] = None\n"
+        "from tallyroll.storage import open_storage\n"
+        "from tallyroll.storage.errors import MissingLibrary\n"
+        "try: open_storage('s3://datasets/x')\n"
+        "except MissingLibrary as error: print(error)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    ).stdout
+    assert out.endswith(
+        "s3://datasets/x needs obstore, which is not installed: pip install 'tallyroll[s3]'.\n"
+    )
+    assert out.count("\n") == 1
+
+
+class TestBlocks:
+    """Both keep what was used last, and never more bytes than they may."""
+
+    def test_memory_against_a_model(self) -> None:
+        pick, blocks, model = random.Random(2), MemoryBlocks(1000), dict[str, bytes]()
+        for _ in range(3000):
+            name = str(pick.randrange(20))
+            if pick.random() < 0.4:
+                content = bytes(pick.randrange(1, 400))
+                blocks.put(name, content)
+                model.pop(name, None)
+                while sum(map(len, model.values())) + len(content) > 1000:
+                    del model[next(iter(model))]
+                model[name] = content
+            elif pick.random() < 0.1:
+                blocks.drop(name)
+                model.pop(name, None)
+            else:
+                assert blocks.get(name) == model.get(name)
+                if name in model:
+                    model[name] = model.pop(name)
+            assert blocks.nbytes == sum(map(len, model.values())) <= 1000
+        blocks.put("large", bytes(1001))
+        assert blocks.get("large") is None
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        folder = tmp_path / "blocks"
+        one, other = DiskBlocks(folder, 1000), DiskBlocks(folder, 1000)
+        (folder / "left.block.tmp").write_bytes(bytes(300))  # of a process that was killed
+        os.utime(folder / "left.block.tmp", (1, 1))
+        for number in range(12):
+            (one, other)[number % 2].put(str(number), bytes([number]) * 240)
+            os.utime(folder / f"{number}.block", (number + 2, number + 2))
+            found = [each.stat().st_size for each in folder.iterdir() if each.name != "lock"]
+            assert sum(found) <= 1000
+        assert not (folder / "left.block.tmp").exists()
+        assert one.get("11", 240) == bytes([11]) * 240
+        assert other.get("0", 240) is None
+        assert one.get("11", 239) is None  # another size is another block
+        other.drop("11")
+        assert one.get("11", 240) is None
+        assert folder.stat().st_mode & 0o077 == 0
+
+    def test_files_of_others_stay_and_links_are_not_followed(self, tmp_path: Path) -> None:
+        folder = tmp_path / "blocks"
+        blocks = DiskBlocks(folder, 1000)
+        (folder / "thesis.pdf").write_bytes(bytes(900))
+        blocks.put("a", bytes(200))
+        assert blocks.get("a", 200) is None
+        assert (folder / "thesis.pdf").stat().st_size == 900
+        (tmp_path / "secret").write_bytes(bytes(50))
+        (folder / "b.block").symlink_to(tmp_path / "secret")
+        assert blocks.get("b", 50) is None
+
+
+def plan() -> PushPlan:
+    names = ["zarr.json", "x/zarr.json", "x/c.0", LAST, "tallyroll/row/c.0"]
+    return PushPlan("id", {name: Planned(3, "ab" * 32) for name in names})
+
+
+def test_a_list_of_objects_comes_back_and_ends_with_what_shows_the_dataset() -> None:
+    assert parsed(plan().to_json(), "place") == plan()
+    assert plan().order[-2:] == [ROOT, LAST]
+    assert plan().order[:2] == ["tallyroll/row/c.0", "x/c.0"]
+    assert PLAN not in plan().order
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"../x": [3, "ab" * 32]},
+        {"/x": [3, "ab" * 32]},
+        {"x\\y": [3, "ab" * 32]},
+        {"x": [-3, "ab" * 32]},
+        {"x": [True, "ab" * 32]},
+        {"x": [3, "xy" * 32]},
+        {"x": [3]},
+        {"x": "no"},
+    ],
+)
+def test_lists_that_cannot_be_are_refused(change: dict[str, object]) -> None:
+    said = json.loads(plan().to_json())
+    said["objects"] |= change
+    with pytest.raises(CorruptStorage, match="place is not the list"):
+        parsed(json.dumps(said).encode(), "place")
+    for content in (b"[]", b"{", b"\xff", b'{"id": 3, "objects": {}}', b"[" * 100_000):
+        with pytest.raises(CorruptStorage, match="not the list"):
+            parsed(content, "place")
