@@ -21,6 +21,7 @@
     │   └── UnsupportedPlatform       no locks, shared maps or fallocate here
     ├── ExtensionMismatch             (an ImportError) the extension is of another version
     ├── CorruptStorage                the files contradict each other
+    ├── InvalidDataset                a source of an import is damaged, hostile, or another thing
     ├── InvalidSchema                 columns that a storage cannot hold
     ├── SchemaMismatch                other columns than the storage has
     ├── InvalidProvenance             not JSON
@@ -78,6 +79,7 @@ __all__ = [
     "ForeignContent",
     "FormatVersionMismatch",
     "IndexOutOfRange",
+    "InvalidDataset",
     "InvalidExpression",
     "InvalidProvenance",
     "InvalidSchema",
@@ -195,6 +197,10 @@ class ExtensionMismatch(StorageError, ImportError):
 
 class CorruptStorage(StorageError):
     """Files that are cut short, damaged, or contradict each other. Nothing was changed."""
+
+
+class InvalidDataset(StorageError):
+    """A source of an import is damaged, hostile, or no dataset of its kind. Nothing was written."""
 
 
 class InvalidSchema(StorageError):

@@ -89,8 +89,8 @@ def copy(
         ValueError: an argument is none of its values.
     """
     place = user_path(destination)
-    name = _format_of(place, format)
-    schema = _schema_of(reader, columns, drop)
+    name = format_of(place, format)
+    schema = schema_of_copy(reader, columns, drop)
     if follow:
         _require_followed(reader, name, sort)
     span = reader.span
@@ -122,7 +122,7 @@ def copy(
     )
 
 
-def _format_of(place: Path, format: str | None) -> str:
+def format_of(place: Path, format: str | None) -> str:
     if format is not None and format not in FILES:
         raise ValueError(f"format is one of {', '.join(FILES)}, got {format!r:.80}.")
     by_suffix = SUFFIXES.get(place.suffix.lower())
@@ -134,11 +134,11 @@ def _format_of(place: Path, format: str | None) -> str:
     return format or by_suffix or "memmap"
 
 
-def _schema_of(reader: RowReader, columns: Keys | None, drop: Keys) -> Schema:
+def schema_of_copy(reader: RowReader, columns: Keys | None, drop: Keys) -> Schema:
     """Return the columns that are wanted, in their order."""
     schema = reader.schema
-    wanted = None if columns is None else {as_key(key) for key in _several(columns)}
-    dropped = {as_key(key) for key in _several(drop)}
+    wanted = None if columns is None else {as_key(key) for key in several(columns)}
+    dropped = {as_key(key) for key in several(drop)}
     unknown = sorted(map(spell, (dropped | (wanted or set())) - {*schema.keys}))
     if unknown or wanted == set():
         raise ColumnsMissing(
@@ -153,7 +153,7 @@ def _schema_of(reader: RowReader, columns: Keys | None, drop: Keys) -> Schema:
     return Schema(kept, tuple(dims.items()))
 
 
-def _several(keys: Keys) -> Sequence[str | Key]:
+def several(keys: Keys) -> Sequence[str | Key]:
     return (keys,) if isinstance(keys, str) else keys
 
 
