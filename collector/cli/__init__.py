@@ -32,6 +32,7 @@ _READING = ("diff", "inspect", "replay", "report", "verify")
 """Commands whose modules are in `reading`."""
 _OF_DATASETS = {
     **dict.fromkeys(copying.NAMES, "copy"),
+    **dict.fromkeys(("export", "import"), "exchange"),
     **{name: name for name in ("pack", "split", "stats")},
 }
 """Commands whose modules are in `datasets`, and these."""

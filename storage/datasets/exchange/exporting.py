@@ -78,6 +78,7 @@ def export(
         chosen.reader,
         schema,
         about_rows(reader, schema),
+        place.name,
         chosen.table,
         chosen.ends,
         sorted=files.sorted,

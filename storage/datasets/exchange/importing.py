@@ -15,7 +15,7 @@ import numpy as np
 from tallyroll.storage.datasets.aside import folder_beside, publish, require_free
 from tallyroll.storage.datasets.copying import format_of
 from tallyroll.storage.datasets.exchange.about import entry_of
-from tallyroll.storage.datasets.exchange.door import Block, Incoming, refused
+from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.datasets.exchange.numbering import Numbering, has_numbers
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Progress
 from tallyroll.storage.datasets.exchange.registry import format_named
@@ -83,7 +83,8 @@ def import_dataset(
     name = format_of(place, format)
     refuse_nothing(whence, "Give the path of a dataset.")
     require_free(place)
-    with _translated_as(whence), door.read(whence) as incoming:
+    with translated(whence), contextlib.ExitStack() as stack:
+        incoming = _opened(door, whence, stack)
         numbering = Numbering(incoming.schema)
         schema, total = numbering.schema, incoming.rows
         _require_size(whence, incoming, schema)
@@ -127,11 +128,9 @@ def import_dataset(
     )
 
 
-@contextlib.contextmanager
-def _translated_as(whence: Path) -> Iterator[None]:
+def _opened(door: ExchangeFormat, whence: Path, stack: contextlib.ExitStack) -> Incoming:
     try:
-        with translated(whence):
-            yield
+        return stack.enter_context(door.read(whence))
     except InvalidSchema as error:
         raise refused(whence, str(error)) from error
 

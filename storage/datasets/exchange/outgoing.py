@@ -39,6 +39,7 @@ class Outgoing:
         reader: of the rows.
         schema: the columns that are wanted.
         about: what is said of the rows, as JSON.
+        title: the name of the place where they will be.
         table: the lines of their trajectories; None where rows do not say whose they are.
         ends: the numbers of rows that get ``truncated`` and ``done``, ascending.
         sorted: one trajectory after the other.
@@ -50,13 +51,14 @@ class Outgoing:
         reader: RowReader,
         schema: Schema,
         about: Mapping[str, Any],
+        title: str,
         table: np.ndarray | None,
         ends: np.ndarray,
         *,
         sorted: bool,
         progress: Progress | None = None,
     ) -> None:
-        self.schema, self.about = schema, about
+        self.schema, self.about, self.title = schema, about, title
         self._reader, self._table, self._ends, self._span = reader, table, ends, reader.span
         self._order = trajectory_order(reader, self._span) if sorted else None
         self._flags = {each.key for each in schema.columns if _says_end(each.key, each.dtype)}
@@ -64,6 +66,11 @@ class Outgoing:
 
     def __len__(self) -> int:
         return len(self._span)
+
+    @property
+    def trajectories(self) -> int:
+        """How many trajectories there are; 0 where rows do not say whose they are."""
+        return 0 if self._table is None else len(self._table)
 
     def blocks(self, keys: Sequence[Key] | None = None) -> Iterator[dict[Key, np.ndarray]]:
         """Yield all rows in their order, as many at a time as fit into `BLOCK_NBYTES`."""

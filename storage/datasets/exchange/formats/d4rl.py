@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from tallyroll.storage.datasets.exchange.formats.hdf5_files import (
     datasets_in,
     opened_hdf5,
     read_rows,
+    require_space,
     text_of,
 )
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Outgoing
@@ -29,6 +30,7 @@ from tallyroll.storage.rows.schema import Column, Schema
 
 _OBSERVATIONS, _NEXT, _ACTIONS = "observations", "next_observations", "actions"
 _REWARDS, _TERMINALS, _TIMEOUTS, _INFOS = "rewards", "terminals", "timeouts", "infos"
+_SPARE_NBYTES: Final = 2**20
 _ABOUT = ("metadata", "tallyroll")
 
 
@@ -61,6 +63,7 @@ class D4rlFormat(ExchangeFormat):
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write all columns, a block of rows at a time."""
         places, count = _places(rows.schema), len(rows)
+        require_space(place.parent, count * rows.schema.row_nbytes + _SPARE_NBYTES)
         with h5py_module().File(place, "x") as file:
             made = {}
             for column in rows.schema.columns:

@@ -48,6 +48,19 @@ def opened_hdf5(place: Path) -> Iterator[Any]:
             yield file
 
 
+def require_space(folder: Path, nbytes: int) -> None:
+    """Raise the system's error unless a file of so many bytes can be written to a folder.
+
+    HDF5 cannot be asked: where it meets a full disk, it ends the process when it closes the file.
+    """
+    probe = folder / "space"
+    with open(probe, "xb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        finally:
+            probe.unlink()
+
+
 def datasets_in(group: Any, place: Path) -> dict[Key, Any]:
     """Return all datasets below a group, in their order.
 
@@ -62,7 +75,7 @@ def datasets_in(group: Any, place: Path) -> dict[Key, Any]:
         above, here = waiting.pop()
         if len(above) > _DEEPEST:
             raise refused(place, f"{'/'.join(above)!r:.200} is nested too deep")
-        for name in here:
+        for name in _names(here, place):
             key = (*above, name)
             seen += 1
             if seen > _MOST_OBJECTS:
@@ -80,6 +93,15 @@ def datasets_in(group: Any, place: Path) -> dict[Key, Any]:
             except DAMAGE as error:
                 raise refused(place, f"{'/'.join(key)!r:.200}: {error}") from error
     return found
+
+
+def _names(group: Any, place: Path) -> list[str]:
+    try:
+        if len(group) <= _MOST_OBJECTS:
+            return list(group)
+    except DAMAGE as error:
+        raise refused(place, f"{group.name} cannot be listed ({error})") from error
+    raise refused(place, f"it has more than {_MOST_OBJECTS:,} objects")
 
 
 def _checked(data: Any) -> Any:

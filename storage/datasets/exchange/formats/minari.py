@@ -22,6 +22,7 @@ from tallyroll.storage.datasets.exchange.formats.hdf5_files import (
     column_of,
     datasets_in,
     opened_hdf5,
+    require_space,
 )
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
 from tallyroll.storage.datasets.exchange.outgoing import Episode, Outgoing
@@ -45,6 +46,8 @@ from tallyroll.storage.rows.schema import Column, Schema
 _DATA, _FILE, _METADATA, _ABOUT = "data", "main_data.hdf5", "metadata.json", "tallyroll.json"
 _OBSERVATIONS, _ACTIONS, _INFOS = "observations", "actions", "infos"
 _FLAGS: Final = {REWARD: "rewards", TERMINATED: "terminations", TRUNCATED: "truncations"}
+_SPARE_NBYTES: Final = 2**20
+_DATASET_NBYTES: Final = 2**12
 _MOST_ACTIONS: Final = 2**16
 
 
@@ -72,10 +75,13 @@ class MinariFormat(ExchangeFormat):
         roles = Roles.of(rows.schema, self.name)
         data = place / _DATA
         data.mkdir(parents=True)
+        datasets = rows.trajectories * (len(rows.schema.columns) + 2)
+        nbytes = 2 * len(rows) * rows.schema.row_nbytes + _SPARE_NBYTES
+        require_space(data, nbytes + datasets * _DATASET_NBYTES)
         storage = _new(minari, data, rows, roles)
         wrong = _Counts(roles)
         storage.update_episodes(_buffer(each, roles, wrong) for each in rows.episodes())
-        name = re.sub(r"[^A-Za-z0-9_-]+", "-", place.name) or "rows"
+        name = re.sub(r"[^A-Za-z0-9_-]+|-v[0-9]+$", "-", rows.title).strip("-") or "rows"
         storage.update_metadata(
             {"dataset_id": f"tallyroll/{name}-v0", "minari_version": minari.__version__}
         )
@@ -125,14 +131,17 @@ class _Counts:
 
     def count(self, rows: Mapping[Key, np.ndarray]) -> None:
         """Count next observations that are not the ones that come next."""
-        count = len(rows[TERMINATED])
-        differ = np.zeros(max(0, count - 1), bool)
+        differ = np.zeros(max(0, len(rows[TERMINATED]) - 1), bool)
         for each in self._roles.observations:
-            after = rows[(NEXT, *each.key)][:-1].reshape(count - 1, -1).view(np.uint8)
-            differ |= (after != rows[each.key][1:].reshape(count - 1, -1).view(np.uint8)).any(1)
+            one, after = (_bytes(rows[key], each) for key in (each.key, (NEXT, *each.key)))
+            differ |= (after[:-1] != one[1:]).any(1)
         self.lost["next_observations"] += int(differ.sum())
         if NEXT_VALID in rows:
             self.lost["final_observations"] += int((~rows[NEXT_VALID]).sum())
+
+
+def _bytes(values: np.ndarray, column: Column) -> np.ndarray:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(-1, column.row_nbytes)
 
 
 def _new(minari: Any, data: Path, rows: Outgoing, roles: Roles) -> Any:
@@ -183,7 +192,12 @@ def _space(spaces: Mapping[Key, Any]) -> Any:
 
     if len(spaces) == 1 and len(next(iter(spaces))) == 1:
         return next(iter(spaces.values()))
-    return Dict(_nested(spaces))
+    return _as_spaces(_nested(spaces), Dict)
+
+
+def _as_spaces(values: Mapping[str, Any], kind: Any) -> Any:
+    inner = {n: _as_spaces(v, kind) if isinstance(v, dict) else v for n, v in values.items()}
+    return kind(inner)
 
 
 def _nested(values: Mapping[Key, Any]) -> dict[str, Any]:
