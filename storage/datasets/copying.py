@@ -123,6 +123,7 @@ def copy(
 
 
 def format_of(place: Path, format: str | None) -> str:
+    """Return the format of a new storage; raise ValueError for one that there is not."""
     if format is not None and format not in FILES:
         raise ValueError(f"format is one of {', '.join(FILES)}, got {format!r:.80}.")
     by_suffix = SUFFIXES.get(place.suffix.lower())
@@ -137,8 +138,8 @@ def format_of(place: Path, format: str | None) -> str:
 def schema_of_copy(reader: RowReader, columns: Keys | None, drop: Keys) -> Schema:
     """Return the columns that are wanted, in their order."""
     schema = reader.schema
-    wanted = None if columns is None else {as_key(key) for key in several(columns)}
-    dropped = {as_key(key) for key in several(drop)}
+    wanted = None if columns is None else {as_key(key) for key in _several(columns)}
+    dropped = {as_key(key) for key in _several(drop)}
     unknown = sorted(map(spell, (dropped | (wanted or set())) - {*schema.keys}))
     if unknown or wanted == set():
         raise ColumnsMissing(
@@ -153,7 +154,7 @@ def schema_of_copy(reader: RowReader, columns: Keys | None, drop: Keys) -> Schem
     return Schema(kept, tuple(dims.items()))
 
 
-def several(keys: Keys) -> Sequence[str | Key]:
+def _several(keys: Keys) -> Sequence[str | Key]:
     return (keys,) if isinstance(keys, str) else keys
 
 

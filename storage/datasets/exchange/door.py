@@ -55,7 +55,7 @@ class ExchangeFormat(ABC):
     compressed: ClassVar[bool] = False
     """Rows may take far fewer bytes than they have."""
 
-    def check(self, schema: Schema) -> None:
+    def check(self, schema: Schema) -> None:  # noqa: B027 - most hold all columns
         """Raise `InvalidSchema` for columns that the format cannot hold at all."""
 
     @abstractmethod

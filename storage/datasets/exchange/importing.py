@@ -155,7 +155,9 @@ def _gathered(blocks: Iterator[Block], schema: Schema) -> Iterator[Block]:
         if held and (block is None or nbytes >= BLOCK_NBYTES):
             first, *others = held
             keys = [key for key in schema.keys if key in first]
-            yield first if not others else {
-                key: np.concatenate([each[key] for each in held]) for key in keys
-            }
+            yield (
+                first
+                if not others
+                else {key: np.concatenate([each[key] for each in held]) for key in keys}
+            )
             held, nbytes = [], 0

@@ -89,7 +89,10 @@ class Outgoing:
         start = 0
         for stop in stops:
             nbytes = 2 * (stop - start) * self.schema.row_nbytes
-            require_memory(nbytes, f"a trajectory of {stop - start:,} rows", "Export the others.")
+            if nbytes > BLOCK_NBYTES:  # to ask takes longer than to read a short one
+                require_memory(
+                    nbytes, f"a trajectory of {stop - start:,} rows", "Export the others."
+                )
             rows = self._read(start, stop, self.schema.keys)
             yield Episode(rows, seeds.get(int(ids[start]), -1))
             start = stop

@@ -56,7 +56,10 @@ def to_batch(arrow: Any, kinds: Any, schema: Schema, block: Block) -> Any:
 
 def _part(column: Column) -> np.dtype[Any]:
     """Return the dtype of the numbers: of a complex one its two parts."""
-    parts = {torch.complex64: np.dtype(np.float32), torch.complex128: np.dtype(np.float64)}
+    parts: dict[torch.dtype, np.dtype[Any]] = {
+        torch.complex64: np.dtype(np.float32),
+        torch.complex128: np.dtype(np.float64),
+    }
     return parts.get(column.dtype, column.numpy_dtype)
 
 

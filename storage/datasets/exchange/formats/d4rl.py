@@ -174,7 +174,11 @@ def _key_of(path: Key) -> Key | None:
 
 
 class _Foreign:
-    """Rows of another program's file: what comes next is the next row, where it has no other."""
+    """Rows of another program's file.
+
+    Where it has no next observations, what comes next is the next row: a row at the end of an
+    episode has lost its own, and the last row, if it ends none, is left out.
+    """
 
     def __init__(
         self,
@@ -194,37 +198,36 @@ class _Foreign:
         for key, data in self._after.items():
             if data is not None and data.shape != sources[key].shape:
                 raise refused(place, f"its {_NEXT} have other shapes than its {_OBSERVATIONS}")
+        self._last = rows
+        """One more than the last row that is read, for what comes next."""
+        self._left_out = 0
+        if self._shifted and rows and not self._flags(rows - 1, rows)[0]:
+            self._rows, self._left_out = rows - 1, 1
 
     def incoming(self, lost: int) -> Incoming:
         columns = [*self._columns.values()]
-        columns += [Column((NEXT, *k), self._columns[k].dtype, self._columns[k].shape)
-                    for k in self._observed]
+        columns += [
+            Column((NEXT, *k), self._columns[k].dtype, self._columns[k].shape)
+            for k in self._observed
+        ]
         if self._shifted:
             columns += Schema.of({NEXT_VALID: np.empty(0, bool)}).columns
         schema = Schema(tuple(columns))
-        missing = {"columns": lost, "final_observations": self._lost_finals()}
-        return Incoming(schema, self._rows, self._blocks(schema), None, "d4rl", missing)
+        missing = {"columns": lost, "rows_without_next_observation": self._left_out}
+        return Incoming(schema, self._rows, self._blocks(schema, missing), None, "d4rl", missing)
 
     def _flags(self, start: int, stop: int) -> np.ndarray:
-        """Return where an episode ends, and the last row, bool [stop - start]."""
+        """Return where an episode ends, bool [stop - start]."""
         found = np.zeros(stop - start, bool)
         for key in (TERMINATED, TRUNCATED):
             if key in self._columns:
                 column = self._columns[key]
                 values = read_rows(self._sources[key], start, stop, column, self._place)
                 found |= values.reshape(stop - start).astype(bool)
-        if stop == self._rows and len(found):
-            found[-1] = True
         return found
 
-    def _lost_finals(self) -> int:
-        if not self._shifted:
-            return 0
-        size = 2**20
-        starts = range(0, self._rows, size)
-        return sum(int(self._flags(at, min(at + size, self._rows)).sum()) for at in starts)
-
-    def _blocks(self, schema: Schema) -> Iterator[Block]:
+    def _blocks(self, schema: Schema, lost: dict[str, int]) -> Iterator[Block]:
+        lost["final_observations"] = 0
         size, place = max(1, BLOCK_NBYTES // schema.row_nbytes), self._place
         for start in range(0, self._rows, size):
             stop = min(start + size, self._rows)
@@ -238,10 +241,12 @@ class _Foreign:
                     values = read_rows(after, start, stop, column, place)
                 else:
                     rest = read_rows(
-                        self._sources[key], start + 1, min(stop + 1, self._rows), column, place
+                        self._sources[key], start + 1, min(stop + 1, self._last), column, place
                     )
                     values = np.concatenate([rest, block[key][-1:]])[: stop - start]
                 block[(NEXT, *key)] = values
             if self._shifted:
-                block[NEXT_VALID] = ~self._flags(start, stop)
+                ends = self._flags(start, stop)
+                lost["final_observations"] += int(ends.sum())
+                block[NEXT_VALID] = ~ends
             yield block

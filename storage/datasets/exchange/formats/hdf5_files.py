@@ -14,6 +14,7 @@ import torch
 
 from tallyroll.storage.datasets.exchange.about import LIMIT
 from tallyroll.storage.datasets.exchange.door import refused
+from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.files.safe_files import open_file
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
@@ -113,12 +114,16 @@ def _checked(data: Any) -> Any:
     if filters - _FILTERS:
         raise ValueError(f"it is compressed by the filters {sorted(filters - _FILTERS)}")
     if data.chunks is not None:
-        require_memory(
-            2 * math.prod(data.chunks) * data.dtype.itemsize,
-            f"a chunk of {data.name}",
-            "Write smaller chunks.",
+        require_memory_for(
+            2 * math.prod(data.chunks) * data.dtype.itemsize, f"a chunk of {data.name}"
         )
     return data
+
+
+def require_memory_for(nbytes: int, what: str) -> None:
+    """Raise NotEnoughMemory unless there is so much; to ask takes longer than to read a little."""
+    if nbytes > BLOCK_NBYTES:
+        require_memory(nbytes, what, "Import it on another machine.")
 
 
 def column_of(key: Key, data: Any) -> Column | None:

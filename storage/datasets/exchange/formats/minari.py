@@ -22,13 +22,13 @@ from tallyroll.storage.datasets.exchange.formats.hdf5_files import (
     column_of,
     datasets_in,
     opened_hdf5,
+    require_memory_for,
     require_space,
 )
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
 from tallyroll.storage.datasets.exchange.outgoing import Episode, Outgoing
 from tallyroll.storage.datasets.exchange.roles import Roles, under
 from tallyroll.storage.datasets.training.tables import imported
-from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.keys import (
@@ -182,9 +182,9 @@ def _box(column: Column) -> Any:
     if dtype.kind == "b":
         return MultiBinary(column.shape or 1)
     if dtype.kind == "f":
-        return Box(-np.inf, np.inf, column.shape, dtype.type)  # type: ignore[arg-type]
-    limits = np.iinfo(dtype)
-    return Box(limits.min, limits.max, column.shape, dtype.type)  # type: ignore[arg-type]
+        return Box(-np.inf, np.inf, column.shape, dtype.type)
+    limits: Any = np.iinfo(dtype.str)
+    return Box(limits.min, limits.max, column.shape, dtype.type)
 
 
 def _space(spaces: Mapping[Key, Any]) -> Any:
@@ -226,9 +226,9 @@ def _buffer(episode: Episode, roles: Roles, wrong: _Counts) -> Any:
         seed=episode.seed if episode.seed >= 0 else None,
         observations=_whole({each.key: all_of(each) for each in roles.observations}),
         actions=_whole({each.key: as_stored(rows[each.key], each) for each in roles.actions}),
-        rewards=as_stored(rows[REWARD], roles.reward, flat=True),  # type: ignore[arg-type]
-        terminations=rows[TERMINATED].reshape(count),  # type: ignore[arg-type]
-        truncations=rows.get(TRUNCATED, ended).reshape(count),  # type: ignore[arg-type]
+        rewards=as_stored(rows[REWARD], roles.reward, flat=True),
+        terminations=rows[TERMINATED].reshape(count),
+        truncations=rows.get(TRUNCATED, ended).reshape(count),
         infos=_nested({each.key: as_stored(rows[each.key], each) for each in roles.others}),
     )
 
@@ -353,7 +353,7 @@ class _Episodes:
         data, name = group.get(path), "/".join(path)
         if data is None or not data.shape or data.shape[0] != count:
             raise refused(self._place, f"an episode has not {count} {name}")
-        require_memory(2 * data.size * data.dtype.itemsize, f"an episode's {name}", "Split it.")
+        require_memory_for(2 * data.size * data.dtype.itemsize, f"an episode's {name}")
         try:
             values = np.asarray(data[()])
         except DAMAGE as error:

@@ -52,7 +52,7 @@ class NpzFormat(ExchangeFormat):
                         "fortran_order": False,
                         "shape": (len(rows), *column.shape),
                     }
-                    np.lib.format.write_array_header_2_0(file, header)  # type: ignore[arg-type]
+                    np.lib.format.write_array_header_2_0(file, header)
                     for block in rows.blocks([column.key]):
                         file.write(np.ascontiguousarray(block[column.key]).data.cast("B"))
             with archive.open(_ABOUT + _END, "w") as file:
@@ -75,9 +75,7 @@ class NpzFormat(ExchangeFormat):
 class _Members:
     """The arrays of an archive, whose headers are read and whose sizes fit."""
 
-    def __init__(
-        self, archive: zipfile.ZipFile, place: Path, stack: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, archive: zipfile.ZipFile, place: Path, stack: contextlib.ExitStack) -> None:
         self._archive, self._place, self._stack = archive, place, stack
         self._files: dict[Key, IO[bytes]] = {}
         self._dtypes: dict[Key, np.dtype[Any]] = {}

@@ -27,6 +27,7 @@ from tallyroll.storage.rows.schema import Schema
 
 _FOOTER_LIMIT: Final = 2**26
 _THRIFT_LIMIT: Final = 2**27
+_DAMAGE: Final = (InvalidDataset, ValueError, OSError, LookupError, TypeError)
 
 
 class ParquetFormat(ExchangeFormat):
@@ -88,9 +89,7 @@ def _writer(parquet: Any, place: Path, kinds: Any) -> Any:
     )
 
 
-def parquet_rows(
-    places: Sequence[Path], place: Path, stack: contextlib.ExitStack
-) -> Incoming:
+def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStack) -> Incoming:
     """Return the rows of files, one after the other.
 
     Raises:
@@ -113,7 +112,7 @@ def parquet_rows(
         columns = columns_of(arrow, found, said, first)
         batch_dims = () if said is None else said.batch_dims
         schema = Schema(tuple(each.column for each in columns), batch_dims)
-    except (InvalidDataset, ValueError, OSError, *_errors(arrow)) as error:
+    except _damage(arrow) as error:
         raise refused(place, str(error)) from error
     version = files[0].metadata.format_version
     lost = {"columns": len(found) - len(columns)}
@@ -121,14 +120,13 @@ def parquet_rows(
     return Incoming(schema, rows, blocks, about, str(version), lost)
 
 
-def _errors(arrow: Any) -> tuple[type[Exception], ...]:
-    return (arrow.ArrowException, NotImplementedError)
+def _damage(arrow: Any) -> tuple[type[Exception], ...]:
+    """Return errors that a damaged file raises."""
+    return (*_DAMAGE, arrow.ArrowException)
 
 
-def _opened(
-    arrow: Any, parquet: Any, each: Path, place: Path, stack: contextlib.ExitStack
-) -> Any:
-    raw = stack.enter_context(open(open_file(each, os.O_RDONLY), "rb"))
+def _opened(arrow: Any, parquet: Any, each: Path, place: Path, stack: contextlib.ExitStack) -> Any:
+    raw = stack.enter_context(os.fdopen(open_file(each, os.O_RDONLY), "rb"))
     size = os.fstat(raw.fileno()).st_size
     raw.seek(max(0, size - 8))
     tail = raw.read(8)
@@ -149,7 +147,7 @@ def _opened(
             for column in range(group.num_columns):
                 nbytes = group.column(column).total_uncompressed_size
                 require_memory(2 * nbytes, f"a group of {each.name}", "Write smaller row groups.")
-    except (ValueError, OSError, *_errors(arrow)) as error:
+    except _damage(arrow) as error:
         raise refused(place, f"{each.name}: {error}") from error
     stack.callback(found.close)
     return found
@@ -176,5 +174,5 @@ def _blocks(
         for file in files:
             for batch in file.iter_batches(size, columns=names, use_threads=False):
                 yield {each.column.key: each.of(arrow, batch) for each in columns}
-    except (InvalidDataset, ValueError, OSError, *_errors(arrow)) as error:
+    except _damage(arrow) as error:
         raise refused(place, str(error)) from error
