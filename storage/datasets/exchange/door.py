@@ -29,11 +29,11 @@ class Incoming:
     blocks: Iterator[Block]
     """All rows in their order, a few megabytes at a time."""
     about: Mapping[str, Any] | None = None
-    """What the export wrote beside the rows, as it was found: it may be anything."""
+    """The text that the export wrote beside the rows, as it was found: it may be anything."""
     version: str = ""
     """The format's version, as the source says."""
     lost: dict[str, int] = field(default_factory=dict)
-    """What the source has, and no storage of ours gets: how many of each."""
+    """Counts, by reason, of the things that the source has and no storage of ours gets."""
 
 
 class ExchangeFormat(ABC):

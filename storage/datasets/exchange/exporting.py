@@ -49,7 +49,7 @@ class ExportReport:
     nbytes: int
     """Bytes of its files."""
     lost: dict[str, int]
-    """What the source has and the export has not, by reason: how many of each. `exchange.md`
+    """Counts, by reason, of the things that the source has and the export has not. `exchange.md`
     lists the reasons."""
 
 

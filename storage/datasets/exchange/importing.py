@@ -47,7 +47,7 @@ class ImportReport:
     numbered: bool
     """Trajectories were numbered by the flags of their ends: the source has no numbers."""
     lost: dict[str, int]
-    """What the source has and the storage has not, by reason: how many of each."""
+    """Counts, by reason, of the things that the source has and the storage has not."""
 
 
 def import_dataset(
