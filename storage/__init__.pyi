@@ -1,6 +1,9 @@
 """Public names, stated here alone (`package/public_names.py`). Every error is one."""
 
 from tallyroll.storage.datasets.copying import CopyReport as CopyReport
+from tallyroll.storage.datasets.exchange.exporting import ExportReport as ExportReport
+from tallyroll.storage.datasets.exchange.importing import ImportReport as ImportReport
+from tallyroll.storage.datasets.exchange.importing import import_dataset as import_dataset
 from tallyroll.storage.datasets.packed.column_writers import FrameStack as FrameStack
 from tallyroll.storage.datasets.packed.packing import PackReport as PackReport
 from tallyroll.storage.datasets.remote.options import S3Options as S3Options

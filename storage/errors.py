@@ -22,6 +22,7 @@
     │   └── UnsupportedPlatform       no locks, shared maps or fallocate here
     ├── ExtensionMismatch             (an ImportError) the extension is of another version
     ├── CorruptStorage                the files contradict each other
+    ├── InvalidDataset                a source of an import is damaged, hostile, or another thing
     ├── InvalidSchema                 columns that a storage cannot hold
     ├── SchemaMismatch                other columns than the storage has
     ├── InvalidProvenance             not JSON
@@ -82,6 +83,7 @@ __all__ = [
     "FormatVersionMismatch",
     "IndexOutOfRange",
     "InvalidAddress",
+    "InvalidDataset",
     "InvalidExpression",
     "InvalidProvenance",
     "InvalidSchema",
@@ -205,6 +207,10 @@ class ExtensionMismatch(StorageError, ImportError):
 
 class CorruptStorage(StorageError):
     """Files that are cut short, damaged, or contradict each other. Nothing was changed."""
+
+
+class InvalidDataset(StorageError):
+    """A source of an import is damaged, hostile, or no dataset of its kind. Nothing was written."""
 
 
 class InvalidSchema(StorageError):

@@ -34,6 +34,7 @@ _READING = ("diff", "inspect", "replay", "report", "verify")
 _OF_DATASETS = {
     **dict.fromkeys(copying.NAMES, "copy"),
     **dict.fromkeys(store.NAMES, "store"),
+    **dict.fromkeys(("export", "import"), "exchange"),
     **{name: name for name in ("pack", "split", "stats")},
 }
 """Commands whose modules are in `datasets`, and these."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from tallyroll.collector.cli import texts
 from tallyroll.collector.cli.datasets import copy as copying
-from tallyroll.collector.cli.datasets import pack, split, stats, store
+from tallyroll.collector.cli.datasets import exchange, pack, split, stats, store
 from tallyroll.collector.cli.output import emit, shortened, visible
 from tallyroll.storage.package.near_names import did_you_mean, in_words
 
@@ -425,6 +425,7 @@ def make_parser() -> argparse.ArgumentParser:
     envs = command("envs", "list environment systems, and what installs them")
     envs.add_argument("systems", nargs="*", metavar="SYSTEM", help="only these (default: all)")
     _add_output(envs, "--json")
+    exchange.add_to(commands, _path, _FILE)
     info = command("info", "show versions, systems and devices, for reports of bugs")
     _add_output(info, "--json")
     inspect = command("inspect", "show what is in a storage, or in several as one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,15 +91,15 @@ def copy(
         ValueError: an argument is none of its values.
     """
     place = user_path(destination)
-    name = _format_of(place, format)
-    wanted = _Wanted(columns, drop)
+    name = format_of(place, format)
+    wanted = Wanted(columns, drop)
     if follow:
         _require_followed(reader, name, sort)
     span = reader.span
     require_free(place)
     _require_outside(reader, place)
     with closing(OverlaysOf(_sources(reader), wanted)) as overlays:
-        schema = _schema_of(reader, wanted, overlays)
+        schema = schema_of_copy(reader, wanted, overlays.every)
         files = FILES[name](Path(os.path.abspath(place)))
         files.check(schema)
         space, rows = estimate(files, schema, len(span)), len(span)
@@ -126,7 +126,8 @@ def copy(
     )
 
 
-def _format_of(place: Path, format: str | None) -> str:
+def format_of(place: Path, format: str | None) -> str:
+    """Return the format of a new storage; raise ValueError for one that there is not."""
     if format is not None and format not in FILES:
         raise ValueError(f"format is one of {', '.join(FILES)}, got {format!r:.80}.")
     by_suffix = SUFFIXES.get(place.suffix.lower())
@@ -138,7 +139,7 @@ def _format_of(place: Path, format: str | None) -> str:
     return format or by_suffix or "memmap"
 
 
-class _Wanted:
+class Wanted:
     """Says which columns and overlays are wanted."""
 
     def __init__(self, columns: Keys | None, drop: Keys) -> None:
@@ -146,13 +147,14 @@ class _Wanted:
         self.dropped = {as_key(key) for key in _several(drop)}
 
     def __call__(self, key: Key) -> bool:
+        """Return whether a column, or an overlay, is wanted."""
         return key not in self.dropped and (self.only is None or key in self.only)
 
 
-def _schema_of(reader: RowReader, wanted: _Wanted, overlays: OverlaysOf) -> Schema:
-    """Return the columns that are wanted, in their order."""
+def schema_of_copy(reader: RowReader, wanted: Wanted, beside: Collection[Key] = ()) -> Schema:
+    """Return the columns that are wanted, in their order; ``beside`` are names of overlays."""
     schema = reader.schema
-    known = {*schema.keys, *overlays.every}
+    known = {*schema.keys, *beside}
     unknown = sorted(map(spell, (wanted.dropped | (wanted.only or set())) - known))
     if unknown or wanted.only == set():
         raise ColumnsMissing(

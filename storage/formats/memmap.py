@@ -42,7 +42,7 @@ _TAKEN = {Path(name): f"the file {name}" for name in sorted(_OURS)}
 _LONGEST_NAME = 255
 _LOOKS = 100
 
-_META_FIELDS = frozenset({"shape", "device", "_type"})
+META_FIELDS = frozenset({"shape", "device", "_type"})
 """Fields of ``meta.json`` beside the names of columns."""
 
 # Characters that tensordict writes as %XX in file names.
@@ -76,7 +76,7 @@ class MemmapFormat(DirectoryFormat):
         taken = dict(_TAKEN)
         for column in schema.columns:
             for depth, part in enumerate(column.key):
-                if part in _META_FIELDS:
+                if part in META_FIELDS:
                     raise InvalidSchema(
                         f"{part!r} in column {spell(column.key)} is a field of tensordict's "
                         "meta.json and cannot be a name there. Rename it."
@@ -88,7 +88,7 @@ class MemmapFormat(DirectoryFormat):
                         f"{part!r} in column {spell(column.key)} is too long for a file name."
                     )
                 place, owner = (
-                    _place_of(column.key[: depth + 1], leaf=leaf),
+                    place_of(column.key[: depth + 1], leaf=leaf),
                     spell(column.key[: depth + 1]),
                 )
                 if taken.setdefault(place, owner) != owner or place.name in _OURS:
@@ -148,7 +148,7 @@ class MemmapFormat(DirectoryFormat):
             close_all(files)
 
     def _file_of(self, column: Column) -> Path:
-        return self.path / _place_of(column.key, leaf=True)
+        return self.path / place_of(column.key, leaf=True)
 
     @told
     def grow(self, rows: int) -> None:
@@ -227,7 +227,7 @@ class MemmapFormat(DirectoryFormat):
         write_all(file, rows.reshape(-1).view(np.uint8).data, at)
 
     def _documents(self, rows: int) -> dict[Path, Any]:
-        shown = sorted(_meta_of(self.schema, rows).items(), reverse=True)
+        shown = sorted(meta_of(self.schema, rows).items(), reverse=True)
         return {self.path / directory / _META: meta for directory, meta in shown}
 
     @told
@@ -263,13 +263,13 @@ def _encode(name: str) -> str:
 
 
 @lru_cache(maxsize=2**10)
-def _place_of(key: Key, *, leaf: bool) -> Path:
+def place_of(key: Key, *, leaf: bool) -> Path:
     """Return the path of a column (``leaf``) or a group of columns, from the root."""
     *groups, name = map(_encode, key)
     return Path(*groups, name + ".memmap" if leaf else name)
 
 
-def _meta_of(schema: Schema, rows: int) -> dict[Path, dict[str, Any]]:
+def meta_of(schema: Schema, rows: int) -> dict[Path, dict[str, Any]]:
     """Return the content of every directory's ``meta.json`` for ``rows`` rows."""
     levels: dict[Path, dict[str, Any]] = {}
     for column in schema.columns:

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from tallyroll.storage.datasets.copies_face import HasCopies
+from tallyroll.storage.datasets.exchange.face import HasExports
 from tallyroll.storage.datasets.packed.face import HasPacking
 from tallyroll.storage.datasets.statistics.face import HasStatistics
 from tallyroll.storage.datasets.training.face import HasTraining
@@ -59,7 +60,9 @@ def _extend_fixed(append: Callable[..., range]) -> Callable[..., range]:
     return extend_fixed
 
 
-class DiskStorage(RowStore, HasCopies, HasPacking, HasStatistics, HasTraining, AsTensorStorage):
+class DiskStorage(
+    RowStore, HasCopies, HasExports, HasPacking, HasStatistics, HasTraining, AsTensorStorage
+):
     """Rows on disk, growing or a ring, that survive the end of the process in any way.
 
     A row is in the storage for good once `extend` has returned. Other processes

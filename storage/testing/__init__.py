@@ -1,4 +1,4 @@
-"""Contracts of a storage and of a reader of rows, and a state machine of a storage: to subclass.
+"""Contracts of storages, readers and exchange formats, and a state machine: to subclass.
 
 Before it is imported, ``pytest.register_assert_rewrite("tallyroll.storage.testing")`` in a
 ``conftest.py`` makes pytest say what differs.
@@ -12,8 +12,9 @@ except ImportError as error:
         f"tallyroll.storage.testing needs {error.name}: pip install 'tallyroll[testing]'"
     ) from error
 
+from tallyroll.storage.testing.exchange_contract import ExchangeContract
 from tallyroll.storage.testing.reader_contract import ReaderContract
 from tallyroll.storage.testing.state_machine import StorageMachine
 from tallyroll.storage.testing.storage_contract import StorageContract
 
-__all__ = ["ReaderContract", "StorageContract", "StorageMachine"]
+__all__ = ["ExchangeContract", "ReaderContract", "StorageContract", "StorageMachine"]

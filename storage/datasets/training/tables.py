@@ -29,7 +29,7 @@ _MOST_NUMBERS: Final = 64
 
 def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
     """Return rows as a table; see `HasTraining.to_pandas`."""
-    pandas = _imported("pandas", "pandas")
+    pandas = imported("pandas", "pandas")
     columns = _columns(reader, keys)
     large = [each for each in columns if math.prod(each.shape) > _MOST_NUMBERS]
     if keys is not None and large:
@@ -49,7 +49,7 @@ def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
 
 def arrow_table(reader: RowReader, keys: Keys | None) -> pa.Table:
     """Return rows as a table; see `HasTraining.to_arrow`."""
-    arrow = _imported("pyarrow", "arrow")
+    arrow = imported("pyarrow", "arrow")
     columns = _columns(reader, keys)
     for column in columns:
         if column.dtype.is_complex:
@@ -95,7 +95,8 @@ def _name(column: Column) -> str:
     return ".".join(column.key)
 
 
-def _imported(name: str, extra: str) -> ModuleType:
+def imported(name: str, extra: str) -> ModuleType:
+    """Return a library that an extra installs; raise MissingLibrary where it is not."""
     try:
         return __import__(name)
     except ImportError as error:

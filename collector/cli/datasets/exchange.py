@@ -1,0 +1,198 @@
+"""``tallyroll export`` and ``tallyroll import``: datasets of other libraries."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+# No line is longer than 78 columns.
+
+_KINDS = """
+kinds:
+  d4rl     an HDF5 file as D4RL has it           needs tallyroll[hdf5]
+  hf       a folder for the Hugging Face Hub     needs tallyroll[arrow]
+  minari   a folder of Minari                    needs tallyroll[minari]
+  npz      an archive of NumPy
+  parquet  a file of Parquet                     needs tallyroll[arrow]
+  torchrl  a folder that TensorDict.load_memmap opens
+and those that other packages bring
+"""
+_EXPORT_USAGE = "%(prog)s SRC [SRC ...] KIND:DST [options]"
+_EXPORT = """\
+Write the committed rows of one or more storages in the format of another
+library. What the format cannot hold is counted, and said. The sources stay as
+they are, and other processes may write to them meanwhile. DST is there whole,
+or not at all.
+"""
+_EXPORT_EXAMPLES = (
+    _KINDS
+    + """
+examples:
+  tallyroll export runs/pole parquet:pole.parquet
+  the trajectories for which a condition holds, and some of their columns:
+    tallyroll export runs/pole npz:good.npz --where 'return > 200' \\
+      --columns observation,action,next/reward
+  episodes; without those that were cut:
+    tallyroll export runs/pole minari:datasets/pole-v0 --cuts drop
+
+exit status:
+  0  written, whole
+  1  not written, and nothing is at DST: the message says why
+  2  a wrong argument
+"""
+)
+_IMPORT_USAGE = "%(prog)s KIND:SRC DST [options]"
+_IMPORT = """\
+Write a dataset of another library to a new storage, of any format. Nothing in
+it is unpickled or executed, no link in it is followed, and sizes are checked
+first. Rows get trajectory ids, steps and lane 0 where it has none, by the flags
+of their ends. DST is there whole, or not at all. Its manifest says from where
+the rows came.
+"""
+_IMPORT_EXAMPLES = (
+    _KINDS
+    + """
+examples:
+  tallyroll import minari:datasets/pole-v0 runs/pole
+  tallyroll import d4rl:hopper_medium.hdf5 hopper.zarr
+
+exit status:
+  0  written, whole
+  1  not written, and nothing is at DST: the message says why
+  2  a wrong argument
+"""
+)
+_CUTS = (
+    "trajectories that neither ended nor were truncated. keep: as they are; drop: leave them out; "
+    "truncate: write their last rows as truncated (default: keep)"
+)
+
+
+def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
+    """Add the commands to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    out = commands.add_parser(
+        "export",
+        help="write rows in the format of another library",
+        usage=_EXPORT_USAGE,
+        description=_EXPORT,
+        epilog=_EXPORT_EXAMPLES,
+    )
+    text = "a storage, or a pattern in quotes"
+    added = out.add_argument("sources", nargs="+", type=path, metavar="SRC", help=text)
+    added.complete = complete
+    text = "the format, and the file or folder; nothing may be there"
+    added = out.add_argument("there", type=_there, metavar="KIND:DST", help=text)
+    added.complete = complete
+    out.add_argument("--columns", type=_keys, metavar="A,B", help="only these, as next/reward")
+    text = "only the trajectories for which it is true, as: return > 5 and end == 'terminated'"
+    out.add_argument("--where", metavar="EXPR", help=text)
+    out.add_argument("--cuts", choices=("drop", "truncate", "keep"), default="keep", help=_CUTS)
+    text = "read a copy that was made while a writer had the storage open"
+    out.add_argument("--accept-copy", action="store_true", help=text)
+    _add_output(out)
+    back = commands.add_parser(
+        "import",
+        help="write a dataset of another library to a new storage",
+        usage=_IMPORT_USAGE,
+        description=_IMPORT,
+        epilog=_IMPORT_EXAMPLES,
+    )
+    text = "the format, and the file or folder"
+    added = back.add_argument("there", type=_there, metavar="KIND:SRC", help=text)
+    added.complete = complete
+    text = "the new storage; nothing may be there"
+    added = back.add_argument("destination", type=path, metavar="DST", help=text)
+    added.complete = complete
+    text = "format of DST (default: by the end of its path, as tallyroll copy)"
+    back.add_argument("--format", choices=("memmap", "hdf5", "zarr"), help=text)
+    _add_output(back)
+
+
+def _add_output(parser: Any) -> None:
+    parser.set_defaults(usage_error=parser.error)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+
+
+def _there(text: str) -> tuple[str, str]:
+    kind, colon, path = text.partition(":")
+    if not kind or not colon or not path:
+        raise argparse.ArgumentTypeError(
+            f"expected KIND:PATH, as parquet:rows.parquet, got {text!r}"
+        )
+    return kind, path
+
+
+def _keys(text: str) -> list[tuple[str, ...]]:
+    keys = [tuple(name.strip().split("/")) for name in text.split(",")]
+    if not all(part for key in keys for part in key):
+        raise argparse.ArgumentTypeError(f"expected columns, as next/reward,action, got {text!r}")
+    return keys
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out one of the commands; returns the exit status."""
+    from tallyroll.collector.cli.output import emit, say
+    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.storage.errors import InvalidExpression
+
+    out = args.command == "export"
+    try:
+        with shown_progress("exported" if out else "imported", args.quiet) as progress:
+            report = _exported(args, progress) if out else _imported(args, progress)
+    except InvalidExpression as error:
+        say(f"tallyroll: error: --where: {error}", lines=True)
+        return 2
+    except ValueError as error:
+        args.usage_error(str(error))
+    if args.json:
+        emit(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    elif not args.quiet:
+        emit(_as_text(report, args.there))
+    return 0
+
+
+def _exported(args: argparse.Namespace, progress: Any) -> Any:
+    from tallyroll.storage import open_storage
+    from tallyroll.storage.datasets.members import expanded
+
+    kind, place = args.there
+    paths = expanded(args.sources)
+    source: Any = paths[0] if len(paths) == 1 else paths
+    with open_storage(source, accept_copy=args.accept_copy) as storage:
+        rows = storage if args.where is None else storage.trajectories.where(args.where)
+        return rows.export(place, kind, columns=args.columns, cuts=args.cuts, progress=progress)
+
+
+def _imported(args: argparse.Namespace, progress: Any) -> Any:
+    from tallyroll.storage import import_dataset
+
+    kind, place = args.there
+    return import_dataset(place, args.destination, kind, format=args.format, progress=progress)
+
+
+def _as_text(report: Any, there: tuple[str, str]) -> str:
+    from rich.filesize import decimal
+
+    from tallyroll.collector.cli.output import visible
+
+    if hasattr(report, "nbytes"):
+        more = "" if report.trajectories is None else f" of {report.trajectories:,} trajectories"
+        lines = [
+            f"{report.path}: {report.rows:,} rows{more} written ({report.kind}, "
+            f"{len(report.columns)} columns, {decimal(report.nbytes)})"
+        ]
+        if report.cut:
+            lines.append(f"cut: {report.cut:,} trajectories of the source")
+    else:
+        lines = [
+            f"{report.path}: {report.rows:,} rows of {there[1]} written ({report.format}, "
+            f"{len(report.columns)} columns)"
+        ]
+        if report.numbered:
+            lines.append("trajectories are numbered by the flags of their ends")
+    lines += [f"lost: {name.replace('_', ' ')}: {n:,}" for name, n in report.lost.items()]
+    return "".join(f"{visible(line)}\n" for line in lines)

@@ -1,0 +1,1 @@
+"""Rows in the formats of other libraries: written, and read back into storages."""

@@ -1,0 +1,67 @@
+"""The text that travels beside rows: their columns, their storage and its runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tallyroll.storage.errors import InvalidSchema
+from tallyroll.storage.files.copied_runs import (
+    copied_runs,
+    copy_entry,
+    makers,
+    room_beside,
+    rows_copied,
+)
+from tallyroll.storage.package.versions import installed
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.schema import Schema
+
+LIMIT: Final = 2**22
+"""Bytes of the text that is read of a source."""
+_VERSION: Final = 1
+
+
+def about_rows(reader: RowReader, schema: Schema) -> dict[str, Any]:
+    """Return what is written beside rows, as JSON."""
+    span, id = reader.span, reader.manifest["id"]
+    found: dict[str, Any] = {
+        "tallyroll_exchange": _VERSION,
+        "tallyroll": installed("tallyroll") or "",
+        "columns": schema.to_json(),
+    }
+    if len(span):
+        runs, _ = makers(reader.manifest["runs"], span)
+        entry = copy_entry({}, id, [span.start, span.stop - 1], runs, room_beside([]))
+        found["rows"] = entry
+    return found
+
+
+def schema_said(about: Any) -> Schema | None:
+    """Return the columns as the export wrote them; None of a source of another program.
+
+    Raises:
+        InvalidSchema: they are none.
+    """
+    if not isinstance(about, dict) or "tallyroll_exchange" not in about:
+        return None
+    if about["tallyroll_exchange"] != _VERSION:
+        raise InvalidSchema(
+            f"it was exported by another Tallyroll (version {about['tallyroll_exchange']!r:.20} of "
+            f"what is beside rows, and this one reads {_VERSION}). Use a newer Tallyroll."
+        )
+    return Schema.from_json(about.get("columns"))
+
+
+def entry_of(about: Mapping[str, Any] | None, imported: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a manifest for rows that were imported.
+
+    It names the storage and the runs that the source says they are of.
+    """
+    entry: dict[str, Any] = {"first_row": 0, "imported_from": dict(imported)}
+    said = about.get("rows") if isinstance(about, dict) else None
+    found = rows_copied(said) if isinstance(said, dict) else None
+    if found is None or not isinstance(said, dict):
+        return entry
+    id, first, last = found
+    return copy_entry(entry, id[:200], [first, last], copied_runs(said), room_beside([]))

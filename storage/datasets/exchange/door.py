@@ -1,0 +1,81 @@
+"""The door behind which a format of other libraries is: rows go out by it, and come back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tallyroll.storage.datasets.exchange.outgoing import Outgoing
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.schema import Schema
+
+Block = dict[Key, np.ndarray]
+"""Rows that follow one another, an array [rows, ...] a column, as `ColumnReader` gives them."""
+
+
+@dataclass
+class Incoming:
+    """Rows of a source, whose sizes were checked before one of them was read."""
+
+    schema: Schema
+    rows: int
+    blocks: Iterator[Block]
+    """All rows in their order, a few megabytes at a time."""
+    about: Mapping[str, Any] | None = None
+    """The text that the export wrote beside the rows, as it was found: it may be anything."""
+    version: str = ""
+    """The format's version, as the source says."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """Counts, by reason, of the things that the source has and no storage of ours gets."""
+
+
+class ExchangeFormat(ABC):
+    """A format of other libraries.
+
+    A subclass is an entry point of the group ``tallyroll.exchange``, named as its ``name``.
+    `tallyroll.storage.testing.ExchangeContract` tests it.
+    """
+
+    name: ClassVar[str]
+    """The word before the colon, as in ``parquet:rows.parquet``."""
+
+    extra: ClassVar[str | None] = None
+    """The extra of ``pip install 'tallyroll[...]'`` that has its library."""
+
+    sorted: ClassVar[bool] = False
+    """Rows are written one trajectory after the other."""
+
+    compressed: ClassVar[bool] = False
+    """Rows may take far fewer bytes than they have."""
+
+    def check(self, schema: Schema) -> None:  # noqa: B027 - most hold all columns
+        """Raise `InvalidSchema` for columns that the format cannot hold at all."""
+
+    @abstractmethod
+    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+        """Write rows to ``place``, where nothing is: a file or a folder.
+
+        Return what was lost: how many of each.
+        """
+
+    @abstractmethod
+    def read(self, place: Path) -> AbstractContextManager[Incoming]:
+        """Open a source, and check its sizes; the context closes it.
+
+        Nothing in it is executed, and no link in it is followed.
+
+        Raises:
+            InvalidDataset: it is damaged, hostile, or of another format.
+        """
+
+
+def refused(place: Path, why: str) -> InvalidDataset:
+    """Return the error for a source that cannot be imported."""
+    return InvalidDataset(f"{place} cannot be imported: {why:.600}. Nothing was written.")

@@ -1,0 +1,172 @@
+"""`export`: rows of a reader in a format of other libraries, there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+import numpy as np
+
+from tallyroll.storage.datasets.aside import require_free, written_aside
+from tallyroll.storage.datasets.copying import Wanted, schema_of_copy, source_around
+from tallyroll.storage.datasets.exchange.about import about_rows
+from tallyroll.storage.datasets.exchange.numbering import has_numbers
+from tallyroll.storage.datasets.exchange.outgoing import Outgoing, Progress
+from tallyroll.storage.datasets.exchange.registry import format_named
+from tallyroll.storage.datasets.views.view_reader import view_of
+from tallyroll.storage.errors import ColumnsMissing, NotWritable, StateMismatch, StorageFull
+from tallyroll.storage.files.paths import free_bytes, translated, user_path
+from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED, Keys, spell
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.trajectories.columns import WHOSE, missing
+from tallyroll.storage.trajectories.episodes import END_CUT, END_OPEN
+
+Cuts = Literal["drop", "truncate", "keep"]
+"""Ways to write trajectories that neither ended nor were truncated."""
+_NO_SPACE: Final = ("No space left", "errno = 28", "File too large", "errno = 27")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """Rows that were written in a format of other libraries."""
+
+    path: str
+    kind: str
+    rows: int
+    trajectories: int | None
+    """None where rows do not say whose they are."""
+    cut: int
+    """Trajectories of the source that neither ended nor were truncated."""
+    columns: tuple[str, ...]
+    nbytes: int
+    """Bytes of its files."""
+    lost: dict[str, int]
+    """Counts, by reason, of the things that the source has and the export has not. `exchange.md`
+    lists the reasons."""
+
+
+def export(
+    reader: RowReader,
+    destination: str | os.PathLike[str],
+    kind: str,
+    *,
+    columns: Keys | None = None,
+    cuts: Cuts = "keep",
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write rows in a format of other libraries; see `HasExports.export`."""
+    if cuts not in get_args(Cuts):
+        raise ValueError(f"cuts is one of 'drop', 'truncate' and 'keep', got {cuts!r:.80}.")
+    files, place = format_named(kind), user_path(destination)
+    require_free(place)
+    if (around := source_around(reader, place)) is not None:
+        raise NotWritable(
+            f"{place} lies within the storage {around}, whose folder is its own. Give another path."
+        )
+    schema, rewinds = schema_of_copy(reader, Wanted(columns, ())), reader.rewinds
+    files.check(schema)
+    chosen = _Chosen(reader, schema, cuts, needed=files.sorted)
+    rows = Outgoing(
+        chosen.reader,
+        schema,
+        about_rows(reader, schema),
+        place.name,
+        chosen.table,
+        chosen.ends,
+        sorted=files.sorted,
+        progress=progress,
+    )
+    nbytes = len(rows) * schema.row_nbytes
+    if not files.compressed and nbytes > (free := free_bytes(place)):
+        raise StorageFull(
+            f"{place} has no room for {len(rows):,} rows: they take {nbytes:,} bytes, and {free:,} "
+            "are free. Nothing was written; make room, or give another path."
+        )
+    with written_aside(place) as target:
+        with translated(place, nbytes), _full_disk_named():
+            lost = {**chosen.lost, **files.write(rows, target)}
+            written = _synced(target)
+        if reader.rewinds != rewinds:
+            raise StateMismatch(
+                f"rows of {reader.path} were taken back while they were exported. Export them "
+                "again."
+            )
+    return ExportReport(
+        str(place),
+        kind,
+        len(rows),
+        None if chosen.table is None else len(chosen.table),
+        chosen.cut,
+        tuple(map(spell, schema.keys)),
+        written,
+        {name: count for name, count in lost.items() if count},
+    )
+
+
+class _Chosen:
+    """The rows that are written, as ``cuts`` says, and what becomes of the others."""
+
+    def __init__(self, reader: RowReader, schema: Schema, cuts: Cuts, *, needed: bool) -> None:
+        self.reader, self.table, self.cut = reader, None, 0
+        self.ends, self.lost = np.empty(0, np.int64), dict[str, int]()
+        lacking = missing(reader.schema, (*WHOSE, TERMINATED))
+        if lacking and (needed or cuts != "keep"):
+            raise ColumnsMissing(
+                f"{reader.path} has no {', no '.join(lacking)}, by which trajectories are found. "
+                "Export to a format of tables, as parquet, with cuts='keep'."
+            )
+        if lacking or not has_numbers(reader.schema):
+            return
+        if cuts == "truncate" and TRUNCATED not in schema.keys:
+            raise ColumnsMissing(f"{spell(TRUNCATED)} is not exported: cuts='truncate' sets it.")
+        table = steadily(reader, lambda: reader.trajectories.table)
+        if reader.is_written:  # the rows of this moment, to which the table belongs
+            self.reader = reader = view_of(reader, table, np.ones(len(table), bool))
+            table = reader.trajectories.table
+        left = table["end"] != END_CUT
+        left &= table["end"] != END_OPEN
+        self.cut = int(np.count_nonzero(~left))
+        if cuts == "drop" and self.cut:
+            self.lost = {
+                "cut_trajectories": self.cut,
+                "rows_of_cut_trajectories": int(table["length"][~left].sum()),
+            }
+            self.reader = view_of(reader, table, left)
+            table = self.reader.trajectories.table
+        elif cuts == "truncate" and self.cut:
+            self.lost = {"cuts_written_as_truncated": self.cut}
+            self.ends = np.sort(table["last_row"][~left])
+        self.table = table
+
+
+@contextlib.contextmanager
+def _full_disk_named() -> Iterator[None]:
+    """Give errors of libraries the number that the system gave them."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if getattr(error, "errno", None) is None and any(each in str(error) for each in _NO_SPACE):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise
+
+
+def _synced(target: Path) -> int:
+    """Return the bytes of all files, when they are on the disk."""
+    if not target.is_dir():
+        Inside(target.parent).sync(target)
+        return target.stat().st_size
+    inside, nbytes = Inside(target), 0
+    for folder, _, names in os.walk(target):
+        for name in names:
+            inside.sync(Path(folder, name))
+            nbytes += Path(folder, name).stat().st_size
+        inside.sync_directory(Path(folder))
+    return nbytes

@@ -1,0 +1,23 @@
+"""The formats that are installed, found by their entry points."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from tallyroll.storage.datasets.exchange.door import ExchangeFormat
+
+GROUP = "tallyroll.exchange"
+"""The group of entry points, each of them a subclass of `ExchangeFormat`."""
+
+
+def kinds() -> list[str]:
+    """Return the names of all formats."""
+    return sorted({entry.name for entry in entry_points(group=GROUP)})
+
+
+def format_named(kind: str) -> ExchangeFormat:
+    """Return the format of a name; raise ValueError without one."""
+    for entry in entry_points(group=GROUP, name=kind):
+        found: type[ExchangeFormat] = entry.load()
+        return found()
+    raise ValueError(f"kind is one of {', '.join(kinds())}, got {kind!r:.80}.")

@@ -1,0 +1,95 @@
+"""Which columns are observations, actions, rewards and ends, for formats of episodes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tallyroll.storage.errors import InvalidSchema
+from tallyroll.storage.rows.keys import (
+    COLLECTOR,
+    COUNTERS,
+    NEXT,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+    spell,
+)
+from tallyroll.storage.rows.schema import Column, Schema
+
+_FLAGS = ("done", "terminated", "truncated", "reward")
+_ACTION = "action"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The columns by what they are."""
+
+    observations: tuple[Column, ...]
+    """Columns at the root of which what comes next is a column, too."""
+    actions: tuple[Column, ...]
+    reward: Column
+    terminated: Column
+    truncated: Column | None
+    others: tuple[Column, ...]
+    """All the rest, but what comes next after observations."""
+
+    @classmethod
+    def of(cls, schema: Schema, kind: str) -> Roles:
+        """Return the roles of columns.
+
+        Raises:
+            InvalidSchema: they are no transitions.
+        """
+        found = {each.key: each for each in schema.columns}
+        observations = tuple(
+            each for each in schema.columns if _observed(each.key) and _alike(found, each)
+        )
+        actions = tuple(each for each in schema.columns if _acts(each.key))
+        lacking = [spell(key) for key in (REWARD, TERMINATED) if key not in found]
+        lacking += [] if observations else ["observation, with next/observation"]
+        lacking += [] if actions else [_ACTION]
+        if lacking:
+            raise InvalidSchema(
+                f"{kind} holds episodes, and the rows have no {', no '.join(lacking)}. Export to a "
+                "format of tables, as parquet."
+            )
+        for key in (TERMINATED, TRUNCATED):
+            if key in found and (found[key].dtype_name, found[key].row_nbytes) != ("bool", 1):
+                raise InvalidSchema(
+                    f"{spell(key)}: expected one bool a row, got {list(found[key].shape)} of "
+                    f"{found[key].dtype_name}."
+                )
+        roles = (REWARD, TERMINATED, TRUNCATED)
+        used = {*roles, *(each.key for each in (*observations, *actions))}
+        used |= {(NEXT, *each.key) for each in observations}
+        others = tuple(each for each in schema.columns if each.key not in used)
+        return cls(
+            observations,
+            actions,
+            found[REWARD],
+            found[TERMINATED],
+            found.get(TRUNCATED),
+            others,
+        )
+
+
+def _observed(key: Key) -> bool:
+    own = key[0] in (NEXT, COLLECTOR) or key[-1] in COUNTERS
+    return not own and not _acts(key) and key[-1] not in _FLAGS
+
+
+def _acts(key: Key) -> bool:
+    return key[0] not in (NEXT, COLLECTOR) and key[-1] == _ACTION
+
+
+def _alike(found: dict[Key, Column], column: Column) -> bool:
+    after = found.get((NEXT, *column.key))
+    return after is not None and (after.dtype, after.shape) == (column.dtype, column.shape)
+
+
+def under(name: str, columns: tuple[Column, ...]) -> dict[Key, Key]:
+    """Return where columns are in a file: one is ``name`` itself, several are below it."""
+    if len(columns) == 1 and len(columns[0].key) == 1:
+        return {columns[0].key: (name,)}
+    return {each.key: (name, *each.key) for each in columns}

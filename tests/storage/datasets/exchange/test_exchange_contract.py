@@ -1,0 +1,35 @@
+"""The contract of formats of other libraries, for those whose libraries are light."""
+
+from __future__ import annotations
+
+import pytest
+
+from tallyroll.storage.testing import ExchangeContract
+
+
+class TestNpz(ExchangeContract):
+    kind, suffix = "npz", ".npz"
+
+
+class TestParquet(ExchangeContract):
+    kind, suffix, libraries = "parquet", ".parquet", ("pyarrow",)
+
+    @pytest.fixture(autouse=True)
+    def _needs(self) -> None:
+        pytest.importorskip("pyarrow")
+
+
+class TestHf(ExchangeContract):
+    kind, libraries = "hf", ("pyarrow",)
+
+    @pytest.fixture(autouse=True)
+    def _needs(self) -> None:
+        pytest.importorskip("pyarrow")
+
+
+class TestD4rl(ExchangeContract):
+    kind, suffix, libraries = "d4rl", ".hdf5", ("h5py",)
+
+
+class TestTorchrl(ExchangeContract):
+    kind = "torchrl"

@@ -1,0 +1,70 @@
+"""Exports and imports that are killed leave nothing at their place, or all; the next one cleans.
+
+``TALLYROLL_KILLS`` says how many kills, 4 by default.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tallyroll.storage import MemmapStorage, content_hash, import_dataset, open_storage
+from tallyroll.storage.datasets.exchange import importing, outgoing
+from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+
+from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
+
+KILLS = int(os.environ.get("TALLYROLL_KILLS", "4"))
+ROWS = 4000
+KINDS = ("npz", "torchrl", "d4rl", "torchrl")
+
+
+def exchange(folder: Path, place: Path, back: Path, kind: str, told: Told) -> None:
+    """Export and import, in small blocks, and say how far each is."""
+    outgoing.BLOCK_NBYTES = importing.BLOCK_NBYTES = 4000  # type: ignore[misc]
+
+    def tell(done: int, total: int) -> None:
+        told.head += 1
+
+    with open_storage(folder / "source") as storage:
+        storage.export(place, kind, progress=tell)
+    import_dataset(place, back, kind, progress=tell)
+    told.head = -1
+    while True:
+        pass
+
+
+def kill_at_random(folder: Path, kills: int) -> list[int]:
+    """Kill exchanges; return how many left nothing, an export, and an import, too."""
+    rows = trajectory_rows(0, ROWS, steps=7)
+    rows["action"] = rows["observation"]
+    with MemmapStorage(folder / "source") as storage:
+        storage.extend(rows)
+    wanted, found = content_hash(folder / "source"), [0, 0, 0]
+    for seed in range(kills):
+        kind, told = KINDS[seed % len(KINDS)], Told()
+        place, back = folder / f"out{seed}", folder / f"back{seed}"
+        until = random.Random(seed).randrange(1, 120)
+        told.head = 0
+        child = forked(lambda p=place, b=back, k=kind, t=told: exchange(folder, p, b, k, t))
+        wait_until(lambda t=told, u=until: t.head >= u or t.head == -1)
+        killed(child)
+        found[place.exists() + back.exists()] += 1
+        if not place.exists():
+            with open_storage(folder / "source") as storage:
+                storage.export(place, kind)
+        if not back.exists():
+            import_dataset(place, back, kind)
+        assert content_hash(back) == wanted, seed
+    assert not [each for each in folder.iterdir() if each.name.endswith(".written-aside")]
+    return found
+
+
+@pytest.mark.timeout(60 + 10 * KILLS)
+def test_killed_exchanges_leave_nothing_or_all(tmp_path: Path) -> None:
+    found = in_a_process(kill_at_random, tmp_path, KILLS, seconds=50 + 10 * KILLS)
+    assert sum(found) == KILLS
+    assert sum(found[:2]), "no kill came in the middle"

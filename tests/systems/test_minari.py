@@ -1,0 +1,149 @@
+"""Minari, and Hugging Face's `datasets`: the contract, and what their own readers read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tallyroll.storage import MemmapStorage, diff, import_dataset, open_storage, verify
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.testing import ExchangeContract
+from tallyroll.storage.testing.exchange_contract import same
+from tallyroll.storage.testing.reader_contract import collected
+
+minari = pytest.importorskip("minari")
+
+
+class TestMinari(ExchangeContract):
+    kind, libraries, lossless = "minari", ("minari",), False
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    with MemmapStorage(tmp_path / "source") as storage:
+        storage.extend(collected())
+    return tmp_path / "source"
+
+
+def test_minari_reads_it(source: Path, tmp_path: Path) -> None:
+    with open_storage(source) as storage:
+        storage.export(tmp_path / "pole-v0", "minari")
+        dataset = minari.MinariDataset(tmp_path / "pole-v0" / "data")
+        assert (dataset.total_episodes, dataset.total_steps) == (27, 141)
+        assert dataset.id == "tallyroll/pole-v0"
+        for episode, (id, rows) in zip(dataset, storage.trajectories.items(), strict=True):
+            seen = episode.observations
+            assert len(seen["pixels"]) == len(rows) + 1, id
+            np.testing.assert_array_equal(seen["pixels"][:-1], rows["pixels"])
+            np.testing.assert_array_equal(seen["pixels"][-1], rows["next", "pixels"][-1])
+            np.testing.assert_array_equal(episode.actions, rows["action"])
+            np.testing.assert_array_equal(episode.rewards, rows["next", "reward"][:, 0])
+            np.testing.assert_array_equal(episode.terminations, rows["next", "terminated"][:, 0])
+            np.testing.assert_array_equal(episode.truncations, rows["next", "truncated"][:, 0])
+            version = episode.infos["collector"]["policy_version"]
+            np.testing.assert_array_equal(version, rows["collector", "policy_version"])
+
+
+def of_theirs(place: Path) -> None:
+    """Write a dataset by Minari alone, with infos of T + 1 entries."""
+    from gymnasium.spaces import Box, Discrete
+    from minari.data_collector import EpisodeBuffer
+    from minari.dataset.minari_storage import MinariStorage
+
+    place.mkdir()
+    storage = MinariStorage.new(place / "data", Box(-1, 1, (2,)), Discrete(3), jpeg_encoding=False)
+    generator = np.random.default_rng(0)
+    storage.update_episodes(
+        EpisodeBuffer(
+            seed=100 + length,
+            observations=generator.random((length + 1, 2), np.float32),
+            actions=np.arange(length) % 3,
+            rewards=np.ones(length, np.float32),
+            terminations=np.arange(length) == length - 1,
+            truncations=np.zeros(length, bool),
+            infos={"x": np.arange(length + 1.0)},
+        )
+        for length in (3, 1, 4)
+    )
+    storage.update_metadata({"dataset_id": "theirs/rows-v0", "minari_version": "0.5.4"})
+
+
+def test_one_that_minari_made(tmp_path: Path) -> None:
+    of_theirs(tmp_path / "theirs")
+    report = import_dataset(tmp_path / "theirs", tmp_path / "back", "minari")
+    assert (report.rows, report.lost) == (8, {})
+    assert verify(tmp_path / "back").sound
+    with open_storage(tmp_path / "back") as back:
+        assert back.trajectories.lengths.tolist() == [3, 1, 4]
+        assert back.trajectories.table["reset_seed"].tolist() == [103, 101, 104]
+        assert set(back.trajectories.ends) == {"terminated"}
+        dataset = minari.MinariDataset(tmp_path / "theirs" / "data")
+        for episode, rows in zip(dataset, back.trajectories.values(), strict=True):
+            np.testing.assert_array_equal(episode.observations[1:], rows["next", "observation"])
+            np.testing.assert_array_equal(episode.infos["x"][1:], rows["next", "infos", "x"])
+
+
+@pytest.mark.parametrize("fault", ["longer", "outside", "jpeg", "format"])
+def test_one_that_is_wrong(fault: str, tmp_path: Path) -> None:
+    of_theirs(tmp_path / "theirs")
+    data = tmp_path / "theirs" / "data"
+    metadata = json.loads((data / "metadata.json").read_text())
+    with h5py.File(data / "main_data.hdf5", "r+") as file:
+        if fault == "longer":
+            group = file["episode_1"]
+            del group["actions"]
+            group["actions"] = np.zeros(7, np.int64)
+        if fault == "outside":
+            del file["episode_2"]["actions"]
+            file["episode_2"]["actions"] = h5py.ExternalLink("/etc/passwd", "/")
+    if fault == "jpeg":
+        metadata |= {"jpeg_encoding": True, "observation_space": "uint8"}
+    if fault == "format":
+        metadata["data_format"] = "arrow"
+    (data / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(InvalidDataset):
+        import_dataset(tmp_path / "theirs", tmp_path / "back", "minari")
+    assert not (tmp_path / "back").exists()
+
+
+_READ = """
+import sys, numpy, datasets
+found = datasets.load_dataset(sys.argv[1], cache_dir=sys.argv[2])["train"].with_format("numpy")[:]
+numpy.savez(sys.argv[3], **{name: numpy.stack(values) for name, values in found.items()})
+"""
+
+
+def test_datasets_reads_a_folder_for_the_hub(source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    with open_storage(source) as storage:
+        storage.export(tmp_path / "hub", "hf")
+        places = [str(tmp_path / name) for name in ("hub", "cache", "found.npz")]
+        env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+        # A process of its own: its progress bars leave a semaphore.
+        subprocess.run([sys.executable, "-c", _READ, *places], check=True, timeout=100, env=env)
+        rows = storage.get(slice(None))
+        with np.load(places[-1]) as table:
+            np.testing.assert_array_equal(table["observation"], rows["observation"])
+            pixels = table["pixels"].reshape(rows["pixels"].shape)
+            np.testing.assert_array_equal(pixels, rows["pixels"])
+            ids = rows["collector", "traj_ids"]
+            np.testing.assert_array_equal(table["collector.traj_ids"], ids)
+
+
+def test_one_format_after_the_other_gives_the_rows_back(source: Path, tmp_path: Path) -> None:
+    with open_storage(source) as storage:
+        storage.export(tmp_path / "minari", "minari")
+    import_dataset(tmp_path / "minari", tmp_path / "one", "minari")
+    with open_storage(tmp_path / "one") as one:
+        one.export(tmp_path / "rows.parquet", "parquet")
+        import_dataset(tmp_path / "rows.parquet", tmp_path / "two", "parquet")
+        with open_storage(tmp_path / "two") as two:
+            same(one.reader, two.reader)
+    assert diff(source, tmp_path / "two").equal == 141
