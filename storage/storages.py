@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from tallyroll.storage.datasets.members import PathLike, expanded, is_pattern
+from tallyroll.storage.datasets.joined.members import PathLike, expanded, is_pattern
+from tallyroll.storage.datasets.joined.union import MemberIds, UnionReader
 from tallyroll.storage.datasets.remote.address import reopened_as, s3_path
 from tallyroll.storage.datasets.remote.options import S3Options
-from tallyroll.storage.datasets.union import MemberIds, UnionReader
 from tallyroll.storage.errors import NotAStorage, StorageMissing
 from tallyroll.storage.files.paths import refuse_impossible, refuse_nothing, translated, user_path
 from tallyroll.storage.formats.by_name import FILES, SUFFIXES

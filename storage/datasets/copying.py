@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.datasets.aside import require_free, written_aside
-from tallyroll.storage.datasets.union import Part, UnionReader
+from tallyroll.storage.datasets.joined.union import Part, UnionReader
 from tallyroll.storage.datasets.views.view_reader import ViewReader
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import ColumnsMissing, NotWritable, Overrun, StateMismatch

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeAlias
 
-from tallyroll.storage.datasets.members import PathLike
+from tallyroll.storage.datasets.joined.members import PathLike
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import DiskStorage, open_storage

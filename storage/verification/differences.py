@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tallyroll.storage.datasets.members import PathLike
+from tallyroll.storage.datasets.joined.members import PathLike
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.rows.schema import Column

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.datasets.doubled import copied_from_members, doubled_trajectories
-from tallyroll.storage.datasets.members import Member, PathLike
+from tallyroll.storage.datasets.joined.doubled import copied_from_members, doubled_trajectories
+from tallyroll.storage.datasets.joined.members import Member, PathLike
+from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.datasets.statistics.counting import Counted
 from tallyroll.storage.datasets.statistics.kept import OfOthers, Unusable, place_of, read_whole
-from tallyroll.storage.datasets.union import UnionReader
 from tallyroll.storage.errors import (
     CorruptStorage,
     DamagedTable,

@@ -266,7 +266,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
     from tallyroll.collector.cli.output import emit, say
     from tallyroll.collector.cli.progress import shown_progress
-    from tallyroll.storage.datasets.members import expanded
+    from tallyroll.storage.datasets.joined.members import expanded
     from tallyroll.storage.errors import InvalidExpression
 
     if getattr(args, "shards", None) is None:

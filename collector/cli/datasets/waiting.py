@@ -10,7 +10,7 @@ from tallyroll.collector.cli.output import CommandError
 from tallyroll.collector.counting.shards import among_first
 
 SHARD: Final = "shard"
-"""The entry of a shard's run in its manifest, as `tallyroll.storage.datasets.shards` reads it."""
+"""The entry of a shard's run in its manifest, as `storage.datasets.joined.shards` reads it."""
 _SECONDS: Final = 1.0
 """Between two looks."""
 
@@ -107,8 +107,8 @@ def waited_for(
 
 def _look(sources: Sequence[str], of: int) -> Looked:
     from tallyroll.storage import StorageError, StorageMissing, open_storage
-    from tallyroll.storage.datasets.members import expanded
-    from tallyroll.storage.datasets.shards import shard_said
+    from tallyroll.storage.datasets.joined.members import expanded
+    from tallyroll.storage.datasets.joined.shards import shard_said
 
     found = Looked(of)
     places: list[Path] = []

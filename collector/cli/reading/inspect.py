@@ -26,7 +26,7 @@ from tallyroll.collector.evaluation.reporting.stored_runs import (
     whole_number,
 )
 from tallyroll.storage import CorruptStorage, content_hash, open_storage
-from tallyroll.storage.datasets.union import UnionReader
+from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.errors import ColumnsMissing, StorageError
 from tallyroll.storage.files.checksums import rows_covered
 from tallyroll.storage.files.copied_runs import (

@@ -43,7 +43,7 @@ from tallyroll.collector.evaluation.replaying.stage import Stage
 from tallyroll.collector.options.draws import Constant
 from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.policies.trial import generators_restored
-from tallyroll.storage.datasets.union import UnionReader
+from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.errors import ColumnsMissing, UnknownTrajectory
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.package.versions import versions

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tallyroll.storage import S3Options, open_storage
-from tallyroll.storage.datasets.members import expanded
+from tallyroll.storage.datasets.joined.members import expanded
 from tallyroll.storage.datasets.remote.address import S3Path, s3_path
 from tallyroll.storage.datasets.remote.blocks import DiskBlocks, MemoryBlocks
 from tallyroll.storage.datasets.remote.push_plan import LAST, PLAN, ROOT, Planned, PushPlan, parsed

@@ -24,8 +24,8 @@ from tallyroll.storage import (
     content_hash,
     open_storage,
 )
-from tallyroll.storage.datasets.joined_maps import JoinedMaps
-from tallyroll.storage.datasets.union import UnionReader
+from tallyroll.storage.datasets.joined.maps import JoinedMaps
+from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.errors import (
     ColumnsMissing,
     IndexOutOfRange,

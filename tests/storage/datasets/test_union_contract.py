@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.datasets.joined_maps import JoinedMaps
+from tallyroll.storage.datasets.joined.maps import JoinedMaps
 from tallyroll.storage.rows.keys import LANE
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing import ReaderContract

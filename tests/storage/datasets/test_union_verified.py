@@ -13,7 +13,7 @@ import torch
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, content_hash, diff, open_storage, verify
-from tallyroll.storage.datasets.union import UnionReader
+from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.testing.reader_contract import collected
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
@@ -70,7 +70,7 @@ def test_rows_that_are_there_twice(tmp_path: Path) -> None:
     with open_storage(a) as storage:
         storage.copy_to(tmp_path / "copied", columns=["observation"])
     with open_storage([a, tmp_path / "copied"], columns=["observation"]) as union:
-        from tallyroll.storage.datasets.doubled import copied_from_members
+        from tallyroll.storage.datasets.joined.doubled import copied_from_members
 
         assert isinstance(union.reader, UnionReader)
         assert copied_from_members(union.reader) == [

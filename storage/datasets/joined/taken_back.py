@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from tallyroll.storage.datasets.members import Member
+from tallyroll.storage.datasets.joined.members import Member
 from tallyroll.storage.errors import StateMismatch
 
 _SECONDS: Final = 0.02

@@ -14,10 +14,10 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from tensordict import TensorDict
 
-from tallyroll.storage.datasets.joined_maps import JoinedMaps
-from tallyroll.storage.datasets.members import Member, joined_runs, joined_schema
-from tallyroll.storage.datasets.shards import Shards, shards_of
-from tallyroll.storage.datasets.taken_back import TakenBack, require_kept
+from tallyroll.storage.datasets.joined.maps import JoinedMaps
+from tallyroll.storage.datasets.joined.members import Member, joined_runs, joined_schema
+from tallyroll.storage.datasets.joined.shards import Shards, shards_of
+from tallyroll.storage.datasets.joined.taken_back import TakenBack, require_kept
 from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.errors import (
     NotInitialised,

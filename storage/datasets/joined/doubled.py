@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from tallyroll.storage.datasets.union import UnionReader
+from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.files.copied_runs import rows_copied
 from tallyroll.storage.rows.keys import STEP, TRAJ_IDS
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tallyroll.storage.datasets.members import Member
+from tallyroll.storage.datasets.joined.members import Member
 from tallyroll.storage.files.copied_runs import copied_runs
 
 SHARD: Final = "shard"

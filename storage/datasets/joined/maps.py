@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.datasets.members import Member
+from tallyroll.storage.datasets.joined.members import Member
 from tallyroll.storage.engine.columns import Columns, Places
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.ring import in_use

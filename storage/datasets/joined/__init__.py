@@ -1,0 +1,1 @@
+"""Rows of many storages, read as one."""
