@@ -20,6 +20,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tallyroll.collector.cli import main
 from tallyroll.storage import (
     MemmapStorage,
     S3Options,
@@ -237,6 +238,31 @@ def test_wrong_sources_and_places(proxy: Proxy, packed: Path, tmp_path: Path) ->
         with pytest.raises(ValueError, match="address") as caught:
             call()
         assert SECRET not in str(caught.value)
+
+
+def test_the_commands(
+    proxy: Proxy, packed: Path, other: Path, address: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main(["push", str(packed), address]) == 0
+    assert f"{address}: 141 rows, " in capsys.readouterr().out
+    assert main(["push", str(packed), address, "--json", "--endpoint", proxy.url]) == 0
+    assert json.loads(capsys.readouterr().out)["sent"] == 0
+    assert main(["inspect", address]) == 0
+    assert "141" in capsys.readouterr().out
+    assert main(["diff", address, str(packed)]) == 0
+    assert main(["push", str(other), address]) == 1
+    assert "different dataset" in capsys.readouterr().err
+    assert main(["pull", address, str(tmp_path / "pulled"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checked_by"] == "checksums"
+    assert main(["pull", address, str(tmp_path / "pulled")]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main(["pull", f"s3://{KEY}:{SECRET}@datasets/x", str(tmp_path / "again")]) == 1
+    said = capsys.readouterr()
+    assert "credentials" in said.err
+    assert SECRET not in said.err + said.out
+    with pytest.raises(SystemExit, match="2"):
+        main(["push", str(packed), address, "--patience", "0"])
 
 
 def started(url: str, call: str) -> subprocess.Popen[bytes]:
