@@ -15,7 +15,7 @@ from tallyroll.storage.datasets.remote.address import reopened_as, s3_path
 from tallyroll.storage.datasets.remote.options import S3Options
 from tallyroll.storage.errors import NotAStorage, StorageMissing
 from tallyroll.storage.files.paths import refuse_impossible, refuse_nothing, translated, user_path
-from tallyroll.storage.formats.by_name import FILES, SUFFIXES
+from tallyroll.storage.formats.by_name import FILES, format_at
 from tallyroll.storage.formats.hdf5.format import H5Format
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.formats.zarr.format import ZarrFormat, refuse_newer_group
@@ -219,22 +219,13 @@ def storage_class(path: str | os.PathLike[str], format: str | None = None) -> ty
     Raises:
         ValueError: no such format, or ``path`` is of another one.
     """
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}.")
     place = user_path(path)
-    suffix = SUFFIXES.get(place.suffix.lower())
     try:
         with translated(place):
             there = _name_at(place)
     except (StorageMissing, NotAStorage):
         there = None
-    for found, what in ((there, "holds a storage of format"), (suffix, "has the suffix of")):
-        if found is not None and format not in (None, found):
-            raise ValueError(
-                f"{path} {what} {found}, and the format {format} was asked for. Leave one of them "
-                "out, or give another path."
-            )
-    return FORMATS[there or format or suffix or "memmap"]
+    return FORMATS[format_at(place, format, there)]
 
 
 def _name_at(place: Path) -> str:

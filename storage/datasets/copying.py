@@ -26,7 +26,7 @@ from tallyroll.storage.files.copied_runs import (
 )
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.base import Format
-from tallyroll.storage.formats.by_name import FILES, SUFFIXES
+from tallyroll.storage.formats.by_name import FILES, format_at
 from tallyroll.storage.formats.space import estimate, require_room
 from tallyroll.storage.overlays.copying import NewOverlays, OverlaysOf
 from tallyroll.storage.readers.file_reader import FileReader
@@ -91,7 +91,7 @@ def copy(
         ValueError: an argument is none of its values.
     """
     place = user_path(destination)
-    name = format_of(place, format)
+    name = format_at(place, format)
     wanted = Wanted(columns, drop)
     if follow:
         _require_followed(reader, name, sort)
@@ -124,19 +124,6 @@ def copy(
         tuple(spell(each.key) for each in overlays.kept),
         tuple(overlays.left_out),
     )
-
-
-def format_of(place: Path, format: str | None) -> str:
-    """Return the format of a new storage; raise ValueError for one that there is not."""
-    if format is not None and format not in FILES:
-        raise ValueError(f"format is one of {', '.join(FILES)}, got {format!r:.80}.")
-    by_suffix = SUFFIXES.get(place.suffix.lower())
-    if by_suffix is not None and format not in (None, by_suffix):
-        raise ValueError(
-            f"{place} has the suffix of {by_suffix}, and the format {format} was asked for. Leave "
-            "one of them out, or give another path."
-        )
-    return format or by_suffix or "memmap"
 
 
 class Wanted:

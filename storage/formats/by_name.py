@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from tallyroll.storage.formats.base import Format
@@ -16,3 +17,24 @@ FILES: Final[Mapping[str, type[Format]]] = {
     "zarr": ZarrFormat,
 }
 SUFFIXES: Final[Mapping[str, str]] = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
+
+
+def format_at(path: Path, wanted: str | None, there: str | None = None) -> str:
+    """Return the short name of the format of a storage at ``path``.
+
+    It is that of the storage which is ``there``, or the one that is wanted, or what the suffix
+    says; without any of these, memory-mapped.
+
+    Raises:
+        ValueError: no such format, or ``path`` is of another one than is wanted.
+    """
+    if wanted is not None and wanted not in FILES:
+        raise ValueError(f"format is one of {', '.join(FILES)}, got {wanted!r:.80}.")
+    suffix = SUFFIXES.get(path.suffix.lower())
+    for found, what in ((there, "holds a storage of format"), (suffix, "has the suffix of")):
+        if found is not None and wanted not in (None, found):
+            raise ValueError(
+                f"{path} {what} {found}, and the format {wanted} was asked for. Leave one of them "
+                "out, or give another path."
+            )
+    return there or wanted or suffix or "memmap"

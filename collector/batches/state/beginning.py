@@ -125,8 +125,9 @@ class Beginning:
             made=made,
         )
         if (part := self._options.part) is not None:
-            code, weights = self._hashes["code"], self._writer.stored_run.weights
-            hashes = {"code": code, "weights": weights or self._hashes["weights"]}
+            last = self._writer.stored_run.last_run
+            weights = None if last is None else last.weights
+            hashes = {**self._hashes, "weights": weights or self._hashes["weights"]}
             run[SHARD] = part.described(common_id(run, part, hashes), hashes["weights"])
         return run
 

@@ -60,7 +60,8 @@ class StoredRun:
         self._part = part
         self._reader = None if storage is None else storage.reader
         self._resumes = resumes
-        self._last: LastRun | None = None
+        self.last_run: LastRun | None = None
+        """The entry of the run that goes on; None: it begins."""
         self._without_rows: Sequence[Mapping[str, Any]] = ()
         """Entries of runs that made no row, which are removed when this one begins."""
         self.ready = False
@@ -101,27 +102,22 @@ class StoredRun:
         entries, self._without_rows = without_rows(reader, lanes, seed)
         if self._without_rows and not entries:
             return None
-        self._last = last_run_of(entries, reader.path, reader.head)
-        same_lanes(self._last, lanes)
-        same_shard(self._last, self._part)
-        ledger, self._stored_before = resumed_ledger(reader, self._last)
+        self.last_run = last_run_of(entries, reader.path, reader.head)
+        same_lanes(self.last_run, lanes)
+        same_shard(self.last_run, self._part)
+        ledger, self._stored_before = resumed_ledger(reader, self.last_run)
         return ledger
 
     @property
     def last(self) -> tuple[RowReader, int] | None:
         """The rows, and the first of the run to be continued; None: there is none."""
-        if self._reader is None or self._last is None:
+        if self._reader is None or self.last_run is None:
             return None
-        return self._reader, self._last.first_row
-
-    @property
-    def weights(self) -> str | None:
-        """The hash of the weights that the run, a shard, began with; None: it is not known."""
-        return None if self._last is None else self._last.weights
+        return self._reader, self.last_run.first_row
 
     def continues(self, first_row: int) -> None:
         """Go on with the run that began at ``first_row``, of which rows were taken back."""
-        reader, self._last = self._reader, None
+        reader, self.last_run = self._reader, None
         assert reader is not None
         if reader.head > first_row:
             last = last_run_of(reader.manifest["runs"], reader.path, reader.head)
@@ -130,13 +126,13 @@ class StoredRun:
                     f"the last run in {reader.path} began at row {last.first_row}, and the "
                     f"checkpoint is of the one that began at row {first_row}"
                 )
-            self._last, self.first_row = last, first_row
+            self.last_run, self.first_row = last, first_row
         self._drawn_at = reader.head
 
     @property
     def goes_on(self) -> bool:
         """True if the run was begun before, in this storage."""
-        return self._last is not None
+        return self.last_run is not None
 
     def goes_on_from(self, ledger: Ledger, provenance: Mapping[str, Any], next_id: int) -> None:
         """Go on from a loaded state: the run's earlier rows are not of this storage's run.
@@ -182,7 +178,7 @@ class StoredRun:
 
     def open(self, schema: Schema, provenance: Mapping[str, Any]) -> None:
         """Make the files, or check that the storage fits; nothing is written before it does."""
-        storage, last = self._storage, self._last
+        storage, last = self._storage, self.last_run
         assert storage is not None
         self.first_row = storage.reader.head if last is None else last.first_row
         if last is not None:
@@ -221,7 +217,7 @@ class StoredRun:
 
     def _begin_entry(self, storage: RowSink, schema: Schema, provenance: Mapping[str, Any]) -> None:
         """Note in the manifest at which row the run begins, or goes on."""
-        if self._last is None:
+        if self.last_run is None:
             self.first_row = storage.reader.head
         if self._loaded is not None:
             self._stored_before = self._stored_elsewhere - (storage.reader.head - self.first_row)
@@ -239,7 +235,7 @@ class StoredRun:
         runs.begin(schema, run | self.events.at_beginning(at, storage.reader.head, run))
         self.events.entry = storage.reader.manifest["runs"][-1]
         ledger, record = self._loaded, whole_record(storage.reader)
-        fresh = ledger is None and self._last is None
+        fresh = ledger is None and self.last_run is None
         if fresh and record is not None and record.first_row == self.first_row:
             # A run had begun here that has no rows: what it counted is not this one's.
             ledger = Ledger(seed=provenance["seed"], incarnation=provenance["incarnation"])

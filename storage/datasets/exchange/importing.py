@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 
 from tallyroll.storage.datasets.aside import require_free, written_aside
-from tallyroll.storage.datasets.copying import format_of
 from tallyroll.storage.datasets.exchange.about import entry_of
 from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.datasets.exchange.numbering import Numbering, has_numbers
@@ -22,7 +21,7 @@ from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import InvalidSchema, RowsMismatch
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
-from tallyroll.storage.formats.by_name import FILES
+from tallyroll.storage.formats.by_name import FILES, format_at
 from tallyroll.storage.formats.space import require_room
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.keys import spell
@@ -80,7 +79,7 @@ def import_dataset(
         ValueError: an argument is none of its values.
     """
     door, place, whence = format_named(kind), user_path(destination), user_path(source)
-    name = format_of(place, format)
+    name = format_at(place, format)
     refuse_nothing(whence, "Give the path of a dataset.")
     require_free(place)
     with translated(whence), contextlib.ExitStack() as stack:

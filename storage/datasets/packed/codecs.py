@@ -11,12 +11,12 @@ import threading
 import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.errors import CorruptStorage, MissingLibrary
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.formats.optional_libraries import needed
 
 LEVELS: Final = {"zstd": (1, 22), "shuffle": (1, 9), "gzip": (1, 9)}
 """The codecs that have levels, and the least and the largest of each."""
@@ -43,13 +43,7 @@ def library(name: str) -> Any:
     Raises:
         MissingLibrary: it is not installed.
     """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise MissingLibrary(
-            f"packed rows need {name.replace('_', '-')}, which is not installed ({error}): "
-            "pip install 'tallyroll[pack]'"
-        ) from error
+    return needed(name, "pack", "packed rows need")
 
 
 def crc32c(content: bytes) -> int:

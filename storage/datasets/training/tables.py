@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
 from tallyroll.storage.engine.memory_left import require_memory
-from tallyroll.storage.errors import MissingLibrary
+from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Keys
 from tallyroll.storage.rows.schema import Column
@@ -29,7 +28,7 @@ _MOST_NUMBERS: Final = 64
 
 def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
     """Return rows as a table; see `HasTraining.to_pandas`."""
-    pandas = imported("pandas", "pandas")
+    pandas = needed("pandas", "pandas", "a table needs")
     columns = _columns(reader, keys)
     large = [each for each in columns if math.prod(each.shape) > _MOST_NUMBERS]
     if keys is not None and large:
@@ -49,7 +48,7 @@ def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
 
 def arrow_table(reader: RowReader, keys: Keys | None) -> pa.Table:
     """Return rows as a table; see `HasTraining.to_arrow`."""
-    arrow = imported("pyarrow", "arrow")
+    arrow = needed("pyarrow", "arrow", "a table needs")
     columns = _columns(reader, keys)
     for column in columns:
         if column.dtype.is_complex:
@@ -93,13 +92,3 @@ def _read(reader: RowReader, columns: list[Column]) -> Iterator[tuple[Column, np
 
 def _name(column: Column) -> str:
     return ".".join(column.key)
-
-
-def imported(name: str, extra: str) -> ModuleType:
-    """Return a library that an extra installs; raise MissingLibrary where it is not."""
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise MissingLibrary(
-            f"a table needs {name}, which is not installed: pip install 'tallyroll[{extra}]'"
-        ) from error

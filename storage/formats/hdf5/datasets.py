@@ -6,7 +6,6 @@ It is closed again before a row is written. Nothing here writes rows.
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.errors import CorruptStorage, ForeignContent, MissingLibrary
+from tallyroll.storage.errors import CorruptStorage, ForeignContent
 from tallyroll.storage.files.manifest import Manifest, attributes_of
-from tallyroll.storage.files.safe_files import open_any, write_all
+from tallyroll.storage.files.safe_files import write_all
 from tallyroll.storage.formats.hdf5.moved_attributes import value_places
 from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
+from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -171,13 +171,7 @@ def _whole(value: Any, least: int) -> int:
 
 def h5py_module() -> Any:
     """Return h5py; raise MissingLibrary where it is not installed."""
-    try:
-        return importlib.import_module("h5py")
-    except ImportError as error:
-        os.close(open_any(os.devnull, os.O_RDONLY))  # unless no more files may be open
-        raise MissingLibrary(
-            "HDF5 storages need h5py, which is not installed: pip install 'tallyroll[hdf5]'"
-        ) from error
+    return needed("h5py", "hdf5", "HDF5 storages need")
 
 
 def nbytes_of_file(schema: Schema, capacity: int) -> int:

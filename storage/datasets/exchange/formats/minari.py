@@ -28,9 +28,9 @@ from tallyroll.storage.datasets.exchange.formats.hdf5_files import (
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
 from tallyroll.storage.datasets.exchange.outgoing import Episode, Outgoing
 from tallyroll.storage.datasets.exchange.roles import Roles, under
-from tallyroll.storage.datasets.training.tables import imported
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.rows.keys import (
     NEXT,
     NEXT_VALID,
@@ -71,7 +71,7 @@ class MinariFormat(ExchangeFormat):
 
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write one episode after the other."""
-        minari = imported("minari", "minari")
+        minari = needed("minari", "minari", "the format needs")
         roles = Roles.of(rows.schema, self.name)
         data = place / _DATA
         data.mkdir(parents=True)

@@ -19,10 +19,10 @@ from tallyroll.storage.datasets.exchange.formats.arrow import (
     to_batch,
 )
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Outgoing
-from tallyroll.storage.datasets.training.tables import imported
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.files.safe_files import open_file
+from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.rows.schema import Schema
 
 _FOOTER_LIMIT: Final = 2**26
@@ -52,7 +52,7 @@ class ParquetFormat(ExchangeFormat):
 
 def write_parquet(rows: Outgoing, place_of: Any, groups: int | None = None) -> int:
     """Write rows to files, of so many groups each (None: one file); return how many files."""
-    arrow, parquet = imported("pyarrow", "arrow"), _parquet()
+    arrow, parquet = needed("pyarrow", "arrow", "the format needs"), _parquet()
     kinds = arrow_schema(arrow, rows.schema, rows.about)
     writer: Any = None
     files = written = 0
@@ -78,7 +78,7 @@ def write_parquet(rows: Outgoing, place_of: Any, groups: int | None = None) -> i
 def _parquet() -> Any:
     import importlib
 
-    imported("pyarrow", "arrow")
+    needed("pyarrow", "arrow", "the format needs")
     return importlib.import_module("pyarrow.parquet")
 
 
@@ -95,7 +95,7 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
     Raises:
         InvalidDataset: they are damaged, or no Parquet.
     """
-    arrow, parquet = imported("pyarrow", "arrow"), _parquet()
+    arrow, parquet = needed("pyarrow", "arrow", "the format needs"), _parquet()
     files = [_opened(arrow, parquet, each, place, stack) for each in places]
     if not files:
         raise refused(place, "it has no Parquet file")
