@@ -6,16 +6,17 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
-from loopback_kit import actors, folder_of_ray, inside, run_inside
+from loopback_kit import actors, folder_of_ray, inside, nothing_left_behind, run_inside
 
 from tallyroll.collector import (
     Actors,
@@ -27,11 +28,12 @@ from tallyroll.collector import (
     WorkerHung,
     WorkerRaised,
 )
+from tallyroll.collector.workers.ray import connection
 from tallyroll.storage import open_storage, verify
 
 from collect_kit import joined
 from oracles import check_rows
-from worker_faults_kit import Fault, Faults, check_lives, wait_until
+from worker_faults_kit import Fault, Faults, check_lives
 from worker_faults_kit import factories as faulty
 from worker_kit import (
     DISABLED,
@@ -46,6 +48,8 @@ from worker_kit import (
     factories,
     sync_collector,
 )
+
+__all__ = ["nothing_left_behind"]
 
 KILLS = int(os.environ.get("TALLYROLL_RAY_KILLS", "3"))
 LANES = 6
@@ -75,13 +79,6 @@ def cluster() -> Iterator[None]:
         )
         yield
         ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def no_actor_left() -> Iterator[None]:
-    yield
-    if os.environ.get("TALLYROLL_LOOPBACK"):
-        wait_until(lambda: not actors(), 10, "actors end")
 
 
 # --- the rows -------------------------------------------------------------------------------------
@@ -324,19 +321,47 @@ def test_a_connection_of_the_program_is_left_alone() -> None:
     assert ray.is_initialized()
 
 
-def test_an_address_that_does_not_answer() -> None:
-    from tallyroll.collector.workers.ray import connection
+@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n"])
+def test_an_address_without_a_cluster(
+    answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens there; or it does, and says nothing, or something else."""
+    monkeypatch.setattr(connection, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if answer is not None:
+            server.listen()
+        ours = threading.Thread(target=_answer, args=(server, answer), daemon=True)
+        ours.start()
+        began = time.monotonic()
+        with pytest.raises(
+            ArgumentError, match=f"expected a Ray cluster that answers at '{address}"
+        ):
+            connection.connect(address, 1)
+        assert time.monotonic() - began < 5
+        ours.join()
 
-    if ray.is_initialized():
-        pytest.skip("connected")
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(ArgumentError, match="expected a Ray cluster that answers at"):
-            connection.connect(at, 1)
-    for wrong in ("nowhere", "ray://here:1", "here:"):
-        with pytest.raises(ArgumentError, match='expected "local", "auto" or HOST:PORT'):
-            connection.connect(wrong, 1)
+
+def _answer(server: socket.socket, answer: bytes | None) -> None:
+    if answer is not None:
+        with suppress(ConnectionError), server.accept()[0] as client:
+            client.sendall(answer)
+            while client.recv(100):
+                pass
+
+
+@inside
+def test_the_address_of_a_cluster_answers() -> None:
+    connection._require_answer(ray.get_runtime_context().gcs_address)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "ray://here:1", "here:", ":1"])
+def test_an_address_that_is_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ArgumentError, match='expected "local", "auto" or HOST:PORT'):
+        connection.connect(address, 1)
 
 
 @pytest.mark.parametrize(

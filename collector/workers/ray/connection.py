@@ -11,6 +11,9 @@ from tallyroll.collector.errors import ArgumentError
 
 _ANSWER_SECONDS = 10.0
 """How long a cluster's address may take to answer."""
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""The beginning of every client of gRPC (RFC 9113, 3.4), whose server answers with its settings."""
+_SETTINGS = 4
 
 
 def connect(address: str | None, cpus: int) -> bool:
@@ -56,14 +59,17 @@ def connect(address: str | None, cpus: int) -> bool:
 
 
 def _require_answer(address: str) -> None:
-    """Raise unless something listens there: Ray itself waits for minutes."""
+    """Raise unless a server of gRPC answers there: Ray itself waits for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         raise ArgumentError(f'address: expected "local", "auto" or HOST:PORT, got {address!r}')
     try:
-        with closing(socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS)):
-            return
-    except OSError as error:
+        with closing(socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS)) as at:
+            at.sendall(_HELLO)
+            answer = at.recv(4)
+        if answer[3:] != bytes([_SETTINGS]):
+            raise OSError("something that is no Ray cluster")
+    except (OSError, OverflowError) as error:
         raise ArgumentError(
             f"address: expected a Ray cluster that answers at {address!r} within "
             f"{_ANSWER_SECONDS:g} seconds, got {error}; start one with `ray start --head`, or "

@@ -76,3 +76,11 @@ def _called(*beginnings: str) -> list[int]:
 def actors() -> list[int]:
     """Return processes of our actors."""
     return _called("ray::Lanes")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Check after each test that no actor is left; Ray keeps processes of its own meanwhile."""
+    yield
+    if INSIDE in os.environ:
+        wait_until(lambda: not actors(), 10, "actors end")
