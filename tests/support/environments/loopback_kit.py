@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -46,8 +47,7 @@ def run_inside(file: str) -> None:
         [*_ENTER, *words], env=ours, capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout.replace("1 skipped", ""), done.stdout[-500:]
+    assert re.findall(r"(\d+) skipped", done.stdout) == ["1"], "only what starts them is skipped"
 
 
 @contextmanager
