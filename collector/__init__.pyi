@@ -25,6 +25,7 @@ from tallyroll.collector.evaluation.replaying.report import ReplayReport as Repl
 from tallyroll.collector.evaluation.reporting.report import RunsReport as RunsReport
 from tallyroll.collector.evaluation.reporting.report import report as report
 from tallyroll.collector.multiprocess import MultiprocessCollector as MultiprocessCollector
+from tallyroll.collector.multiprocess import RayCollector as RayCollector
 from tallyroll.collector.options.draws import choice as choice
 from tallyroll.collector.options.draws import uniform as uniform
 from tallyroll.collector.options.objects import Checks as Checks
@@ -36,5 +37,6 @@ from tallyroll.collector.options.sharding import Shard as Shard
 from tallyroll.collector.policies.several.entries import OnePolicy as OnePolicy
 from tallyroll.collector.slab.info import Info as Info
 from tallyroll.collector.sync import SyncCollector as SyncCollector
+from tallyroll.collector.workers.worker_options import Actors as Actors
 from tallyroll.collector.workers.worker_options import Processes as Processes
 from tallyroll.collector.workers.worker_options import Supervision as Supervision

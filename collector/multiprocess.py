@@ -21,6 +21,7 @@ from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.counting.ledger import Budget
 from tallyroll.collector.envs.driven.statistics import judge_apart
+from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Postproc, Surplus
 from tallyroll.collector.options.objects import (
@@ -60,9 +61,13 @@ from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.transport import Link, Place, Transport
 from tallyroll.collector.workers.worker_options import (
+    ActorOptions,
+    Actors,
     Mode,
+    MoreOfActors,
     MoreOfWorkers,
     Processes,
+    SupervisedOptions,
     Supervision,
     TransportName,
     WorkerOptions,
@@ -123,7 +128,7 @@ class MultiprocessCollector(Collector):
         WorkerError: a worker failed, here or while iterating; what was committed is safe.
     """
 
-    _options: WorkerOptions
+    _options: SupervisedOptions
 
     def __init__(
         self,
@@ -162,33 +167,54 @@ class MultiprocessCollector(Collector):
         options = WorkerOptions.of(locals())
         if options.transport == "process":
             require_guard()
+        self._transport = transport
+        self._start(create_env_fn, policy, num_workers, options, replay_buffer, storage, resume)
+
+    def _start(
+        self,
+        create_env_fn: str | Factory | Sequence[Factory],
+        policy: Policies | None,
+        num_workers: int | None,
+        options: SupervisedOptions,
+        *kept_in: Any,
+    ) -> None:
+        """Start the workers; ``kept_in``: a replay buffer, a storage, and whether it resumes."""
         factories = per_worker(create_env_fn, num_workers, options)
         self._num_workers, self._mode = len(factories), options.mode
         self._one_system = isinstance(create_env_fn, str)
-        threads = options.processes.threads_per_worker
-        threads = threads or max(1, len(os.sched_getaffinity(0)) // self.num_workers)
-        self._transport, own = transport, threads if transport == "process" else None
         self._policy = policy_of(given_policy(policy), None, None)
         copied = None
         if self._policy is not None:
             copied = on_device(self._policy.source, torch.device("cpu"))
+        threads = self._threads_of(options)
         jobs = [
-            Job(create, copied, options.for_worker(lanes), own, ways.off())
+            Job(create, copied, options.for_worker(lanes), threads, ways.off())
             for create, lanes in factories
         ]
         sent = [pickled(job) for job in jobs]
+        replay_buffer, storage, resume = kept_in
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         try:
-            runs: Transport[Any] = ThreadTransport(sent)
-            if transport == "process":
-                runs = ProcessTransport(
-                    sent, start_method=options.processes.start_method, threads=threads
-                )
+            runs = self._transport_of(sent, options)
             self._worker_pool = WorkerPool(runs, len(jobs), options.supervision)
             self._prepare(policy, options.supervision.respawns)
         except BaseException:
             self.shutdown()
             raise
+
+    def _threads_of(self, options: Any) -> int | None:
+        """Threads of each worker's libraries; None: workers are threads themselves."""
+        if options.transport == "thread":
+            return None
+        cores = len(os.sched_getaffinity(0))
+        return options.processes.threads_per_worker or max(1, cores // self.num_workers)
+
+    def _transport_of(self, jobs: Sequence[bytes], options: Any) -> Transport[Any]:
+        """Return a transport that runs a worker for each job."""
+        if options.transport == "thread":
+            return ThreadTransport(jobs)
+        start, threads = options.processes.start_method, self._threads_of(options)
+        return ProcessTransport(jobs, start_method=start, threads=threads or 1)
 
     def _prepare(self, policy: Any, respawns: int) -> None:
         self._startup = WorkerStartup(self._worker_pool, respawns, self._options.part)
@@ -212,9 +238,7 @@ class MultiprocessCollector(Collector):
         if self._startup.apart:
             judge_apart(self._startup.apart, self.num_workers, self._options.layout.name)
         rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
-        call: dict[str, Any] = {"num_workers": self.num_workers, "mode": self._mode}
-        if self._transport != "process":
-            call["transport"] = self._transport
+        call = {"num_workers": self.num_workers, "mode": self._mode, **self._transport_call()}
         self._drive(
             rollout,
             plan,
@@ -223,6 +247,10 @@ class MultiprocessCollector(Collector):
             torchrl=self._torchrl_layout(plan),
             **call,
         )
+
+    def _transport_call(self) -> dict[str, Any]:
+        """Return what of the transport is kept as provenance."""
+        return {} if self._transport == "process" else {"transport": self._transport}
 
     def _stepping(self) -> dict[str, Decision]:
         ahead = Decision("after", "workers fill the slots")
@@ -352,7 +380,104 @@ class MultiprocessCollector(Collector):
             self._weights.publish(self._policy.module, self._policy.version)
 
 
-def _check_part_stepping(options: WorkerOptions, reset_slots: bool, workers: int) -> None:
+class RayCollector(MultiprocessCollector):
+    """Collects exactly ``total_frames`` transitions with environments in Ray actors, on any node.
+
+    Examples:
+        On this machine alone; ``address="auto"`` is for a cluster::
+
+            with RayCollector(
+                "CartPole-v1", num_envs=8, num_workers=2, frames_per_batch=100, total_frames=250
+            ) as collector:
+                for batch in collector:
+                    print(len(batch))
+
+    What it yields, counts and stores is what :class:`MultiprocessCollector` would, whose workers
+    are processes of this machine; arguments that are not described here are those of that class.
+    A storage that one of them wrote the other resumes. Rows come through Ray's object store, with
+    the answer to each lease; this process alone counts and writes. The counts of steps that a dead
+    worker made are known up to its last heartbeat: ``ledger.lost`` says at least so many.
+
+    Each node needs the same versions of the packages as this process; others are refused by name.
+
+    Args:
+        create_env_fn: as for :class:`MultiprocessCollector`; it is called on the nodes.
+        policy: as for :class:`MultiprocessCollector`; weights are put into the object store once
+            a version, and each action is chosen by one version.
+        num_workers: actors; with a list of factories, as many as those.
+        mode: ``"sync"`` or ``"async"``.
+        actors: where Ray is, and what its actors need; see :class:`Actors`.
+        supervision: how workers are watched, and replaced; see :class:`Supervision`.
+        more: the fields of such objects as keywords: ``address="auto"``.
+
+    Raises:
+        MissingExtra: Ray is not installed.
+        ArgumentError: also where no cluster answers at the address.
+        EnvironmentRefused, PolicyError, StorageError: before any file changes.
+        WorkerError: a worker failed, here or while iterating; what was committed is safe.
+    """
+
+    _options: ActorOptions
+
+    def __init__(
+        self,
+        create_env_fn: str | Factory | Sequence[Factory],
+        policy: Policies | None = None,
+        *,
+        frames_per_batch: int,
+        total_frames: int | None = None,
+        num_envs: int | None = None,
+        num_workers: int | None = None,
+        mode: Mode = "sync",
+        seed: int | None = None,
+        storage: StorageLike | None = None,
+        device: DeviceLike = None,
+        total_episodes: int | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
+        resume: Resume = False,
+        replay_buffer: ReplayBuffer | None = None,
+        layout: LayoutName | Layout = "rows",
+        surplus: Surplus = "carry",
+        init_random_frames: int = 0,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        max_frames_per_traj: int | None = None,
+        reset_at_each_iter: bool = False,
+        postproc: Postproc | None = None,
+        columns: Columns | None = None,
+        checks: Checks | None = None,
+        devices: Devices | None = None,
+        resets: Resets | None = None,
+        shard: Shard | str | None = None,
+        actors: Actors | None = None,
+        supervision: Supervision | None = None,
+        **more: Unpack[MoreOfActors],
+    ) -> None:
+        needs("ray", "ray", "actors of RayCollector")
+        options = ActorOptions.of(locals())
+        self._start(create_env_fn, policy, num_workers, options, replay_buffer, storage, resume)
+
+    def _threads_of(self, options: Any) -> int:
+        return max(1, int((options.actors.actor_options or {}).get("num_cpus", 1)))
+
+    def _transport_of(self, jobs: Sequence[bytes], options: Any) -> Transport[Any]:
+        # Ray is an extra, and takes a second to import.
+        from tallyroll.collector.workers.ray.transport import RayTransport
+
+        self._actors = RayTransport(jobs, options.actors)
+        return self._actors
+
+    def _transport_call(self) -> dict[str, Any]:
+        return {"transport": "ray", "nodes": self._actors.nodes}
+
+    def _close_source(self) -> None:
+        try:
+            super()._close_source()
+        finally:
+            if hasattr(self, "_actors"):
+                self._actors.close()
+
+
+def _check_part_stepping(options: SupervisedOptions, reset_slots: bool, workers: int) -> None:
     if options.surplus == "never_step" and reset_slots and workers > 1:
         raise ArgumentError(
             'surplus="never_step" with several workers needs autoreset to be disabled: a lane that '

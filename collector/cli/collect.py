@@ -28,13 +28,13 @@ from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_outpu
 from tallyroll.collector.cli.progress import Display, shown_progress
 from tallyroll.collector.envs import registry
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.multiprocess import MultiprocessCollector
+from tallyroll.collector.multiprocess import MultiprocessCollector, RayCollector
 from tallyroll.collector.options.draws import Draw
 from tallyroll.collector.options.draws import parsed as parsed_draw
 from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
-from tallyroll.collector.workers.unblocked_output import (
+from tallyroll.collector.workers.local.unblocked_output import (
     drop_output,
     output_dropped,
     wait_no_more,
@@ -296,10 +296,11 @@ class CollectRun:
             arguments["num_workers"] = plan.workers
             arguments["on_worker_death"] = "respawn" if plan.respawns else "raise"
             arguments["max_respawns"] = plan.respawns or 0
-            same += ["mode", "transport", "step_timeout"]
+            same += ["mode", "step_timeout", "address" if plan.by_ray else "transport"]
         # What is left out is as the collector has it.
         arguments |= {name: value for name, value in plan.as_dict().items() if name in same}
-        make = MultiprocessCollector if plan.workers else SyncCollector
+        with_workers = RayCollector if plan.by_ray else MultiprocessCollector
+        make = with_workers if plan.workers else SyncCollector
         return make(env, policy, **arguments)
 
     def _budget(self, collector: Collector) -> tuple[int, int]:
@@ -486,10 +487,12 @@ def wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
             f"--workers: expected at most as many as there are lanes{of}, {plan.own_lanes}, got "
             f"{plan.workers}; give fewer, or a larger --num-envs"
         )
-    for name in ("mode", "transport", "respawns", "step_timeout"):
+    for name in ("mode", "transport", "address", "respawns", "step_timeout"):
         if not plan.workers and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             return f"{option} is for workers, and there are none; give --workers"
+    if args.address is not None and not plan.by_ray:
+        return "--address is for --transport ray; give it, or leave --address out"
     if plan.transport == "thread" and plan.respawns and plan.step_timeout:
         return (
             "--transport thread: a thread that hangs cannot be ended and replaced; leave out "

@@ -301,10 +301,13 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "sync: workers advance together, and the rows are those of one process; async: no "
         "worker waits for another, rows are stored in order of arrival, and which rows differs "
         "from run to run (default: sync)"),
-    "--transport": (("process", "thread"), "",
+    "--transport": (("process", "thread", "ray"), "",
         "process: workers are processes; thread: threads of the command's own process, for "
-        "environments that wait and release the interpreter; one that hangs cannot be replaced "
-        "(default: process)"),
+        "environments that wait and release the interpreter; one that hangs cannot be replaced; "
+        "ray: actors of a Ray cluster (default: process)"),
+    "--address": (str, "ADDRESS",
+        "with --transport ray: local (Ray is started for this run), auto, or HOST:PORT of a "
+        "cluster (default: local)"),
     "--respawns": (_count, "R",
         "replace workers that raise, die or hang, R times in all (default: 0, the run ends "
         "with an error)"),
@@ -485,7 +488,8 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add(source, "--reset-seeds", default=None)
     _add(parser.add_argument_group("shards", texts.COLLECT_SHARDS), "--shard")
     workers = parser.add_argument_group("workers", texts.COLLECT_WORKERS)
-    _add(workers, "--workers", "--mode", "--transport", "--respawns", "--step-timeout")
+    _add(workers, "--workers", "--mode", "--transport", "--address", "--respawns")
+    _add(workers, "--step-timeout")
     storage = parser.add_argument_group("storage", texts.COLLECT_STORAGE)
     _add(storage, "--format", "--durability", "--max-size", "--frames-per-batch", "--finalize")
     _add(parser.add_argument_group("checks of what is collected"), "--validate", "--finals")

@@ -57,6 +57,7 @@ class Plan:
     workers: int | None = None
     mode: str | None = None
     transport: str | None = None
+    address: str | None = None
     respawns: int | None = None
     step_timeout: int | float | None = None
     durability: str | None = None
@@ -101,6 +102,11 @@ class Plan:
         if self.frames is not None or self.episodes is not None:
             other = replace(other, frames=None, episodes=None)
         return replace(other, **self.as_dict())
+
+    @property
+    def by_ray(self) -> bool:
+        """Workers are actors of a Ray cluster."""
+        return self.transport == "ray"
 
     @property
     def lanes(self) -> int:

@@ -3,13 +3,14 @@
 from typing import Final
 
 BOARD_WORDS: Final = 8
-FILLED, HALT, COUNTED, LEASE = range(4)
+FILLED, HALT, COUNTED, LEASE, STEPPED = range(5)
 """Positions of the words on a board:
 
 * the slots of the slab that are complete;
 * not 0: end after the step under way, for good (`STOP`), or to go on later (`PAUSE`);
 * counts so far of a lease: ``slots << 32 | transitions``, one word, never half written;
-* the number of the lease that was begun last.
+* the number of the lease that was begun last;
+* of a worker whose rows come with its answers: the slots that it filled, known before they come.
 """
 STOP: Final = 1
 PAUSE: Final = 2

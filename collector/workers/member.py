@@ -37,7 +37,7 @@ class Member:
     """Questions that it has not answered yet."""
     since: float = 0.0
     """When it was asked, or made progress last."""
-    filled: int = field(default=0, repr=False)
+    filled: tuple[int, int] = field(default=(0, 0), repr=False)
 
     @property
     def who(self) -> str:

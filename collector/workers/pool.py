@@ -10,7 +10,15 @@ from typing import Any
 
 from tallyroll.collector.errors import WorkerError
 from tallyroll.collector.rollout.os_signals import admitted, are_deferred
-from tallyroll.collector.slab.progress import BOARD_WORDS, FILLED, HALT, PAUSE, STOP, new_board
+from tallyroll.collector.slab.progress import (
+    BOARD_WORDS,
+    FILLED,
+    HALT,
+    PAUSE,
+    STEPPED,
+    STOP,
+    new_board,
+)
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
@@ -149,7 +157,7 @@ class WorkerPool:
     def _hangs(self, member: Member) -> bool:
         """Whether it made no progress for as long as it was given."""
         now = time.monotonic()
-        filled = member.board[FILLED]
+        filled = member.board[FILLED], member.board[STEPPED]
         if filled != member.filled:
             member.filled, member.since = filled, now
         timeout = self._timeout(member)

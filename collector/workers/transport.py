@@ -2,7 +2,7 @@
 
 Pool, leases, lockstep, start-up and supervision know workers by this alone. What brings a new
 transport are these protocols, and a name in ``multiprocess.py``; ``local/`` has those of this
-machine.
+machine, ``ray/`` those of a cluster.
 """
 
 from collections.abc import Collection, Sequence

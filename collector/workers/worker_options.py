@@ -5,7 +5,14 @@ from typing import Any, Literal
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options
-from tallyroll.collector.options.checks import not_negative, one_of, or_none, positive, seconds
+from tallyroll.collector.options.checks import (
+    keyword_arguments,
+    not_negative,
+    one_of,
+    or_none,
+    positive,
+    seconds,
+)
 from tallyroll.collector.options.objects import MoreOptions, OptionObject
 
 Mode = Literal["sync", "async"]
@@ -81,32 +88,81 @@ class Processes(OptionObject):
     threads_per_worker: int | None = field(default=None, metadata={"check": or_none(positive)})
 
 
-class MoreOfWorkers(MoreOptions, total=False):
-    """The fields of these objects as keywords of a collector too, for type checkers."""
+def _address(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ArgumentError(f'{name}: expected "local", "auto", HOST:PORT or None, got {value!r}')
+    return value
+
+
+def _interval(name: str, value: Any) -> float:
+    if (checked := seconds(name, value)) is None:
+        raise ArgumentError(f"{name}: expected a number of seconds above 0, got None")
+    return checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actors(OptionObject):
+    """Workers of a :class:`RayCollector`, which are Ray actors: an argument of it.
+
+    Args:
+        address: ``"local"`` starts Ray on this machine, and stops it again; ``"auto"`` or
+            ``HOST:PORT`` connects to a cluster; None takes the connection that this process has,
+            or else is ``"local"``.
+        actor_options: of ``.options()`` of the actors, such as ``num_cpus`` (1), ``num_gpus``,
+            ``resources``, ``scheduling_strategy`` (``"SPREAD"``) and ``runtime_env``.
+        spares: actors that wait beside the workers, so that one which takes the place of another
+            needs no seconds to start; they take the resources of a worker.
+        heartbeat: seconds between two signs of life that an actor is asked for. One that gives
+            none five times counts as dead.
+
+    Raises:
+        ArgumentError: one of them cannot be right.
+    """
+
+    address: str | None = field(default=None, metadata={"check": or_none(_address)})
+    actor_options: dict[str, Any] | None = field(
+        default=None, metadata={"check": or_none(keyword_arguments)}
+    )
+    spares: int = field(default=1, metadata={"check": not_negative})
+    heartbeat: float = field(default=1.0, metadata={"check": _interval})
+
+
+class MoreOfSupervision(MoreOptions, total=False):
+    """The fields of :class:`Supervision` as keywords of a collector too, for type checkers."""
 
     on_worker_death: OnDeath
     max_respawns: int
     step_timeout: float | None
     start_timeout: float | None
+
+
+class MoreOfWorkers(MoreOfSupervision, total=False):
+    """With those of :class:`Processes`."""
+
     mp_start_method: str
     threads_per_worker: int | None
 
 
+class MoreOfActors(MoreOfSupervision, total=False):
+    """With those of :class:`Actors`."""
+
+    address: str | None
+    actor_options: dict[str, Any] | None
+    spares: int
+    heartbeat: float
+
+
 @dataclass(frozen=True)
-class WorkerOptions(Options):
-    """Arguments of a collector with workers."""
+class SupervisedOptions(Options):
+    """Arguments of a collector with workers, whatever they are."""
 
     mode: Mode
-    transport: TransportName
-    processes: Processes
     supervision: Supervision
 
     def _refuse_contradictions(self, given: Any) -> None:
         super()._refuse_contradictions(given)
         if self.mode == "async":
             self._refuse_in_async()
-        if self.transport == "thread":
-            self._refuse_in_threads()
 
     def _refuse_in_async(self) -> None:
         if self.reset_at_each_iter:
@@ -119,6 +175,26 @@ class WorkerOptions(Options):
                 'surplus="discard" needs mode="sync": in async mode there is no last step of a '
                 'batch; use "carry" or "never_step"'
             )
+
+
+@dataclass(frozen=True)
+class ActorOptions(SupervisedOptions):
+    """Arguments of a collector whose workers are Ray actors."""
+
+    actors: Actors
+
+
+@dataclass(frozen=True)
+class WorkerOptions(SupervisedOptions):
+    """Arguments of a collector whose workers are processes or threads."""
+
+    transport: TransportName
+    processes: Processes
+
+    def _refuse_contradictions(self, given: Any) -> None:
+        super()._refuse_contradictions(given)
+        if self.transport == "thread":
+            self._refuse_in_threads()
 
     def _refuse_in_threads(self) -> None:
         if self.processes.threads_per_worker is not None:

@@ -23,6 +23,7 @@ FOLDERS = ("collector", "storage")
 # The public names, pinned: changing them is a decision, not an accident. Errors come on top.
 PUBLIC: dict[str, set[str]] = {
     "tallyroll.collector": {
+        "Actors",
         "Checks",
         "Columns",
         "Devices",
@@ -38,6 +39,7 @@ PUBLIC: dict[str, set[str]] = {
         "MultiprocessCollector",
         "OnePolicy",
         "Processes",
+        "RayCollector",
         "ReplayReport",
         "Resets",
         "RunLog",

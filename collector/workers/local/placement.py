@@ -61,8 +61,14 @@ class Blocks:
         if share.segments:
             slots = share.stride * share.segments
             return self._slab(self._memory[worker], slots, len(lanes), lanes.start)
-        part = {k: piece[:, lanes.start : lanes.stop] for k, piece in self._memory[0].items()}
-        return self._slab(part, share.slots, len(lanes), lanes.start)
+        return self._slab(self.memory_of(worker), share.slots, len(lanes), lanes.start)
+
+    def memory_of(self, worker: int) -> Memory:
+        """The memory of the slab that a worker fills."""
+        share, lanes = self._share, self._share.of(worker)
+        if share.segments:
+            return self._memory[worker]
+        return {k: piece[:, lanes.start : lanes.stop] for k, piece in self._memory[0].items()}
 
     def actions(self, worker: int) -> NDArray[Any] | None:
         """``[slot, lane, ...]``, where the slab of a worker has its actions in an array."""

@@ -11,7 +11,7 @@ from tallyroll.collector.compat import run_exit_functions
 from tallyroll.collector.workers.local.lifetime import end_with_parent
 from tallyroll.collector.workers.local.memory import Arena
 from tallyroll.collector.workers.local.pipes import PipeChannel
-from tallyroll.collector.workers.unblocked_output import drop_output
+from tallyroll.collector.workers.local.unblocked_output import drop_output
 from tallyroll.collector.workers.worker import work
 
 

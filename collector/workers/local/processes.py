@@ -19,9 +19,9 @@ from tallyroll.collector.workers.local.memory import Arena
 from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace, Waiting
 from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.local.process_main import main
+from tallyroll.collector.workers.local.unblocked_output import drops_output
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
-from tallyroll.collector.workers.unblocked_output import drops_output
 
 _END_SECONDS = 2.0
 """How long a process that was killed may take to be gone."""

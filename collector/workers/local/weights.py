@@ -64,11 +64,19 @@ class SharedWeights:
         """
         if version < 0:
             raise ArgumentError(f"version: expected an integer of at least 0, got {version}")
-        sources = self._tensors(module)
+        self.publish_tensors(self._tensors(module), version)
+
+    def publish_tensors(self, sources: list[torch.Tensor], version: int) -> None:
+        """Make tensors, in the order of :attr:`current`, the current weights."""
         with self._lock.writing():
             spare = 1 - (self._word[0] & 1)
             _copy(self._copies[spare], sources)
             self._word[0] = 2 * (version + 1) + spare
+
+    @property
+    def current(self) -> list[torch.Tensor]:
+        """The weights that were published last; this process alone may publish meanwhile."""
+        return self._copies[self._word[0] & 1]
 
     def load_into(self, module: object) -> int:
         """Copy the current weights into the tensors of ``module``, in place.

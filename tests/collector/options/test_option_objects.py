@@ -6,6 +6,7 @@ import inspect
 import pickle
 import pydoc
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, fields, replace
 from functools import partial
@@ -20,14 +21,17 @@ from reset_kit import Weather
 from tensordict import TensorDictBase
 
 from tallyroll.collector import (
+    Actors,
     ArgumentError,
     Checks,
     Columns,
     Devices,
     Info,
     Layout,
+    MissingExtra,
     MultiprocessCollector,
     Processes,
+    RayCollector,
     Resets,
     Supervision,
     SyncCollector,
@@ -38,7 +42,12 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.options.objects import MoreOptions, keywords_of
 from tallyroll.collector.torchrl import Collector as TorchRLCollector
 from tallyroll.collector.torchrl import MultiSyncCollector
-from tallyroll.collector.workers.worker_options import MoreOfWorkers, WorkerOptions
+from tallyroll.collector.workers.worker_options import (
+    ActorOptions,
+    MoreOfActors,
+    MoreOfWorkers,
+    WorkerOptions,
+)
 
 from collect_kit import ByObservation, assert_same
 from oracles import OracleTorchEnv, make_oracle_vec
@@ -52,6 +61,7 @@ SHARED = {
     "layout": Layout,
 }
 OF_WORKERS = {"processes": Processes, "supervision": Supervision}
+OF_ACTORS = {"actors": Actors, "supervision": Supervision}
 RUN: dict[str, Any] = {"frames_per_batch": 7, "total_frames": 20}
 LENGTHS = (3, 5)
 
@@ -70,7 +80,8 @@ def options_of(collector: Any = SyncCollector, **given: Any) -> Options:
     """The options of a call, without an environment."""
     bound = inspect.signature(collector).bind(None, **RUN | given)
     bound.apply_defaults()
-    kind = Options if collector is SyncCollector else WorkerOptions
+    kinds = {SyncCollector: Options, RayCollector: ActorOptions}
+    kind = kinds.get(collector, WorkerOptions)
     return kind.of(bound.arguments)
 
 
@@ -85,12 +96,13 @@ def described(collector: type) -> list[str]:
 
 def test_collectors_state_options_alike() -> None:
     one = inspect.signature(SyncCollector).parameters
-    many = inspect.signature(MultiprocessCollector).parameters
     shared = [name for name in one if name not in ("create_env_fn", "more")]
-    assert [name for name in many if name in shared] == shared
-    assert all(one[name] == many[name] for name in shared)
     assert described(SyncCollector) == [*one]
-    assert set(described(MultiprocessCollector)) == {*many} - {*shared} | {"policy"}
+    for collector in (MultiprocessCollector, RayCollector):
+        many = inspect.signature(collector).parameters
+        assert [name for name in many if name in shared] == shared
+        assert all(one[name] == many[name] for name in shared)
+        assert set(described(collector)) == {*many} - {*shared} | {"policy"}
     options = [each.name for each in fields(Options) if each.init]
     assert [name for name in shared if name in options] == options
     assert len(one) <= 25
@@ -105,8 +117,10 @@ def test_type_checkers_are_told_of_each_field_as_a_keyword() -> None:
 
     assert get_type_hints(MoreOptions) == hints(SHARED)
     assert get_type_hints(MoreOfWorkers) == hints(SHARED | OF_WORKERS)
+    assert get_type_hints(MoreOfActors) == hints(SHARED | OF_ACTORS)
     assert Options.keywords() == {*MoreOptions.__annotations__, "layout"}
     assert WorkerOptions.keywords() == {*MoreOfWorkers.__annotations__, "layout"}
+    assert ActorOptions.keywords() == {*MoreOfActors.__annotations__, "layout"}
 
 
 # --- by object as by keyword --------------------------------------------------------------------
@@ -257,6 +271,36 @@ def test_threads_of_processes_stand_in_for_those_of_torchrl(workers_in_threads: 
         assert collector._options.processes == processes
     with pytest.raises(ArgumentError, match=r"^threads_per_worker: expected in one place"):
         MultiSyncCollector([torch_env], ByObservation(), **run, num_sub_threads=1)
+
+
+def test_objects_of_actors_do_what_their_keywords_do() -> None:
+    keywords: dict[str, Any] = {
+        "address": "auto",
+        "actor_options": {"num_cpus": 2},
+        "spares": 3,
+        "heartbeat": 2,
+    }
+    supervised = {*get_type_hints(Supervision)} & {*MoreOfActors.__annotations__}
+    assert {*keywords} == {*MoreOfActors.__annotations__} - {
+        *MoreOptions.__annotations__,
+        *supervised,
+    }
+    actors = Actors(address="auto", actor_options={"num_cpus": 2}, spares=3, heartbeat=2.0)
+    plain = options_of(RayCollector)
+    for given in (keywords, {"actors": actors}):
+        assert options_of(RayCollector, **given) == replace(plain, actors=actors) != plain
+    with pytest.raises(ArgumentError, match=r"^spares: expected in one place"):
+        options_of(RayCollector, actors=actors, spares=3)
+    with pytest.raises(UnknownArgument, match="mp_start_method"):
+        options_of(RayCollector, mp_start_method="spawn")
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(
+        MissingExtra, match=r"^actors of RayCollector need the package ray, .*\[ray\]'"
+    ):
+        RayCollector("CartPole-v1", num_workers=2, **RUN)
 
 
 # --- what is refused ----------------------------------------------------------------------------
