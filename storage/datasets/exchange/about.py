@@ -1,4 +1,4 @@
-"""The text that travels beside rows: their columns, the storage and the runs that they are of. Pure."""
+"""The text that travels beside rows: their columns, their storage and its runs. Pure."""
 
 from __future__ import annotations
 
