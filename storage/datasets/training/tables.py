@@ -95,11 +95,11 @@ def _name(column: Column) -> str:
     return ".".join(column.key)
 
 
-def imported(name: str, extra: str) -> ModuleType:
+def imported(name: str, extra: str, what: str = "a table") -> ModuleType:
     """Return a library that an extra installs; raise MissingLibrary where it is not."""
     try:
         return __import__(name)
     except ImportError as error:
         raise MissingLibrary(
-            f"a table needs {name}, which is not installed: pip install 'tallyroll[{extra}]'"
+            f"{what} needs {name}, which is not installed: pip install 'tallyroll[{extra}]'"
         ) from error

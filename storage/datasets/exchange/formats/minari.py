@@ -71,7 +71,7 @@ class MinariFormat(ExchangeFormat):
 
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write one episode after the other."""
-        minari = imported("minari", "minari")
+        minari = imported("minari", "minari", "an export to Minari")
         roles = Roles.of(rows.schema, self.name)
         data = place / _DATA
         data.mkdir(parents=True)
