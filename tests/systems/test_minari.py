@@ -137,6 +137,15 @@ def test_datasets_reads_a_folder_for_the_hub(source: Path, tmp_path: Path) -> No
             np.testing.assert_array_equal(table["collector.traj_ids"], ids)
 
 
+def test_polars_reads_parquet(source: Path, tmp_path: Path) -> None:
+    polars = pytest.importorskip("polars")
+    with open_storage(source) as storage:
+        storage.export(tmp_path / "rows.parquet", "parquet")
+        found, rows = polars.read_parquet(tmp_path / "rows.parquet"), storage.get(slice(None))
+    np.testing.assert_array_equal(found["observation"].to_numpy(), rows["observation"])
+    np.testing.assert_array_equal(found["next.reward"].to_numpy(), rows["next", "reward"])
+
+
 def test_one_format_after_the_other_gives_the_rows_back(source: Path, tmp_path: Path) -> None:
     with open_storage(source) as storage:
         storage.export(tmp_path / "minari", "minari")

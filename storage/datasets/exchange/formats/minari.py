@@ -71,7 +71,7 @@ class MinariFormat(ExchangeFormat):
 
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write one episode after the other."""
-        minari = needed("minari", "minari", "the format needs")
+        minari = needed("minari", "minari", "an export to Minari needs")
         roles = Roles.of(rows.schema, self.name)
         data = place / _DATA
         data.mkdir(parents=True)

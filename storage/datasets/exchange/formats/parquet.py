@@ -52,7 +52,7 @@ class ParquetFormat(ExchangeFormat):
 
 def write_parquet(rows: Outgoing, place_of: Any, groups: int | None = None) -> int:
     """Write rows to files, of so many groups each (None: one file); return how many files."""
-    arrow, parquet = needed("pyarrow", "arrow", "the format needs"), _parquet()
+    arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), _parquet()
     kinds = arrow_schema(arrow, rows.schema, rows.about)
     writer: Any = None
     files = written = 0
@@ -78,7 +78,7 @@ def write_parquet(rows: Outgoing, place_of: Any, groups: int | None = None) -> i
 def _parquet() -> Any:
     import importlib
 
-    needed("pyarrow", "arrow", "the format needs")
+    needed("pyarrow", "arrow", "Parquet needs")
     return importlib.import_module("pyarrow.parquet")
 
 
@@ -95,7 +95,7 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
     Raises:
         InvalidDataset: they are damaged, or no Parquet.
     """
-    arrow, parquet = needed("pyarrow", "arrow", "the format needs"), _parquet()
+    arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), _parquet()
     files = [_opened(arrow, parquet, each, place, stack) for each in places]
     if not files:
         raise refused(place, "it has no Parquet file")

@@ -69,14 +69,6 @@ def test_arrow_and_pandas_read_parquet(source: DiskStorage, tmp_path: Path) -> N
     np.testing.assert_array_equal(np.stack(frame["observation"]), rows["observation"])
 
 
-def test_polars_reads_parquet(source: DiskStorage, tmp_path: Path) -> None:
-    polars = pytest.importorskip("polars")
-    source.export(tmp_path / "rows.parquet", "parquet")
-    found = polars.read_parquet(tmp_path / "rows.parquet")
-    rows = source.get(slice(None))
-    np.testing.assert_array_equal(found["observation"].to_numpy(), rows["observation"])
-
-
 def test_a_table_of_arrow(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
