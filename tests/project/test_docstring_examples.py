@@ -36,6 +36,7 @@ def test_what_users_meet_first_has_examples() -> None:
         "Overlay",
         "Resets",
         "RunLog",
+        "S3Options",
         "Shard",
         "SyncCollector",
         "System",
