@@ -55,7 +55,8 @@ def folder_of_ray() -> Iterator[Path]:
     """A folder whose name is short: names of sockets are limited. No process is left after it."""
     assert [name for _, name in socket.if_nameindex()] == ["lo"]
     folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    os.environ["RAY_TMPDIR"] = str(folder)  # or Rays at a time overwrite each other's address
+    (folder / "ray").mkdir()  # where Ray keeps an address, and else another Ray's
+    os.environ["RAY_TMPDIR"] = str(folder)
     try:
         yield folder
     finally:
