@@ -22,7 +22,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.files.paths import translated
+from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.rewind_history import without_runs_from
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT
 from tallyroll.storage.readers.file_reader import FileReader
@@ -379,6 +379,10 @@ class _Verification:
                 return {}
             except FileNotFoundError:
                 pass
+            except PermissionError as error:
+                why = f"those that may be kept cannot be read: {error.strerror}"
+            except OSError as error:
+                raise failed(place.path, error, 0) from error
         self._skipped.setdefault("statistics", why)
         return {}
 

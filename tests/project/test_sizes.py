@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,13 @@ def classes() -> Iterator[tuple[str, int, int]]:
                     methods = sum(isinstance(each, ast.FunctionDef) for each in node.body)
                     name = f"{file.relative_to(ROOT)}:{node.name}"
                     yield name, node.end_lineno - node.lineno + 1, methods
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Pytest takes the second for the first: they are modules without packages."""
+    files = {*(ROOT / "tests").rglob("test_*.py")} - {*(ROOT / "tests/systems").rglob("*.py")}
+    names = Counter(each.name for each in files)
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_folder_has_more_than_16_entries() -> None:

@@ -287,7 +287,7 @@ USAGE = {
     "--frames 5 --step-timeout nan": "argument --step-timeout: expected a number of seconds",
     "--frames 5 --num-envs 2 --workers 3": "--workers: expected at most as many as there are "
     "lanes, 2, got 3; give fewer, or a larger --num-envs",
-    "--frames 5 --workers 1 --transport fiber": "--transport: expected process or thread, got "
+    "--frames 5 --workers 1 --transport fiber": "--transport: expected process, thread or ray, got "
     "'fiber'",
     "--frames 5 --transport thread": "--transport is for workers, and there are none; give --work",
     "--frames 5 --workers 1 --transport thread --respawns 1 --step-timeout 2": (
