@@ -144,6 +144,7 @@ def test_workers_of_a_data_loader_open_it_by_its_address(local: Path) -> None:
         assert torch.equal(seen, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX's, where a test loaded it
 def test_a_forked_child_is_refused_at_once(local: Path) -> None:
     with open_storage(ADDRESS, s3=SMALL) as found:
         found.get([0])
