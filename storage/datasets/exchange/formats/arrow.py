@@ -19,7 +19,6 @@ from tallyroll.storage.rows.schema import Column, Schema
 
 ABOUT = b"tallyroll"
 """The key of our text in the metadata of a table."""
-_LARGEST_LIST = 2**31 - 1
 
 
 def names_of(schema: Schema) -> list[str]:
