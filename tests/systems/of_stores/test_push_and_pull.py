@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 
 import pytest
@@ -265,6 +265,15 @@ def test_the_commands(
         main(["push", str(packed), address, "--patience", "0"])
 
 
+def kill_after(requests: int, asked: Sized, process: subprocess.Popen[bytes]) -> None:
+    """Kill a process once it has made so many requests, if it does not end before."""
+    end = time.monotonic() + 30
+    while len(asked) < requests and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
 def started(url: str, call: str) -> subprocess.Popen[bytes]:
     """Start a process of its own, which says when it begins."""
     code = f"from tallyroll.storage import pull, push\nprint(flush=True)\n{call}\nprint(flush=True)"
@@ -289,12 +298,7 @@ def test_a_killed_push_leaves_a_part_that_says_so_or_the_whole(
         pick, place = random.Random(seed), f"{address}/{seed}"
         with proxy.planned(lambda asked: Fault(seconds=0.02)) as asked:
             pusher = started(proxy.url, f"push({str(packed)!r}, {place!r})")
-            stop = pick.randrange(1, 52)
-            end = time.monotonic() + 30
-            while len(asked) < stop and pusher.poll() is None and time.monotonic() < end:
-                time.sleep(0.001)
-            pusher.send_signal(signal.SIGKILL)
-            pusher.communicate()
+            kill_after(pick.randrange(1, 52), asked, pusher)
         try:
             with open_storage(place) as there:
                 assert content_hash(there) == wanted, f"kill {seed}"
@@ -320,12 +324,7 @@ def test_a_killed_pull_leaves_nothing_or_the_whole(
         pick = random.Random(seed)
         with proxy.planned(lambda asked: Fault(seconds=0.02)) as asked:
             puller = started(proxy.url, f"pull({address!r}, {str(place)!r})")
-            stop = pick.randrange(1, 55)
-            end = time.monotonic() + 30
-            while len(asked) < stop and puller.poll() is None and time.monotonic() < end:
-                time.sleep(0.001)
-            puller.send_signal(signal.SIGKILL)
-            puller.communicate()
+            kill_after(pick.randrange(1, 55), asked, puller)
         found.append(place.exists())
         if found[-1]:
             with open_storage(place) as pulled:
