@@ -325,7 +325,7 @@ def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
         return
     reader, rows = _there(reader, np.asarray(block))
     if isinstance(reader, UnionReader):
-        reader.require_there(reader.parts(rows))
+        reader.require_rows(rows)
     elif int(rows.min()) < (first := reader.span.start):
         raise Overrun(
             f"{reader.path} is a ring, and its writer has overwritten row {int(rows.min())} before "

@@ -84,7 +84,7 @@ class JoinedMaps:
         except (OSError, ValueError, StorageError):
             return None  # each member is read by itself, and says what is wrong with it
 
-    def slots_of(self, rows: np.ndarray, member: np.ndarray) -> Any:
+    def _slots_of(self, rows: np.ndarray, member: np.ndarray) -> Any:
         """Return the slots of rows [*] of the union, by the ``member`` [*] that has each."""
         if self._rings is None:
             return rows + self._to_slots[member]
@@ -92,8 +92,17 @@ class JoinedMaps:
         own = np.where(rings > 0, own % np.maximum(rings, 1), own)
         return own + self._begins[member]
 
-    def gather(self, slots: np.ndarray, only: Places | None = None) -> list[np.ndarray]:
-        """Return arrays [*slots.shape, ...] of slots, of every column or of some, from a pool."""
+    def gather(
+        self, rows: np.ndarray, member: np.ndarray, only: Places | None = None
+    ) -> list[np.ndarray]:
+        """Return copies [*rows.shape, ...] of rows, of every column or of some, from a pool.
+
+        Args:
+            rows: their numbers in the union.
+            member: the member that has each.
+            only: the places of the columns; None: all.
+        """
+        slots = self._slots_of(rows, member)
         columns, arrays = self._schema.columns, self._columns.arrays
         if only is not None:
             columns = tuple(columns[place] for place in only)
@@ -108,8 +117,11 @@ class JoinedMaps:
                 array.take(slots, axis=0, out=out, mode="clip")
         return found
 
-    def take(self, place: int, slots: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        """Return the values of one column in slots [*]."""
+    def take(
+        self, place: int, rows: np.ndarray, member: np.ndarray, out: np.ndarray | None
+    ) -> np.ndarray:
+        """Return the values of one column in rows [*]."""
+        slots = self._slots_of(rows, member)
         found: np.ndarray = self._columns.arrays[place].take(slots, axis=0, out=out, mode="clip")
         return found
 

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage.datasets.joined.maps import JoinedMaps
 from tallyroll.storage.datasets.joined.members import Member, joined_runs, joined_schema
+from tallyroll.storage.datasets.joined.packs import JoinedPacks
 from tallyroll.storage.datasets.joined.shards import Shards, shards_of
 from tallyroll.storage.datasets.joined.taken_back import TakenBack, require_kept
 from tallyroll.storage.engine.columns import Places
@@ -59,47 +60,25 @@ class UnionColumn(ColumnReader):
         self._place = union.schema.keys.index(key)
         self._column = union.schema.columns[self._place]
 
-    @cached_property
-    def _own(self) -> list[ColumnReader]:
-        return [each.reader.column(self.key) for each in self._union.members]
-
     @property
     def array(self) -> np.ndarray | None:
         members = self._union.members
         if len(members) > 1 or members[0].reader.ring or self.key == TRAJ_IDS:
             return None
-        array = self._own[0].array
+        array = members[0].reader.column(self.key).array
         return None if array is None else array[: len(members[0].rows)]
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        found = self._union.taken_at_once(self._place, rows, out)
-        return self.taken(self._union.parts(rows), rows, out) if found is None else found
-
-    def taken(
-        self, parts: Sequence[Part], rows: np.ndarray, out: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Copy the values of ``rows``, of which ``parts`` says in which member they are."""
-        column, own = self._column, self._own
-        if len(parts) == 1:
-            found = own[parts[0].member].take(parts[0].rows.reshape(rows.shape), out)
-        else:
-            shape = (*rows.shape, *column.shape)
-            found = np.empty(shape, column.numpy_dtype) if out is None else out
-            flat = found.reshape(rows.size, *column.shape)
-            for part in parts:
-                flat[part.at] = own[part.member].take(part.rows)
-        if self.key == TRAJ_IDS:
-            flat = found.reshape(rows.size)
-            for part in parts:
-                if move := self._union.ids_moved_by[part.member]:
-                    flat[part.at] += move
-        self._union.require_there(parts)
-        return found
+        found = self._union.taken(self._place, rows, out)
+        if out is None or found is out:
+            return found
+        out[...] = found
+        return out
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         pieces = []
         for number, rows in self._union.stretches(start, stop):
-            piece = self._own[number].slice(rows.start, rows.stop)
+            piece = self._union.piece(self._place, number, rows)
             if self.key == TRAJ_IDS and (move := self._union.ids_moved_by[number]):
                 piece = piece + piece.dtype.type(move)
             pieces.append(piece)
@@ -272,6 +251,8 @@ class UnionReader(RowReader):
 
     def close(self) -> None:
         super().close()
+        if isinstance(joined := vars(self).get("_joined"), JoinedPacks):
+            joined.close()
         for each in self.members:
             each.reader.close()
 
@@ -321,12 +302,12 @@ class UnionReader(RowReader):
 
     def _ids_of(self, number: int) -> np.ndarray:
         """Return the ids of a member's trajectories, each once, ascending."""
-        member = self.members[number]
-        column, span = member.reader.column(TRAJ_IDS), member.span
-        found = [np.empty(0, np.int64)]
+        assert self._ids_place is not None
+        span, found = self.members[number].span, [np.empty(0, np.int64)]
         for start in range(span.start, span.stop, _CHUNK_ROWS):
             stop = min(start + _CHUNK_ROWS, span.stop)
-            found.append(_once(numbers_of(column.slice(start, stop))))
+            ids = self.piece(self._ids_place, number, range(start, stop))
+            found.append(_once(numbers_of(ids)))
         self.require_left(number, span.start)
         return np.unique(np.concatenate(found))
 
@@ -350,50 +331,84 @@ class UnionReader(RowReader):
         return found
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
-        keys = self.keys if keys is None else keys
-        if self._joined is not None:
-            only = tuple(self.keys.index(key) for key in keys)
-            return self._gathered(rows, None if only == self._all else only)
-        parts = self.parts(rows)
-        return [self.column(key).taken(parts, rows) for key in keys]
+        only = None if keys is None else tuple(self.keys.index(key) for key in keys)
+        return self._gathered(rows, None if only == self._all else only)
 
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
         if isinstance(rows, np.ndarray):
-            if self._joined is not None:
-                return self._gathered(rows, None)
-            return self.copies(rows)
-        known: dict[int, list[Part]] = {}  # many are the same
-        for each in rows:
-            if id(each) not in known:
-                known[id(each)] = self.parts(each)
-        pairs = zip(self.keys, rows, strict=True)
-        return [self.column(key).taken(known[id(at)], at) for key, at in pairs]
+            return self._gathered(rows, None)
+        alike: dict[int, list[int]] = {}  # many are the same
+        for place, each in enumerate(rows):
+            alike.setdefault(id(each), []).append(place)
+        found: dict[int, np.ndarray] = {}
+        for places in alike.values():
+            values = self._gathered(rows[places[0]], tuple(places))
+            found.update(zip(places, values, strict=True))
+        return [found[place] for place in self._all]
 
     def _gathered(self, rows: np.ndarray, only: Places | None) -> list[np.ndarray]:
-        """Copy rows of memory-mapped members, of all columns or of some."""
-        assert self._joined is not None
+        """Copy rows, of all columns or of some."""
         self.require_open()
-        of = self._starts.searchsorted(rows, "right") - 1
-        found = self._joined.gather(self._joined.slots_of(rows, of), only)
+        of = self._member_of(rows)
         places = self._all if only is None else only
+        if self._joined is not None:
+            found = self._joined.gather(rows, of, only)
+        else:
+            found = self._by_member(rows, places)
         if self._ids_place in places:
             self._move_ids(found[places.index(self._ids_place)], of)
         self._require_left(rows, of)
         return found
 
-    def taken_at_once(
-        self, place: int, rows: np.ndarray, out: np.ndarray | None
-    ) -> np.ndarray | None:
-        """Copy rows of one column, if all members are memory-mapped; else return None."""
+    def _by_member(self, rows: np.ndarray, places: Places) -> list[np.ndarray]:
+        """Copy rows, those of a member by one call."""
+        keys = [self._keys[place] for place in places]
+        parts = self.parts(rows)
+        if len(parts) == 1:
+            part = parts[0]
+            return self.members[part.member].reader.copies(part.rows.reshape(rows.shape), keys)
+        found = [
+            np.empty((rows.size, *column.shape), column.numpy_dtype)
+            for column in map(self._schema.columns.__getitem__, places)
+        ]
+        for part in parts:
+            values = self.members[part.member].reader.copies(part.rows, keys)
+            for every, some in zip(found, values, strict=True):
+                every[part.at] = some
+        return [each.reshape(*rows.shape, *each.shape[1:]) for each in found]
+
+    def taken(self, place: int, rows: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        """Copy rows of one column, to ``out`` where that can be."""
         if self._joined is None:
-            return None
+            return self._gathered(rows, (place,))[0]
         self.require_open()
-        of = self._starts.searchsorted(rows, "right") - 1
-        found = self._joined.take(place, self._joined.slots_of(rows, of), out)
+        of = self._member_of(rows)
+        found = self._joined.take(place, rows, of, out)
         if place == self._ids_place:
             self._move_ids(found, of)
         self._require_left(rows, of)
         return found
+
+    def piece(self, place: int, number: int, rows: range) -> np.ndarray:
+        """Return the values of one column in rows of one member, by their numbers there."""
+        if isinstance(self._joined, JoinedPacks):
+            by = self.members[number].moved_by
+            return self._joined.slice(place, range(rows.start + by, rows.stop + by), number)
+        column = self.members[number].reader.column(self._keys[place])
+        return column.slice(rows.start, rows.stop)
+
+    def _member_of(self, rows: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self._starts.searchsorted(rows, "right") - 1
+        return found
+
+    def require_rows(self, rows: np.ndarray) -> None:
+        """Raise an error if rows that were just read are not those of the union any more.
+
+        Raises:
+            Overrun: a ring's writer has overwritten them.
+            StateMismatch: rows were taken back.
+        """
+        self._require_left(rows, self._member_of(rows))
 
     def _move_ids(self, ids: np.ndarray, of: np.ndarray) -> None:
         if any(self.ids_moved_by):
@@ -410,8 +425,10 @@ class UnionReader(RowReader):
         return np.array(self.ids_moved_by, np.int64)
 
     @cached_property
-    def _joined(self) -> JoinedMaps | None:
-        return JoinedMaps.of(self.members, self._schema)
+    def _joined(self) -> JoinedMaps | JoinedPacks | None:
+        """The columns of all members as one; None: each is read by itself."""
+        found = JoinedMaps.of(self.members, self._schema)
+        return found or JoinedPacks.of(self.members, self._schema)
 
     def parts(self, rows: np.ndarray) -> list[Part]:
         """Return the rows [*] of each member that has some, of those that are wanted."""
@@ -419,7 +436,7 @@ class UnionReader(RowReader):
         flat = rows.reshape(-1)
         if len(self.members) == 1:
             return [Part(0, slice(None), flat - self._moves[0])]
-        of = self._starts.searchsorted(flat, "right") - 1
+        of = self._member_of(flat)
         own = flat - self._moves[of]
         order = of.argsort(kind="stable")
         ends = np.bincount(of, minlength=len(self.members)).cumsum()
@@ -438,14 +455,6 @@ class UnionReader(RowReader):
             begin, end = max(start, each.rows.start), min(stop, each.rows.stop)
             if begin < end:
                 yield number, range(begin - each.moved_by, end - each.moved_by)
-
-    def require_there(self, parts: Sequence[Part]) -> None:
-        """Raise an error if rows that were just read are not those of the union any more."""
-        for part in parts:
-            if len(part.rows):
-                member = self.members[part.member]
-                first = int(part.rows.min()) if member.reader.ring else member.span.start
-                self.require_left(part.member, first)
 
     def require_left(self, number: int, first: int) -> None:
         """Raise an error if rows of a member from ``first`` on are gone.

@@ -42,8 +42,11 @@ class Chunks(Protocol):
     def load(self, where: Any, chunk: int) -> np.ndarray:
         """Decompress a chunk: [chunk_rows, *shape]; called by several threads at a time."""
 
-    def done(self) -> None:
-        """Release what `prepared` opened."""
+    def done(self, *, idle: bool = False) -> None:
+        """Release what `prepared` opened, if nothing has asked for it lately; if ``idle``, all."""
+
+    def another(self) -> Chunks:
+        """Return the same chunks with files of its own, for another cache."""
 
     def close(self) -> None:
         """Close all files."""
@@ -345,6 +348,11 @@ class CachedArray:
         """
         with self._lock:
             self._load([(chunk, None, None)])
+
+    def let_go(self) -> None:
+        """Close the files until rows are asked for again."""
+        with self._lock:
+            self.chunks.done(idle=True)
 
     def close(self) -> None:
         """Close the files, and give the memory back."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.schema import Column
+
+Tables: TypeAlias = tuple[np.ndarray | None, np.ndarray | None]
+"""The breaks and the starts of states."""
 
 
 def _as_they_are(found: np.ndarray) -> np.ndarray:
@@ -32,8 +36,26 @@ class Wanted:
     made: Callable[[np.ndarray], np.ndarray] = _as_they_are
 
 
+def copied(wanted: Sequence[Wanted]) -> list[np.ndarray]:
+    """Return the values of columns, those that are made of one array by one call of it.
+
+    What came next after a row is mostly in the chunk that has the row.
+    """
+    found: dict[CachedArray, Iterator[np.ndarray]] = {}
+    for each in wanted:
+        if (array := each.array) not in found:
+            rows = [other.rows for other in wanted if other.array is array]
+            found[array] = iter(array.take_each(rows))
+    return [each.made(next(found[each.array])) for each in wanted]
+
+
 class PackedColumn(ColumnReader):
     """A column of packed rows, which come from an array."""
+
+    @property
+    @abstractmethod
+    def source(self) -> CachedArray:
+        """The array that its values are made of."""
 
     @abstractmethod
     def wanted(self, rows: np.ndarray) -> Wanted:
@@ -45,6 +67,10 @@ class RowsColumn(PackedColumn):
 
     def __init__(self, array: CachedArray, first: int) -> None:
         self._array, self._first = array, first
+
+    @property
+    def source(self) -> CachedArray:
+        return self._array
 
     def wanted(self, rows: np.ndarray) -> Wanted:
         return Wanted(self._array, rows - self._first if self._first else rows)
@@ -69,16 +95,20 @@ class States:
     def __init__(
         self, path: object, layout: StatesLayout, array: Callable[[int], CachedArray], rows: int
     ) -> None:
-        self.layout, self._path, self._array, self._rows = layout, path, array, rows
+        self.layout, self.path, self._array, self._rows = layout, path, array, rows
         self._lock = threading.Lock()
-        self._found: tuple[np.ndarray | None, np.ndarray | None] | None = None
+        self._found: Tables | None = None
 
     @property
     def frames(self) -> CachedArray:
         """The array of the frames."""
         return self._array(self.layout.frames)
 
-    def tables(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def frame_of(self, states: np.ndarray) -> np.ndarray:
+        """Return the frames of ``states`` [n] that have one each."""
+        return states
+
+    def tables(self) -> Tables:
         """Return the breaks and the starts, read once.
 
         Raises:
@@ -90,13 +120,13 @@ class States:
                 self._found = self._read()
         return self._found
 
-    def _read(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _read(self) -> Tables:
         layout = self.layout
         breaks, starts = (self._whole(place) for place in (layout.breaks, layout.starts))
         frames = self.frames.layout.rows
         if wrong := what_is_wrong(breaks, starts, self._rows, layout.states, frames, layout.n):
             raise CorruptStorage(
-                f"{self._path} has states that cannot be: {wrong}. Restore it from a copy."
+                f"{self.path} has states that cannot be: {wrong}. Restore it from a copy."
             )
         return breaks, starts
 
@@ -105,8 +135,10 @@ class States:
             return None
         array = self._array(place)
         count, nbytes = array.layout.rows, array.layout.row_nbytes
-        require_memory(3 * count * nbytes, f"where the {count:,} states of {self._path} begin")
-        return array.slice(0, count)
+        require_memory(3 * count * nbytes, f"where the {count:,} states of {self.path} begin")
+        found = array.slice(0, count)
+        array.let_go()  # they are not read again
+        return found
 
 
 class StateColumn(PackedColumn):
@@ -120,26 +152,30 @@ class StateColumn(PackedColumn):
     """
 
     def __init__(self, states: States, column: Column, is_next: bool, first: int) -> None:
-        self._states, self._column, self._is_next = states, column, is_next
-        self._first = first
+        self.states, self.is_next = states, is_next
+        self._column, self._first = column, first
+
+    @property
+    def source(self) -> CachedArray:
+        return self.states.frames
 
     def wanted(self, rows: np.ndarray) -> Wanted:
-        breaks, starts = self._states.tables()
-        state = state_of(rows.reshape(-1) - self._first, breaks, self._is_next)
-        frames = self._states.frames
+        breaks, starts = self.states.tables()
+        state = state_of(rows.reshape(-1) - self._first, breaks, self.is_next)
+        frames = self.states.frames
         if starts is None:
-            return Wanted(frames, state.reshape(rows.shape))
-        at, zeros = frames_of(state, starts, self._states.layout.n)
+            return Wanted(frames, self.states.frame_of(state).reshape(rows.shape))
+        at, zeros = frames_of(state, starts, self.states.layout.n)
         shape = (*rows.shape, *self._column.shape)
         return Wanted(frames, at, lambda found: self._stacked(found, zeros, shape))
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        breaks, starts = self._states.tables()
-        state = state_of(rows.reshape(-1) - self._first, breaks, self._is_next)
-        frames, layout = self._states.frames, self._states.layout
+        breaks, starts = self.states.tables()
+        state = state_of(rows.reshape(-1) - self._first, breaks, self.is_next)
+        frames, layout = self.states.frames, self.states.layout
         shape = (*rows.shape, *self._column.shape)
         if starts is None:
-            return frames.take(state.reshape(rows.shape), out)
+            return frames.take(self.states.frame_of(state).reshape(rows.shape), out)
         at, zeros = frames_of(state, starts, layout.n)
         if out is not None and layout.axis == 0:
             target = out.reshape(*at.shape, *frames.layout.shape)
@@ -158,25 +194,26 @@ class StateColumn(PackedColumn):
     ) -> np.ndarray:
         if zeros.any():
             found[zeros] = 0
-        stacks = stacked(found, self._states.layout.axis).reshape(shape)
+        stacks = stacked(found, self.states.layout.axis).reshape(shape)
         if out is None:
             return stacks
         out[...] = stacks
         return out
 
     def slice(self, start: int, stop: int) -> np.ndarray:
-        breaks, starts = self._states.tables()
+        breaks, starts = self.states.tables()
         rows = np.arange(start - self._first, max(start, stop) - self._first)
-        frames, layout = self._states.frames, self._states.layout
-        state = state_of(rows, breaks, self._is_next)
+        frames, layout = self.states.frames, self.states.layout
+        state = state_of(rows, breaks, self.is_next)
         if not len(rows):
             return np.empty((0, *self._column.shape), self._column.numpy_dtype)
         if starts is None:
-            first = int(state[0])
-            found = frames.slice(first, int(state[-1]) + 1)
+            at = self.states.frame_of(state)
+            first = int(at[0])
+            found = frames.slice(first, int(at[-1]) + 1)
             if len(found) == len(rows):
                 return found
-            return found.take(state - first, axis=0)
+            return found.take(at - first, axis=0)
         at, zeros = frames_of(state, starts, layout.n)
         first = int(at.min())
         found = frames.slice(first, int(at.max()) + 1).take(at - first, axis=0)

@@ -7,6 +7,7 @@ have to have; a chunk's checksum is that of zlib, Adler-32.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import zlib
@@ -133,8 +134,12 @@ class DatasetChunks:
     def _bad(self, chunk: int, error: Exception) -> CorruptStorage:
         return damaged_chunk(self._path, self.layout, chunk, error)
 
-    def done(self) -> None:
+    def done(self, *, idle: bool = False) -> None:
         """Do nothing: the file stays open."""
+
+    def another(self) -> DatasetChunks:
+        """Return the same chunks: the library lets one thread in at a time."""
+        return copy.copy(self)
 
     def close(self) -> None:
         """Let go of the dataset; the file is closed by what opened it."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +12,13 @@ import numpy as np
 
 from tallyroll.storage.datasets.packed.archives import Archive, Hdf5Archive, ZarrArchive
 from tallyroll.storage.datasets.packed.chunk_cache import CachedArray, Workers, budgets
-from tallyroll.storage.datasets.packed.columns import PackedColumn, RowsColumn, StateColumn, States
+from tallyroll.storage.datasets.packed.columns import (
+    PackedColumn,
+    RowsColumn,
+    StateColumn,
+    States,
+    copied,
+)
 from tallyroll.storage.datasets.packed.layout import Layout
 from tallyroll.storage.engine.memory_left import available_bytes
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
@@ -26,6 +32,11 @@ from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex
 
 CACHE_NBYTES: Final = 2**29
 """The bytes of decompressed chunks that a reader keeps, where a tenth of the memory is as much."""
+
+
+def usual_cache_nbytes() -> int:
+    """Return the bytes of decompressed chunks that are kept where a caller does not say."""
+    return min(CACHE_NBYTES, available_bytes() // 10)
 
 
 class PackedReader(RowReader):
@@ -56,10 +67,8 @@ class PackedReader(RowReader):
             ) from error
         self.layout = Layout.from_json(self._manifest.get("packed"), self._schema, self.path)
         self.trajectory_index = TrajectoryIndex()  # made now, since threads share it
-        if cache_nbytes is None:
-            cache_nbytes = min(CACHE_NBYTES, available_bytes() // 10)
         self._workers = Workers(threads)
-        self._arrays = self._opened(cache_nbytes)
+        self._arrays = self._opened(usual_cache_nbytes() if cache_nbytes is None else cache_nbytes)
         self._states = [
             States(self.path, each, self._arrays.__getitem__, self.layout.rows)
             for each in self.layout.states
@@ -98,6 +107,11 @@ class PackedReader(RowReader):
         return sum(each.kept_nbytes for each in self._arrays)
 
     @property
+    def threads(self) -> int:
+        """Threads that decompress."""
+        return self._workers.threads
+
+    @property
     def loads(self) -> int:
         """The number of chunks that were decompressed so far."""
         return sum(each.loads for each in self._arrays)
@@ -131,25 +145,14 @@ class PackedReader(RowReader):
         return RowsColumn(self._arrays[self.layout.old_rows], self.layout.first).take(rows)
 
     def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
-        return self._copied((key, rows) for key in (self.keys if keys is None else keys))
+        keys = self.keys if keys is None else keys
+        return copied([self.column(key).wanted(rows) for key in keys])
 
     def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
         if isinstance(rows, np.ndarray):
             return self.copies(rows)
-        return self._copied(zip(self.keys, rows, strict=True))
-
-    def _copied(self, columns: Iterable[tuple[Key, np.ndarray]]) -> list[np.ndarray]:
-        """Return the values of columns for rows [*], those of one array by one call.
-
-        What came next after a row is mostly in the chunk that has the row.
-        """
-        wanted = [self.column(key).wanted(rows) for key, rows in columns]
-        found: dict[CachedArray, Iterator[np.ndarray]] = {}
-        for each in wanted:
-            if (array := each.array) not in found:
-                rows = [other.rows for other in wanted if other.array is array]
-                found[array] = iter(array.take_each(rows))
-        return [each.made(next(found[each.array])) for each in wanted]
+        pairs = zip(self.keys, rows, strict=True)
+        return copied([self.column(key).wanted(at) for key, at in pairs])
 
     def column(self, key: Key) -> PackedColumn:
         self.require_open()

@@ -200,16 +200,19 @@ class ShardChunks:
     Args:
         files: the shards.
         layout: the array.
+        nbytes: bytes of the files, where they were looked at before; None: look.
 
     Raises:
         CorruptStorage: a shard is missing, or too short for its index.
     """
 
-    def __init__(self, files: ShardFiles, layout: ArrayLayout) -> None:
+    def __init__(self, files: ShardFiles, layout: ArrayLayout, nbytes: int | None = None) -> None:
         self.layout, self._source = layout, files
         self._files: OrderedDict[int, Any] = OrderedDict()
         self._indices: dict[int, np.ndarray] = {}
-        self.nbytes = sum(self._nbytes_of(shard) for shard in range(layout.shards))
+        if nbytes is None:
+            nbytes = sum(self._nbytes_of(shard) for shard in range(layout.shards))
+        self.nbytes = nbytes
         """Bytes of its files."""
 
     def _path(self, shard: int) -> Path:
@@ -259,10 +262,6 @@ class ShardChunks:
             file = self._source.open(self._path(shard))
         self._files[shard] = file
         return file
-
-    def _close_some(self) -> None:
-        while len(self._files) > _MOST_OPEN:
-            self._source.close(self._files.popitem(last=False)[1])
 
     def _index(self, shard: int) -> np.ndarray:
         found = self._indices.get(shard)
@@ -331,10 +330,14 @@ class ShardChunks:
             stored = self._source.read(file, nbytes, begin)
         return layout.as_chunk(layout.codec.decode(stored, layout.chunk_nbytes, layout.itemsize))
 
-    def done(self) -> None:
-        """Close files that nothing has asked for lately."""
-        if len(self._files) > _MOST_OPEN:
-            self._close_some()
+    def done(self, *, idle: bool = False) -> None:
+        """Close files that nothing has asked for lately; if ``idle``, all."""
+        while len(self._files) > (0 if idle else _MOST_OPEN):
+            self._source.close(self._files.popitem(last=False)[1])
+
+    def another(self) -> ShardChunks:
+        """Return the same chunks with files of its own."""
+        return ShardChunks(self._source, self.layout, self.nbytes)
 
     def close(self) -> None:
         """Close all files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tallyroll.storage import (
     open_storage,
 )
 from tallyroll.storage.datasets.joined.maps import JoinedMaps
+from tallyroll.storage.datasets.joined.packs import JoinedPacks
 from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.errors import (
     ColumnsMissing,
@@ -71,13 +73,14 @@ def assert_same(found: TensorDict, wanted: TensorDict) -> None:
         assert torch.equal(values, both[1][key]), key
 
 
-@pytest.fixture(params=["memmap", "mixed"])
+@pytest.fixture(params=["memmap", "mixed", "packed", "packed otherwise"])
 def members(request: Any, tmp_path: Path) -> tuple[Path, TensorDict]:
-    """Eleven storages run-0 to run-10, and all of their rows; one has none, one a single row."""
-    kinds = (
-        [MemmapStorage] if request.param == "memmap" else [ZarrStorage, MemmapStorage, H5Storage]
-    )
-    sizes, rows, first = [7, 30, 0, 1, 12, 5, 5, 40, 3, 9, 8], [], 0
+    """Eleven storages run-0 to run-10, and all of their rows; one has none, one or two a few."""
+    mixed: list[type[DiskStorage]] = [ZarrStorage, MemmapStorage, H5Storage]
+    kinds = mixed if request.param == "mixed" else [MemmapStorage]
+    # A single row does not show what comes next, and is packed otherwise than others.
+    few = 2 if request.param == "packed" else 1
+    sizes, rows, first = [7, 30, 0, few, 12, 5, 5, 40, 3, 9, 8], [], 0
     for number, size in enumerate(sizes):
         path = tmp_path / f"run-{number}"
         kind = kinds[number % len(kinds)]
@@ -86,8 +89,21 @@ def members(request: Any, tmp_path: Path) -> tuple[Path, TensorDict]:
         else:
             with kind(path, capacity=1) as storage:
                 storage.extend(trajectory_rows(0, 1, steps=5)[:0])
+        if request.param.startswith("packed"):
+            packed_in_place(path)
         first += 5 * size
+    with open_storage(tmp_path / "run-*") as union:
+        joined = {"memmap": JoinedMaps, "packed": JoinedPacks}.get(request.param, type(None))
+        assert type(union_of(union)._joined) is joined
     return tmp_path, torch.cat(rows)
+
+
+def packed_in_place(path: Path, **options: Any) -> None:
+    """Replace a storage by its packed rows."""
+    with open_storage(path) as storage:
+        storage.pack(path.with_name("packed"), **options)
+    shutil.rmtree(path)
+    path.with_name("packed").rename(path)
 
 
 @SETTINGS
