@@ -97,7 +97,7 @@ def copy(
         _require_followed(reader, name, sort)
     span = reader.span
     require_free(place)
-    _require_outside(reader, place)
+    require_outside(reader, place)
     with closing(OverlaysOf(_sources(reader), wanted)) as overlays:
         schema = schema_of_copy(reader, wanted, overlays.every)
         files = FILES[name](Path(os.path.abspath(place)))
@@ -193,7 +193,8 @@ def overlays_of(reader: RowReader) -> tuple[str, ...]:
         return tuple(overlays.left_out)
 
 
-def _require_outside(reader: RowReader, place: Path) -> None:
+def require_outside(reader: RowReader, place: Path) -> None:
+    """Raise `NotWritable` if ``place`` lies within a storage that has some of the rows."""
     if (source := source_around(reader, place)) is not None:
         raise NotWritable(
             f"{place} lies within the storage {source}, whose folder is its own. Give another path."

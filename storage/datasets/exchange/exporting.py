@@ -13,13 +13,13 @@ from typing import Final, Literal, get_args
 import numpy as np
 
 from tallyroll.storage.datasets.aside import require_free, written_aside
-from tallyroll.storage.datasets.copying import Wanted, schema_of_copy, source_around
+from tallyroll.storage.datasets.copying import Wanted, require_outside, schema_of_copy
 from tallyroll.storage.datasets.exchange.about import about_rows
 from tallyroll.storage.datasets.exchange.numbering import has_numbers
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing, Progress
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.datasets.views.view_reader import view_of
-from tallyroll.storage.errors import ColumnsMissing, NotWritable, StateMismatch, StorageFull
+from tallyroll.storage.errors import ColumnsMissing, StateMismatch, StorageFull
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.row_reader import RowReader
@@ -51,6 +51,8 @@ class ExportReport:
     lost: dict[str, int]
     """Counts, by reason, of the things that the source has and the export has not. `exchange.md`
     lists the reasons."""
+    versions: int | None = None
+    """The number of versions that were written, of an export that was kept up."""
 
 
 def export(
@@ -61,16 +63,17 @@ def export(
     columns: Keys | None = None,
     cuts: Cuts = "keep",
     progress: Progress | None = None,
+    title: str | None = None,
 ) -> ExportReport:
-    """Write rows in a format of other libraries; see `HasExports.export`."""
+    """Write rows in a format of other libraries; see `HasExports.export`.
+
+    ``title`` is the name that the export has within; None: that of its path.
+    """
     if cuts not in get_args(Cuts):
         raise ValueError(f"cuts is one of 'drop', 'truncate' and 'keep', got {cuts!r:.80}.")
     files, place = format_named(kind), user_path(destination)
     require_free(place)
-    if (around := source_around(reader, place)) is not None:
-        raise NotWritable(
-            f"{place} lies within the storage {around}, whose folder is its own. Give another path."
-        )
+    require_outside(reader, place)
     schema, rewinds = schema_of_copy(reader, Wanted(columns, ())), reader.rewinds
     files.check(schema)
     chosen = _Chosen(reader, schema, cuts, needed=files.sorted)
@@ -78,7 +81,7 @@ def export(
         chosen.reader,
         schema,
         about_rows(reader, schema),
-        place.name,
+        place.name if title is None else title,
         chosen.table,
         chosen.ends,
         sorted=files.sorted,
