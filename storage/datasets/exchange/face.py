@@ -7,14 +7,12 @@ import os
 from tallyroll.storage.datasets.exchange.exporting import Cuts, ExportReport, export
 from tallyroll.storage.datasets.exchange.following import Follow, export_followed
 from tallyroll.storage.datasets.exchange.outgoing import Progress
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.overlays.face import HasOverlays
 from tallyroll.storage.rows.keys import Keys
 
 
-class HasExports:
+class HasExports(HasOverlays):
     """A storage whose rows can be exported."""
-
-    reader: RowReader
 
     def export(
         self,
@@ -37,7 +35,8 @@ class HasExports:
                 With ``follow`` a folder of versions; those of this storage may be there.
             kind: the format: ``"d4rl"``, ``"hf"``, ``"minari"``, ``"npz"``, ``"parquet"``,
                 ``"torchrl"``, or one that another package brings.
-            columns: those that are wanted; None: all.
+            columns: those that are wanted, overlays too, which become columns; None: all but
+                overlays.
             cuts: what becomes of trajectories that neither ended nor were truncated: ``"keep"``,
                 they are written as they are; ``"drop"``, they are left out; ``"truncate"``, their
                 last rows are written as truncated.
@@ -61,8 +60,10 @@ class HasExports:
             ValueError: an argument is none of its values.
         """
         self.reader.require_open()
+        named = (columns,) if isinstance(columns, str) else columns or ()
+        reader = self.reader_with([*self.reader.keys, *named]) if named else self.reader
         if follow is None:
-            return export(self.reader, path, kind, columns=columns, cuts=cuts, progress=progress)
+            return export(reader, path, kind, columns=columns, cuts=cuts, progress=progress)
         return export_followed(
-            self.reader, path, kind, follow, columns=columns, cuts=cuts, progress=progress
+            reader, path, kind, follow, columns=columns, cuts=cuts, progress=progress
         )

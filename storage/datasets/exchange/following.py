@@ -16,6 +16,7 @@ from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.datasets.exchange.versions import versions_at
 from tallyroll.storage.errors import StateMismatch
 from tallyroll.storage.files.paths import user_path
+from tallyroll.storage.overlays.overlaid import OverlaidReader
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Keys
@@ -63,12 +64,13 @@ def export_followed(
         ValueError: the rows are not those of one storage, opened to be read.
     """
     files, place = format_named(kind), user_path(destination)
-    if not isinstance(reader, FileReader):
+    rows = reader.rows if isinstance(reader, OverlaidReader) else reader
+    if not isinstance(rows, FileReader):
         raise ValueError(
             f"follow: {reader.path} is not one storage that a process may be writing. Give its "
             "path alone, without a condition."
         )
-    if reader.mode != "read":
+    if rows.mode != "read":
         raise ValueError(
             f"follow: {reader.path} is written to by this object, and would never end. Give one "
             'that was opened with mode="read", as open_storage does.'
@@ -106,7 +108,7 @@ def export_followed(
                 return report
 
 
-def _waited(reader: FileReader, follow: Follow, began: float) -> bool:
+def _waited(reader: RowReader, follow: Follow, began: float) -> bool:
     """Wait until the next version is due, or the writer has ended; return True to stop."""
     while True:
         if follow.stop is not None and follow.stop():
