@@ -97,8 +97,8 @@ def copy(
         _require_followed(reader, name, sort)
     span = reader.span
     require_free(place)
-    _require_outside(reader, place)
-    with closing(OverlaysOf(_sources(reader), wanted)) as overlays:
+    require_outside(reader, place)
+    with closing(OverlaysOf(sources_of(reader), wanted)) as overlays:
         schema = schema_of_copy(reader, wanted, overlays.every)
         files = FILES[name](Path(os.path.abspath(place)))
         files.check(schema)
@@ -174,7 +174,7 @@ def _require_followed(reader: RowReader, name: str, sort: bool) -> None:
         )
 
 
-def _sources(reader: RowReader) -> list[RowReader]:
+def sources_of(reader: RowReader) -> list[RowReader]:
     """Return the readers of the storages that have the rows."""
     reader, _ = _there(reader, np.empty(0, np.int64))
     return [e.reader for e in reader.members] if isinstance(reader, UnionReader) else [reader]
@@ -183,17 +183,18 @@ def _sources(reader: RowReader) -> list[RowReader]:
 def source_around(reader: RowReader, place: Path) -> Path | None:
     """Return the path of a storage that has some of the rows, if ``place`` lies within it."""
     above = Path(os.path.realpath(place)).parents
-    paths = (each.path for each in _sources(reader))
+    paths = (each.path for each in sources_of(reader))
     return next((path for path in paths if Path(os.path.realpath(path)) in above), None)
 
 
 def overlays_of(reader: RowReader) -> tuple[str, ...]:
     """Return the overlays of the storages that have the rows, as ``PATH: NAME``."""
-    with closing(OverlaysOf(_sources(reader), lambda _: False)) as overlays:
+    with closing(OverlaysOf(sources_of(reader), lambda _: False)) as overlays:
         return tuple(overlays.left_out)
 
 
-def _require_outside(reader: RowReader, place: Path) -> None:
+def require_outside(reader: RowReader, place: Path) -> None:
+    """Raise `NotWritable` if ``place`` lies within a storage that has some of the rows."""
     if (source := source_around(reader, place)) is not None:
         raise NotWritable(
             f"{place} lies within the storage {source}, whose folder is its own. Give another path."
@@ -316,7 +317,7 @@ def _there(reader: RowReader, rows: np.ndarray) -> tuple[RowReader, np.ndarray]:
 
 
 def _is_overwritten(reader: RowReader) -> bool:
-    return any(each.ring for each in _sources(reader))
+    return any(each.ring for each in sources_of(reader))
 
 
 def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
@@ -351,7 +352,7 @@ class _Sources:
     """Knows which rows of the new storage are of which storage, for its manifest."""
 
     def __init__(self, reader: RowReader) -> None:
-        self._reader, self._readers = reader, _sources(reader)
+        self._reader, self._readers = reader, sources_of(reader)
         base, _ = _there(reader, np.empty(0, np.int64))
         self._union = base if isinstance(base, UnionReader) else None
         self._stretches: list[_Stretch] = []

@@ -19,7 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tallyroll.storage import MemmapStorage, diff, import_dataset, open_storage, verify
+from tallyroll.storage import (
+    ExportReport,
+    Follow,
+    MemmapStorage,
+    diff,
+    import_dataset,
+    open_storage,
+    verify,
+)
 from tallyroll.storage.datasets.aside import written_aside
 from tallyroll.storage.errors import (
     MissingLibrary,
@@ -185,6 +193,29 @@ class ExchangeContract:
         import_dataset(place, tmp_path / "back", self.kind)
         with open_storage(tmp_path / "back") as back:
             assert sorted(back.trajectories.ids) == sorted(chosen.trajectories.ids)
+
+    def test_versions_of_it(self, source: DiskStorage, tmp_path: Path) -> None:
+        """Each has the rows that were there; the newest is found by the link."""
+        again = tmp_path / "again"
+        source.copy_to(again)
+
+        def on(report: ExportReport) -> None:
+            link = tmp_path / "out" / f"current{self.suffix}"
+            assert report.path == str(link)
+            back = tmp_path / f"back{report.rows}"
+            import_dataset(os.path.realpath(link), back, self.kind)
+            found = diff(again, back)
+            assert (found.equal, found.only[1], found.schema) == (report.rows, 0, ())
+            if len(writer) == len(source):
+                writer.extend(collected(), ids="fresh")
+            else:
+                writer.close()
+
+        with MemmapStorage(again, mode="append") as writer, open_storage(again) as storage:
+            report = storage.export(
+                tmp_path / "out", self.kind, follow=Follow(every=0, on_version=on)
+            )
+        assert (report.versions, report.rows) == (2, 2 * len(source))
 
     def test_what_is_there_is_kept(self, source: DiskStorage, place: Path, tmp_path: Path) -> None:
         place.write_text("mine")

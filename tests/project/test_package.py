@@ -66,6 +66,7 @@ PUBLIC: dict[str, set[str]] = {
         "EpochBatches",
         "ExportReport",
         "Finding",
+        "Follow",
         "FrameStack",
         "H5Storage",
         "HindsightSampler",

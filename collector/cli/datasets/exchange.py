@@ -24,6 +24,9 @@ Write the committed rows of one or more storages in the format of another
 library. What the format cannot hold is counted, and said. The sources stay as
 they are, and other processes may write to them meanwhile. DST is there whole,
 or not at all.
+
+With --follow DST is a folder of versions, and DST/current a link to the newest,
+which is whole at every moment, however this ends.
 """
 _EXPORT_EXAMPLES = (
     _KINDS
@@ -35,10 +38,14 @@ examples:
       --columns observation,action,next/reward
   episodes; without those that were cut:
     tallyroll export runs/pole minari:datasets/pole-v0 --cuts drop
+  beside a collector, until it ends, or Ctrl-C; what is read is there whole:
+    tallyroll export runs/pole hf:datasets/pole --follow
+    python train.py --data "$(realpath datasets/pole/current)"
 
 exit status:
   0  written, whole
-  1  not written, and nothing is at DST: the message says why
+  1  not written, and nothing is at DST: the message says why; with --follow the
+     last version stays
   2  a wrong argument
 """
 )
@@ -68,6 +75,11 @@ _CUTS = (
     "truncate: write their last rows as truncated (default: keep)"
 )
 
+_FOLLOW = (
+    "keep a folder of versions up until the process that writes to SRC closes it, or until Ctrl-C: "
+    "DST/current is a link to the newest, the one before stays"
+)
+
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     """Add the commands to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
@@ -88,6 +100,9 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     text = "only the trajectories for which it is true, as: return > 5 and end == 'terminated'"
     out.add_argument("--where", metavar="EXPR", help=text)
     out.add_argument("--cuts", choices=("drop", "truncate", "keep"), default="keep", help=_CUTS)
+    out.add_argument("--follow", action="store_true", help=_FOLLOW)
+    text = "with --follow: seconds from one version to the next, if rows came since (default: 30)"
+    out.add_argument("--every", type=float, metavar="S", help=text)
     text = "read a copy that was made while a writer had the storage open"
     out.add_argument("--accept-copy", action="store_true", help=text)
     _add_output(out)
@@ -162,9 +177,27 @@ def _exported(args: argparse.Namespace, progress: Any) -> Any:
     kind, place = args.there
     paths = expanded(args.sources)
     source: Any = paths[0] if len(paths) == 1 else paths
+    reports: list[Any] = []
+    options = {"columns": args.columns, "cuts": args.cuts, "follow": _follow(args, reports.append)}
     with open_storage(source, accept_copy=args.accept_copy) as storage:
         rows = storage if args.where is None else storage.trajectories.where(args.where)
-        return rows.export(place, kind, columns=args.columns, cuts=args.cuts, progress=progress)
+        try:
+            return rows.export(place, kind, progress=progress, **options)
+        except KeyboardInterrupt:
+            if not reports:
+                raise
+            return reports[-1]  # of the version that is there, whole
+
+
+def _follow(args: argparse.Namespace, keep: Callable[[Any], object]) -> Any:
+    """Return the options of following; None without."""
+    from tallyroll.storage import Follow
+
+    if not args.follow:
+        if args.every is not None:
+            raise ValueError("--every: expected it with --follow.")
+        return None
+    return Follow(on_version=keep, **({} if args.every is None else {"every": args.every}))
 
 
 def _imported(args: argparse.Namespace, progress: Any) -> Any:
@@ -185,6 +218,8 @@ def _as_text(report: Any, there: tuple[str, str]) -> str:
             f"{report.path}: {report.rows:,} rows{more} written ({report.kind}, "
             f"{len(report.columns)} columns, {decimal(report.nbytes)})"
         ]
+        if report.versions is not None:
+            lines.append(f"versions written: {report.versions:,}")
         if report.cut:
             lines.append(f"cut: {report.cut:,} trajectories of the source")
     else:

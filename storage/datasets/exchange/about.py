@@ -12,7 +12,9 @@ from tallyroll.storage.files.copied_runs import (
     makers,
     room_beside,
     rows_copied,
+    runs_left_out,
 )
+from tallyroll.storage.files.run_events import LEFT_OUT
 from tallyroll.storage.package.versions import installed
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.schema import Schema
@@ -35,6 +37,13 @@ def about_rows(reader: RowReader, schema: Schema) -> dict[str, Any]:
         entry = copy_entry({}, id, [span.start, span.stop - 1], runs, room_beside([]))
         found["rows"] = entry
     return found
+
+
+def not_said(about: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many runs the text leaves out, and of how many it leaves out events."""
+    entry = about.get("rows", {})
+    events = sum(each.get(LEFT_OUT) is True for each in copied_runs(entry))
+    return {"runs": runs_left_out(entry), "runs_without_events": events}
 
 
 def schema_said(about: Any) -> Schema | None:

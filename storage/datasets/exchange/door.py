@@ -52,6 +52,9 @@ class ExchangeFormat(ABC):
     sorted: ClassVar[bool] = False
     """Rows are written one trajectory after the other."""
 
+    suffix: ClassVar[str] = ""
+    """The end that the name of an export should have, of a format of one file, as ``.npz``."""
+
     compressed: ClassVar[bool] = False
     """Rows may take far fewer bytes than they have."""
 

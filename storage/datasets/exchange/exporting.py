@@ -8,18 +8,19 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
 from tallyroll.storage.datasets.aside import require_free, written_aside
-from tallyroll.storage.datasets.copying import Wanted, schema_of_copy, source_around
-from tallyroll.storage.datasets.exchange.about import about_rows
+from tallyroll.storage.datasets.copying import Wanted, require_outside, schema_of_copy
+from tallyroll.storage.datasets.exchange.about import about_rows, not_said
+from tallyroll.storage.datasets.exchange.beside import left_beside, statistics_kept
 from tallyroll.storage.datasets.exchange.numbering import has_numbers
-from tallyroll.storage.datasets.exchange.outgoing import Outgoing, Progress
+from tallyroll.storage.datasets.exchange.outgoing import Outgoing, Progress, says_end
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.datasets.views.view_reader import view_of
-from tallyroll.storage.errors import ColumnsMissing, NotWritable, StateMismatch, StorageFull
+from tallyroll.storage.errors import ColumnsMissing, StateMismatch, StorageFull
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.row_reader import RowReader
@@ -51,6 +52,8 @@ class ExportReport:
     lost: dict[str, int]
     """Counts, by reason, of the things that the source has and the export has not. `exchange.md`
     lists the reasons."""
+    versions: int | None = None
+    """The number of versions that were written, of an export that was kept up."""
 
 
 def export(
@@ -61,24 +64,26 @@ def export(
     columns: Keys | None = None,
     cuts: Cuts = "keep",
     progress: Progress | None = None,
+    title: str | None = None,
 ) -> ExportReport:
-    """Write rows in a format of other libraries; see `HasExports.export`."""
+    """Write rows in a format of other libraries; see `HasExports.export`.
+
+    ``title`` is the name that the export has within; None: that of its path.
+    """
     if cuts not in get_args(Cuts):
         raise ValueError(f"cuts is one of 'drop', 'truncate' and 'keep', got {cuts!r:.80}.")
     files, place = format_named(kind), user_path(destination)
     require_free(place)
-    if (around := source_around(reader, place)) is not None:
-        raise NotWritable(
-            f"{place} lies within the storage {around}, whose folder is its own. Give another path."
-        )
+    require_outside(reader, place)
     schema, rewinds = schema_of_copy(reader, Wanted(columns, ())), reader.rewinds
     files.check(schema)
     chosen = _Chosen(reader, schema, cuts, needed=files.sorted)
+    about, left = _beside(reader, schema, chosen, whole=columns is None)
     rows = Outgoing(
         chosen.reader,
         schema,
-        about_rows(reader, schema),
-        place.name,
+        about,
+        place.name if title is None else title,
         chosen.table,
         chosen.ends,
         sorted=files.sorted,
@@ -92,7 +97,7 @@ def export(
         )
     with written_aside(place) as target:
         with translated(place, nbytes), _full_disk_named():
-            lost = {**chosen.lost, **files.write(rows, target)}
+            lost = {**chosen.lost, **left, **files.write(rows, target)}
             written = _synced(target)
         if reader.rewinds != rewinds:
             raise StateMismatch(
@@ -117,6 +122,7 @@ class _Chosen:
     def __init__(self, reader: RowReader, schema: Schema, cuts: Cuts, *, needed: bool) -> None:
         self.reader, self.table, self.cut = reader, None, 0
         self.ends, self.lost = np.empty(0, np.int64), dict[str, int]()
+        self.left_out = False
         lacking = missing(reader.schema, (*WHOSE, TERMINATED))
         if lacking and (needed or cuts != "keep"):
             raise ColumnsMissing(
@@ -139,12 +145,29 @@ class _Chosen:
                 "cut_trajectories": self.cut,
                 "rows_of_cut_trajectories": int(table["length"][~left].sum()),
             }
-            self.reader = view_of(reader, table, left)
+            self.left_out, self.reader = True, view_of(reader, table, left)
             table = self.reader.trajectories.table
         elif cuts == "truncate" and self.cut:
             self.lost = {"cuts_written_as_truncated": self.cut}
             self.ends = np.sort(table["last_row"][~left])
         self.table = table
+
+
+def _beside(
+    reader: RowReader, schema: Schema, chosen: _Chosen, *, whole: bool
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the text beside the rows, and counts of the things that are not in it.
+
+    Columns and overlays that the caller leaves out are not lost: ``whole`` says that none are.
+    """
+    about = about_rows(reader, schema)
+    changed = [each.key for each in schema.columns if says_end(each)] if len(chosen.ends) else []
+    rows = len(chosen.reader.span) if not chosen.left_out else -1
+    kept, lost = statistics_kept(reader, schema, rows, changed)
+    left = {"statistics": lost, **not_said(about)}
+    if whole:
+        left |= left_beside(reader, schema)
+    return about | ({"statistics": kept} if kept else {}), left
 
 
 @contextlib.contextmanager

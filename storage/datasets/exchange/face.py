@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 
 from tallyroll.storage.datasets.exchange.exporting import Cuts, ExportReport, export
+from tallyroll.storage.datasets.exchange.following import Follow, export_followed
 from tallyroll.storage.datasets.exchange.outgoing import Progress
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.overlays.face import HasOverlays
 from tallyroll.storage.rows.keys import Keys
 
 
-class HasExports:
+class HasExports(HasOverlays):
     """A storage whose rows can be exported."""
-
-    reader: RowReader
 
     def export(
         self,
@@ -22,6 +21,7 @@ class HasExports:
         *,
         columns: Keys | None = None,
         cuts: Cuts = "keep",
+        follow: Follow | None = None,
         progress: Progress | None = None,
     ) -> ExportReport:
         """Write the committed rows in a format of another library, there whole or not at all.
@@ -32,12 +32,21 @@ class HasExports:
 
         Args:
             path: where it will be, a file or a folder as the format has it; nothing may be there.
+                With ``follow`` a folder of versions; those of this storage may be there.
             kind: the format: ``"d4rl"``, ``"hf"``, ``"minari"``, ``"npz"``, ``"parquet"``,
                 ``"torchrl"``, or one that another package brings.
-            columns: those that are wanted; None: all.
+            columns: those that are wanted, overlays too, which become columns; None: all but
+                overlays.
             cuts: what becomes of trajectories that neither ended nor were truncated: ``"keep"``,
                 they are written as they are; ``"drop"``, they are left out; ``"truncate"``, their
                 last rows are written as truncated.
+            follow: keep the export up until the process that writes to this storage closes it. Each
+                version is written beside the others, whole, and then the link ``current`` (with
+                the end of the format's files, as ``current.npz``) in the folder ``path`` is
+                replaced at once by one that leads to it. The version before the newest stays, and
+                older ones go: a reader resolves the link once, with `os.path.realpath`, and has
+                what it leads to until the second version after it. An error, a signal or a kill
+                leaves the last version, and the same call goes on with it.
             progress: called now and then with the bytes that were read, and with all.
 
         Raises:
@@ -51,4 +60,10 @@ class HasExports:
             ValueError: an argument is none of its values.
         """
         self.reader.require_open()
-        return export(self.reader, path, kind, columns=columns, cuts=cuts, progress=progress)
+        named = (columns,) if isinstance(columns, str) else columns or ()
+        reader = self.reader_with([*self.reader.keys, *named]) if named else self.reader
+        if follow is None:
+            return export(reader, path, kind, columns=columns, cuts=cuts, progress=progress)
+        return export_followed(
+            reader, path, kind, follow, columns=columns, cuts=cuts, progress=progress
+        )

@@ -13,7 +13,7 @@ from tallyroll.storage.datasets.copying import trajectory_order
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import DONE, NEXT, TRAJ_IDS, TRUNCATED, Key
-from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.columns import numbers_of
 
 Progress = Callable[[int, int], object]
@@ -61,7 +61,7 @@ class Outgoing:
         self.schema, self.about, self.title = schema, about, title
         self._reader, self._table, self._ends, self._span = reader, table, ends, reader.span
         self._order = trajectory_order(reader, self._span) if sorted else None
-        self._flags = {each.key for each in schema.columns if _says_end(each.key, each.dtype)}
+        self._flags = {each.key for each in schema.columns if says_end(each)}
         self._progress, self._done = progress, 0
 
     def __len__(self) -> int:
@@ -120,5 +120,7 @@ class Outgoing:
         return found
 
 
-def _says_end(key: Key, dtype: torch.dtype) -> bool:
-    return key[0] == NEXT and key[-1] in (TRUNCATED[-1], DONE[-1]) and dtype is torch.bool
+def says_end(column: Column) -> bool:
+    """Return whether a column is set in the last row of a trajectory that is truncated."""
+    key = column.key
+    return key[0] == NEXT and key[-1] in (TRUNCATED[-1], DONE[-1]) and column.dtype is torch.bool

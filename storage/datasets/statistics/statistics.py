@@ -143,15 +143,15 @@ def _statistics(
         write_kept(reader, place, {**known, **found})
     return Statistics(
         len(rows),
-        {spell(c.key): _as_told(c, found[c.key].total(), found[c.key].quantiles) for c in columns},
+        {spell(c.key): as_shown(c, found[c.key].total(), found[c.key].quantiles) for c in columns},
         [
-            {spell(c.key): _as_told(c, found[c.key].of_runs[number]) for c in columns}
+            {spell(c.key): as_shown(c, found[c.key].of_runs[number]) for c in columns}
             for number in range(max((len(each.of_runs) for each in found.values()), default=0))
         ],
     )
 
 
-def _as_told(
+def as_shown(
     column: Column, moments: np.ndarray, quantiles: np.ndarray | None = None
 ) -> ColumnStatistics:
     """Return moments [numbers] in the shape of a row's value."""

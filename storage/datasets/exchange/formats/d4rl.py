@@ -54,7 +54,7 @@ class D4rlFormat(ExchangeFormat):
     neither flag: what reads ``timeouts`` alone takes the trajectory after it for its end.
     """
 
-    name, extra, sorted = "d4rl", "hdf5", True
+    name, extra, suffix, sorted = "d4rl", "hdf5", ".hdf5", True
 
     def check(self, schema: Schema) -> None:
         """Refuse rows that are no transitions."""

@@ -35,7 +35,7 @@ class NpzFormat(ExchangeFormat):
     columns there are, and where they came from.
     """
 
-    name = "npz"
+    name, suffix = "npz", ".npz"
 
     def check(self, schema: Schema) -> None:
         """Refuse a column in the place of our text."""

@@ -36,7 +36,7 @@ class ParquetFormat(ExchangeFormat):
     Compressed with zstd. bfloat16 is written as its bits, a complex number as its two parts.
     """
 
-    name, extra, compressed = "parquet", "arrow", True
+    name, extra, suffix, compressed = "parquet", "arrow", ".parquet", True
 
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write a group of rows for each block."""
