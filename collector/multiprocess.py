@@ -58,7 +58,7 @@ from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.share import Share
-from tallyroll.collector.workers.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.transport import Link, Place, Transport
 from tallyroll.collector.workers.worker_options import (
     ActorOptions,
