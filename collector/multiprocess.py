@@ -58,11 +58,12 @@ from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.share import Share
-from tallyroll.collector.workers.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.transport import Link, Place, Transport
 from tallyroll.collector.workers.worker_options import (
     ActorOptions,
     Actors,
+    MakesTransport,
     Mode,
     MoreOfActors,
     MoreOfWorkers,
@@ -117,7 +118,9 @@ class MultiprocessCollector(Collector):
             policies give the rows of processes; a policy that draws from torch's generator shares
             it with the other threads, in any order. A thread cannot be ended: one that completes
             no step within ``step_timeout`` ends the run and is not replaced, and
-            :meth:`shutdown` waits up to 10 seconds for steps under way, then warns.
+            :meth:`shutdown` waits up to 10 seconds for steps under way, then warns. Or a function
+            that returns a transport of your own for pickled jobs, one a worker, in processes of
+            their own.
         processes: how worker processes start, and their threads; see :class:`Processes`.
         supervision: how workers are watched, and replaced; see :class:`Supervision`.
         more: the fields of such objects as keywords: ``on_worker_death="respawn"``.
@@ -159,7 +162,7 @@ class MultiprocessCollector(Collector):
         devices: Devices | None = None,
         resets: Resets | None = None,
         shard: Shard | str | None = None,
-        transport: TransportName = "process",
+        transport: TransportName | MakesTransport = "process",
         processes: Processes | None = None,
         supervision: Supervision | None = None,
         **more: Unpack[MoreOfWorkers],
@@ -195,8 +198,8 @@ class MultiprocessCollector(Collector):
         replay_buffer, storage, resume = kept_in
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         try:
-            runs = self._transport_of(sent, options)
-            self._worker_pool = WorkerPool(runs, len(jobs), options.supervision)
+            self._engine = self._transport_of(sent, options)
+            self._worker_pool = WorkerPool(self._engine, len(jobs), options.supervision)
             self._prepare(policy, options.supervision.respawns)
         except BaseException:
             self.shutdown()
@@ -213,6 +216,9 @@ class MultiprocessCollector(Collector):
         """Return a transport that runs a worker for each job."""
         if options.transport == "thread":
             return ThreadTransport(jobs)
+        if callable(options.transport):
+            made: Transport[Any] = options.transport(jobs)
+            return made
         start, threads = options.processes.start_method, self._threads_of(options)
         return ProcessTransport(jobs, start_method=start, threads=threads or 1)
 
@@ -250,7 +256,11 @@ class MultiprocessCollector(Collector):
 
     def _transport_call(self) -> dict[str, Any]:
         """Return what of the transport is kept as provenance."""
-        return {} if self._transport == "process" else {"transport": self._transport}
+        if self._transport == "process":
+            return {}
+        own = callable(self._transport)
+        named = getattr(self._transport, "__qualname__", type(self._transport).__qualname__)
+        return {"transport": named if own else self._transport}
 
     def _stepping(self) -> dict[str, Decision]:
         ahead = Decision("after", "workers fill the slots")
@@ -341,8 +351,12 @@ class MultiprocessCollector(Collector):
         return [link.pid for link in self._links if link.pid is not None]
 
     def _close_source(self) -> None:
-        if hasattr(self, "_worker_pool"):
-            self._worker_pool.close()
+        try:
+            if hasattr(self, "_worker_pool"):
+                self._worker_pool.close()
+        finally:
+            if hasattr(self, "_engine"):
+                self._engine.close()
 
     def update_policy_weights_(
         self, weights: Weights = None, *, policy_id: int | str | None = None
@@ -418,6 +432,7 @@ class RayCollector(MultiprocessCollector):
     """
 
     _options: ActorOptions
+    _engine: Any
 
     def __init__(
         self,
@@ -463,18 +478,10 @@ class RayCollector(MultiprocessCollector):
         # Ray is an extra, and takes a second to import.
         from tallyroll.collector.workers.ray.transport import RayTransport
 
-        self._actors = RayTransport(jobs, options.actors)
-        return self._actors
+        return RayTransport(jobs, options.actors)
 
     def _transport_call(self) -> dict[str, Any]:
-        return {"transport": "ray", "nodes": self._actors.nodes}
-
-    def _close_source(self) -> None:
-        try:
-            super()._close_source()
-        finally:
-            if hasattr(self, "_actors"):
-                self._actors.close()
+        return {"transport": "ray", "nodes": self._engine.nodes}
 
 
 def _check_part_stepping(options: SupervisedOptions, reset_slots: bool, workers: int) -> None:

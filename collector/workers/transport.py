@@ -1,8 +1,9 @@
 """The seam between the collector and its workers: how they are reached, and where rows lie.
 
 Pool, leases, lockstep, start-up and supervision know workers by this alone. What brings a new
-transport are these protocols, and a name in ``multiprocess.py``; ``local/`` has those of this
-machine, ``ray/`` those of a cluster.
+transport are these protocols: ``MultiprocessCollector(transport=...)`` takes whatever makes one of
+jobs. ``local/`` has those of this machine, ``ray/`` those of a cluster; ``far/`` has the memory of
+workers that share none with their parent.
 """
 
 from collections.abc import Collection, Sequence
@@ -139,3 +140,6 @@ class Transport(Protocol[L]):
         Raises:
             ArgumentError: there is not so much.
         """
+
+    def close(self) -> None:
+        """Let go of what it keeps, once all links have ended. Idempotent."""

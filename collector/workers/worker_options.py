@@ -1,7 +1,8 @@
 """Options of workers: how they run, how long they may take, what follows when one fails."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options
@@ -17,8 +18,19 @@ from tallyroll.collector.options.objects import MoreOptions, OptionObject
 
 Mode = Literal["sync", "async"]
 TransportName = Literal["process", "thread"]
+MakesTransport = Callable[[Sequence[bytes]], Any]
+"""Returns a :class:`~tallyroll.collector.workers.transport.Transport` for jobs, one a worker."""
 OnDeath = Literal["raise", "respawn"]
 _START_SECONDS = 120.0
+
+
+def _transport(name: str, value: Any) -> Any:
+    if not callable(value) and value not in get_args(TransportName):
+        raise ArgumentError(
+            f"{name}: expected one of {list(get_args(TransportName))}, or a function that returns "
+            f"a Transport for jobs, got {value!r}"
+        )
+    return value
 
 
 def _start_method(name: str, value: Any) -> str:
@@ -188,11 +200,16 @@ class ActorOptions(SupervisedOptions):
 class WorkerOptions(SupervisedOptions):
     """Arguments of a collector whose workers are processes or threads."""
 
-    transport: TransportName
+    transport: Annotated[TransportName | MakesTransport, _transport]
     processes: Processes
 
     def _refuse_contradictions(self, given: Any) -> None:
         super()._refuse_contradictions(given)
+        if self.transport != "process" and self.processes.start_method != "spawn":
+            raise ArgumentError(
+                f'mp_start_method={self.processes.start_method!r} needs transport="process": '
+                "other workers are not started that way; leave it out"
+            )
         if self.transport == "thread":
             self._refuse_in_threads()
 
@@ -201,11 +218,6 @@ class WorkerOptions(SupervisedOptions):
             raise ArgumentError(
                 'threads_per_worker needs transport="process": workers in threads share those of '
                 "this process; leave it out, or call torch.set_num_threads"
-            )
-        if self.processes.start_method != "spawn":
-            raise ArgumentError(
-                f'mp_start_method={self.processes.start_method!r} needs transport="process": '
-                "threads are not started that way; leave it out"
             )
         if self.supervision.step_timeout is not None and self.supervision.respawns:
             raise ArgumentError(

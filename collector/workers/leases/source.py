@@ -20,7 +20,7 @@ from tallyroll.collector.workers.leases.segment_queue import SegmentQueue
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import Event, WorkerPool
 from tallyroll.collector.workers.share import Share
-from tallyroll.collector.workers.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import Key
 

@@ -188,6 +188,10 @@ class ProcessTransport:
         """Shared memory for all."""
         return self._place.make(share, plan, module)
 
+    def close(self) -> None:
+        """Let the jobs go."""
+        self._jobs.clear()
+
 
 def _in_memory(job: bytes) -> Arena:
     """A job in shared memory: a pipe would block where the process does not read."""

@@ -156,3 +156,7 @@ class ThreadTransport:
     def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
         """Memory for all."""
         return self._place.make(share, plan, module)
+
+    def close(self) -> None:
+        """Forget the links."""
+        self._waiting.forget()

@@ -11,8 +11,9 @@ from ray.exceptions import OutOfMemoryError, RayError
 
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.ray.actor import Answer, Ended, Facts, Given
-from tallyroll.collector.workers.ray.place import RayPlace
+from tallyroll.collector.workers.far.far_place import FarPlace
+from tallyroll.collector.workers.far.far_worker import Answer, Ended, Given
+from tallyroll.collector.workers.ray.actor import Facts
 from tallyroll.collector.workers.transport import Gone
 
 _FETCH_SECONDS = 20.0
@@ -36,7 +37,7 @@ class RayLink:
         self,
         index: int,
         start: Callable[[int, bool], tuple[Any, Any, Any]],
-        place: Callable[[], RayPlace],
+        place: Callable[[], FarPlace],
         weights: Callable[[], tuple[int, Any]],
     ) -> None:
         self._index, self._start, self._place, self._weights = index, start, place, weights

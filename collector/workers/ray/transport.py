@@ -12,11 +12,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.workers.far.far_place import FarPlace
 from tallyroll.collector.workers.ray.actor import Lanes
 from tallyroll.collector.workers.ray.connection import connect
 from tallyroll.collector.workers.ray.heart import Heart
 from tallyroll.collector.workers.ray.links import RayLink
-from tallyroll.collector.workers.ray.place import RayPlace
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.worker_options import Actors
 from tallyroll.storage.package.versions import versions
@@ -48,7 +48,7 @@ class RayTransport:
         """Nodes that are not to get any more."""
         self.links: dict[int, RayLink] = {}
         self._weights: tuple[int, Any] = (-1, None)
-        self._made_place: RayPlace | None = None
+        self._made_place: FarPlace | None = None
         links = self.links
         self._heart = Heart(actors.heartbeat, lambda: [links[index] for index in sorted(links)])
         threading.Thread(target=self._heart.run, name="tallyroll-ray", daemon=True).start()
@@ -123,18 +123,18 @@ class RayTransport:
                 if place is not None and each is link:
                     place.tell(index, words)
 
-    def _place(self) -> RayPlace:
+    def _place(self) -> FarPlace:
         assert self._made_place is not None
         return self._made_place
 
-    def place(self, share: Share, plan: SlabPlan, module: object) -> RayPlace:
+    def place(self, share: Share, plan: SlabPlan, module: object) -> FarPlace:
         """Memory of this process; actors make their own."""
-        self._made_place = RayPlace(share, plan, module, self._heart.order, self._publish)
+        self._made_place = FarPlace(share, plan, module, self._heart.order, self._publish)
         self._fill_up()
         return self._made_place
 
-    def _publish(self, version: int, put: Any) -> None:
-        self._weights = version, put
+    def _publish(self, version: int, tensors: list[Any]) -> None:
+        self._weights = version, ray.put(tensors)
         for link in self.links.values():
             link.send_weights()
 

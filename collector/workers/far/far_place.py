@@ -1,10 +1,9 @@
-"""Memory of this process, which rows of actors are copied into as they come."""
+"""Memory of this process, which rows of far workers are copied into as they come."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from numpy.typing import NDArray
 
@@ -12,8 +11,8 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import COUNTED, FILLED, HALT, LEASE, STEPPED, new_board
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.far.far_worker import Answer, Rows, as_array
 from tallyroll.collector.workers.local.pipes import SharedPlace
-from tallyroll.collector.workers.ray.actor import Answer, Rows, as_array
 from tallyroll.collector.workers.share import Share
 from tallyroll.storage.rows.keys import POLICY_VERSION, VALID
 
@@ -38,15 +37,15 @@ class FarBoard:
             self._ordered()
 
 
-class RayWeights:
-    """Weights that are put into the object store once a version.
+class FarWeights:
+    """Weights that are handed on as bytes, once a version.
 
     Args:
         local: checks them, and keeps a copy.
-        publish: hands a version, and what was put, to all workers.
+        publish: hands a version, and the bytes of each tensor, to all workers.
     """
 
-    def __init__(self, local: Any, publish: Callable[[int, Any], None]) -> None:
+    def __init__(self, local: Any, publish: Callable[[int, list[NDArray[np.uint8]]], None]) -> None:
         self._local, self._publish = local, publish
 
     @property
@@ -61,8 +60,7 @@ class RayWeights:
     def publish(self, module: object, version: int) -> None:
         """Hand the tensors of ``module`` to all workers."""
         self._local.publish(module, version)
-        put = ray.put([_bytes_of(tensor) for tensor in self._local.current])
-        self._publish(version, put)
+        self._publish(version, [_bytes_of(tensor) for tensor in self._local.current])
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -70,7 +68,7 @@ def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return found
 
 
-class RayPlace:
+class FarPlace:
     """The memory that rows are read from.
 
     Args:
@@ -87,11 +85,11 @@ class RayPlace:
         plan: SlabPlan,
         module: object,
         ordered: Callable[[int], None],
-        publish: Callable[[int, Any], None],
+        publish: Callable[[int, list[NDArray[np.uint8]]], None],
     ) -> None:
         self._blocks = SharedPlace().make(share, plan, module)
         self._share = share
-        self.weights = RayWeights(self._blocks.weights, publish)
+        self.weights = FarWeights(self._blocks.weights, publish)
         workers = range(len(share.lanes))
         self._boards = [FarBoard(lambda worker=each: ordered(worker)) for each in workers]  # type: ignore[misc]
         self._slabs = [self._blocks.slab_of(each) for each in workers]

@@ -20,8 +20,8 @@ from tallyroll.collector.slab.progress import FILLED
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import WorkerPool
-from tallyroll.collector.workers.replacements import Lead, Replacements
 from tallyroll.collector.workers.share import Share
+from tallyroll.collector.workers.startup.replacements import Lead, Replacements
 from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import spell
 

@@ -1,0 +1,1 @@
+"""Memory of workers that share none with their parent: rows travel with the answers."""
