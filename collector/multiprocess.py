@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, Unpack, cast
 
 import torch
 from gymnasium.vector import VectorEnv
@@ -16,7 +17,9 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.state.restarting import Restarting
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.counting.ledger import Budget
@@ -50,6 +53,11 @@ from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.workers.jobs import per_worker, pickled
 from tallyroll.collector.workers.leases.budget import LeaseBudget
+from tallyroll.collector.workers.leases.sharded import (
+    GoesOnFromStorage,
+    ShardedLeases,
+    lost_since,
+)
 from tallyroll.collector.workers.leases.source import Leases
 from tallyroll.collector.workers.local.limits import require_guard
 from tallyroll.collector.workers.local.processes import ProcessTransport
@@ -74,6 +82,8 @@ from tallyroll.collector.workers.worker_options import (
     WorkerOptions,
 )
 from tallyroll.storage import ways
+from tallyroll.storage.datasets.sharded.sink import ShardedWriter
+from tallyroll.storage.storages import ShardedStorage
 
 Factory = Callable[[], EnvBase | VectorEnv]
 _SEGMENTS = 2
@@ -112,6 +122,10 @@ class MultiprocessCollector(Collector):
             shared memory; only those of an ``nn.Module`` can.
         num_workers: processes, or threads; with a list of factories, as many as those.
         mode: ``"sync"`` or ``"async"``.
+        sharded: each worker keeps its rows in a storage of its own, and answers with counts alone:
+            what a row costs here does not depend on its size. ``storage`` is a path, where a
+            manifest says which rows count; ``open_storage`` reads them as one. With
+            ``mode="async"``, and ``collect(n)`` in the place of iterating.
         transport: ``"process"``, or ``"thread"``: workers are threads of this process, which start
             at once and pay where environments wait (for a simulator, a network) and release the
             interpreter; else one keeps the others from running. Random actions and deterministic
@@ -143,6 +157,7 @@ class MultiprocessCollector(Collector):
         num_envs: int | None = None,
         num_workers: int | None = None,
         mode: Mode = "sync",
+        sharded: bool = False,
         seed: int | None = None,
         storage: StorageLike | None = None,
         device: DeviceLike = None,
@@ -225,6 +240,8 @@ class MultiprocessCollector(Collector):
     def _prepare(self, policy: Any, respawns: int) -> None:
         self._startup = WorkerStartup(self._worker_pool, respawns, self._options.part)
         description = self._startup.made()
+        if self._options.sharded:
+            self._look_for_shards()
         if isinstance(self._policy, SeveralPolicies):
             self._policy.bind_whole(sum(self._startup.lanes), self._options.part)
         self._begin_run(sum(self._startup.lanes), self._startup)
@@ -243,8 +260,14 @@ class MultiprocessCollector(Collector):
             )
         if self._startup.apart:
             judge_apart(self._startup.apart, self.num_workers, self._options.layout.name)
-        rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
+        if self._options.sharded:
+            self._refuse_unsharded(plan)
+            rollout: Any = self._sharded_leases()
+        else:
+            rollout = self._workers_rollout() if self._mode == "sync" else self._leases()
         call = {"num_workers": self.num_workers, "mode": self._mode, **self._transport_call()}
+        if self._options.sharded:
+            call["sharded"] = True
         self._drive(
             rollout,
             plan,
@@ -326,6 +349,46 @@ class MultiprocessCollector(Collector):
             exact=self._options.surplus == "never_step",
         )
         return Leases(self._worker_pool, self._startup, place, share, budget)
+
+    # --- rows in shards of the workers ------------------------------------------------------------
+
+    @property
+    def _sink(self) -> ShardedWriter:
+        storage = self._writer.storage
+        assert isinstance(storage, ShardedStorage)
+        return storage.writer
+
+    def _look_for_shards(self) -> None:
+        """Collect rows again whose shards are gone since."""
+        if lost := lost_since(self._startup, self._sink):
+            shown = "; ".join(lost[:3]) + ("" if len(lost) <= 3 else f"; and {len(lost) - 3} more")
+            warnings.warn(
+                f"{len(lost)} shards are lost, whose rows are collected again: {shown}",
+                stacklevel=4,
+            )
+
+    def _refuse_unsharded(self, plan: SlabPlan) -> None:
+        if plan.arrivals:
+            raise EnvironmentRefused(
+                "sharded=True does not go with lanes that come back in any order; leave it out"
+            )
+        if isinstance(self._policy, SeveralPolicies):
+            raise ArgumentError("sharded=True does not go with several policies; give one")
+
+    def _sharded_leases(self) -> ShardedLeases:
+        frames = ceil(self.frames_per_batch / self.num_workers)
+        plan, most = self._startup.planned.plan, max(self._startup.lanes)
+        self._make_place(plan.slots(most, frames, slabs=self.num_workers), 1)
+        return ShardedLeases(self._worker_pool, self._startup, self._sink, frames)
+
+    def _assembled(self, source: RowSource, *more: Any) -> Any:
+        rollout: Any = self._rollout
+        if not self._options.sharded:
+            return super()._assembled(source, *more)
+        rollout.drives(self._run)
+        self._restarting = cast(Restarting, GoesOnFromStorage())
+        self._writer.open(source.no_rows, self._run.provenance, source.behind)
+        return rollout
 
     # --- workers, weights, seeds, state -----------------------------------------------------------
 
@@ -420,6 +483,8 @@ class RayCollector(MultiprocessCollector):
             a version, and each action is chosen by one version.
         num_workers: actors; with a list of factories, as many as those.
         mode: ``"sync"`` or ``"async"``.
+        sharded: as for :class:`MultiprocessCollector`: each actor writes to the disk of its node,
+            at the path of ``storage`` there.
         actors: where Ray is, and what its actors need; see :class:`Actors`.
         supervision: how workers are watched, and replaced; see :class:`Supervision`.
         more: the fields of such objects as keywords: ``address="auto"``.
@@ -444,6 +509,7 @@ class RayCollector(MultiprocessCollector):
         num_envs: int | None = None,
         num_workers: int | None = None,
         mode: Mode = "sync",
+        sharded: bool = False,
         seed: int | None = None,
         storage: StorageLike | None = None,
         device: DeviceLike = None,

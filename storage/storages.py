@@ -13,6 +13,9 @@ from tallyroll.storage.datasets.joined.members import PathLike, expanded, is_pat
 from tallyroll.storage.datasets.joined.union import MemberIds, UnionReader
 from tallyroll.storage.datasets.remote.address import reopened_as, s3_path
 from tallyroll.storage.datasets.remote.options import S3Options
+from tallyroll.storage.datasets.sharded.files import ShardedFiles
+from tallyroll.storage.datasets.sharded.reader import ShardedReader
+from tallyroll.storage.datasets.sharded.sink import ShardedWriter
 from tallyroll.storage.errors import NotAStorage, StorageMissing
 from tallyroll.storage.files.paths import refuse_impossible, refuse_nothing, translated, user_path
 from tallyroll.storage.formats.by_name import FILES, format_at
@@ -32,6 +35,7 @@ __all__ = [
     "DiskStorage",
     "H5Storage",
     "MemmapStorage",
+    "ShardedStorage",
     "ZarrStorage",
     "open_storage",
     "storage_class",
@@ -112,6 +116,42 @@ class UnionStorage(_ReaderStorage):
         self._reopening = {"path": paths, "spans": spans, **options}
 
 
+class ShardedStorage(DiskStorage):
+    """A storage of which workers write the rows, each to a shard of its own: see `open_storage`.
+
+    A collector with ``sharded=True`` makes it of a path. It takes a run, and no rows; they are
+    read by `open_storage`.
+
+    Args:
+        path: a directory.
+        mode: ``"create"`` or ``"append"``.
+
+    Raises:
+        StorageExists, DirectoryNotEmpty, StorageMissing, NotAStorage: something else is there, or
+            nothing.
+        StorageLocked: another process writes its run.
+    """
+
+    writer: ShardedWriter
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, mode: Literal["create", "append"] = "create"
+    ) -> None:
+        AsTensorStorage.__init__(self)
+        self.path, self.mode = user_path(path), mode
+        self.writer = ShardedWriter(Path(os.path.abspath(self.path)), mode)
+        self.reader = self.writer.reader
+        self._reopening = {"path": os.path.abspath(self.path)}
+
+    def reserve(self, rows: int) -> None:
+        """Do nothing: workers reserve space where they are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that count."""
+        return self.head * self.schema.row_nbytes if self.head else 0
+
+
 FORMATS: Mapping[str, type[DiskStorage]] = {
     "memmap": MemmapStorage,
     "hdf5": H5Storage,
@@ -133,6 +173,9 @@ def open_storage(
     formats: their rows are numbered one storage after the other in the order given, those of a
     pattern in natural order (run-2 before run-10). It has the rows that are there when it is
     opened. Their columns must be the same. Nothing is written to it.
+
+    A sharded storage, which the workers of a collector with ``sharded=True`` wrote, is read as one
+    likewise: it has the rows that counted when it is opened.
 
     A packed dataset in an object store is opened by its address, ``s3://bucket/key``, and read by
     ranges: ``s3=S3Options(...)`` says how. Credentials are those of the environment.
@@ -174,9 +217,25 @@ def open_storage(
             name = _name_at(place)
         return FORMATS[name](place, mode=mode, **options)
     except NotAStorage:
+        if is_sharded(place):
+            return _sharded(ShardedFiles(Path(os.path.abspath(place))), place, mode, **options)
         if (reader := reader_at(place)) is None:
             raise
     return _ReaderStorage(reader, mode)
+
+
+def _sharded(
+    files: ShardedFiles, path: Path, mode: Mode, *, accept_copy: bool = False, **_: Any
+) -> UnionStorage:
+    reader = ShardedReader(files, path, accept_copy=accept_copy)
+    try:
+        found = UnionStorage(reader, mode)
+    except BaseException:
+        reader.close()
+        raise
+    # As these shards with these rows: when it is opened again, more may count.
+    found.reopen_by([each.path for each in reader.members], ids="keep", accept_copy=accept_copy)
+    return found
 
 
 def _union(
@@ -206,6 +265,11 @@ def _union(
         stack.pop_all()
     found.reopen_by(places, columns=columns, ids=ids, **options)
     return found
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Return whether a sharded storage is at ``path``."""
+    return ShardedFiles.stand_at(Path(os.path.abspath(user_path(path))))
 
 
 def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:

@@ -133,6 +133,16 @@ class EpisodeLog(Sequence[Episode]):
         with self._turn:
             self._kept = self.take().plus(added, self._limit)
 
+    def newest(self, count: int, before: int) -> NDArray[np.void]:
+        """Return records of the last ``count`` episodes, for `extend` of another log.
+
+        ``before``: transitions that were stored before those of which they are.
+        """
+        rows = self._rows
+        found = rows[max(0, len(rows) - count) :].copy()
+        found["ended_at"] -= before
+        return found
+
     @property
     def total(self) -> int:
         """Episodes ever added, those that are no longer kept included."""

@@ -126,6 +126,11 @@ class Options:
         )
 
     @property
+    def in_shards(self) -> bool:
+        """True if each worker keeps its rows in a shard of its own, and none come here."""
+        return False
+
+    @property
     def part(self) -> ShardOfRun | None:
         """The shard that this run is; None: it is whole."""
         return self.shard if isinstance(self.shard, ShardOfRun) else None

@@ -8,6 +8,9 @@ The parent asks, a worker answers each question once, in their order::
     Steps  -> Done       mode="sync":  fill these slots
     Begin  -> Done       mode="sync":  reset every lane
     Lease  -> Filled     mode="async": so many transitions, into that segment
+    Look   -> Seen       sharded: which of these shards are on your node?
+    Keep   -> Done       sharded: store rows yourself, there (`batches/stored/own_shard.py`)
+    Lease  -> Kept       sharded: so many transitions, of which the shard has the rows
     Load   -> Done       the state of the environment's transforms
     Reach  -> Reached    call methods, or attributes, of lanes' environments
     Close  ->            the end

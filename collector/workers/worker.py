@@ -5,6 +5,7 @@ import random
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -15,6 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.checks.ranges import ranges_of
+from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, OwnShard, Seen, rows_at
 from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.driven.make import make_env
@@ -53,7 +55,7 @@ def work(channel: Channel, job: Any) -> None:
         channel.send(worker.made())
         worker.serve()
     finally:
-        worker.env.close(raise_if_closed=False)
+        worker.close()
 
 
 class WorkerPolicy(Policy):
@@ -111,6 +113,7 @@ class Worker:
         self._first: TensorDictBase | None = None
         self._has_state = False
         self._statistics: list[str] = []
+        self._shard: OwnShard | None = None
 
     def made(self) -> m.Made:
         """The environment stands."""
@@ -124,6 +127,8 @@ class Worker:
             m.Begin: self.begin,
             m.Steps: self.steps,
             m.Lease: self.lease,
+            Keep: self.keep,
+            Look: self.look,
             m.Load: self.load,
             m.Reach: self.reach,
         }
@@ -251,11 +256,36 @@ class Worker:
             driver.policy_steps(start, stop, message.random_lanes)
         return m.Done(self._state()) if self._has_state else m.DONE
 
-    def lease(self, message: m.Lease) -> m.Filled:
-        """Fill a segment with as many transitions as the lease is for."""
+    def keep(self, message: Keep) -> m.Done:
+        """Begin a shard: rows of later leases stay here."""
+        assert self.plan is not None
+        self.doing = "beginning a shard"
+        lost = self.plan.lost_finals
+        ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
+        self._shard = OwnShard(message, self.options, self.policy, self.driver, self.plan, ranges)
+        return m.DONE
+
+    def lease(self, message: m.Lease) -> m.Filled | Kept:
+        """Fill a segment with as many transitions as the lease is for, or store so many."""
         self.doing = "stepping"
+        if self._shard is not None:
+            kept = self._shard.collect(message.number, message.frames)
+            return replace(kept, state=self._state())
         entry, used, completed = self.rollout.lease(message, self._slots)
         return m.Filled(used, entry, self.rollout.random_frames, completed, self._state())
+
+    def look(self, message: Look) -> Seen:
+        """Look for shards on the disks of this node."""
+        self.doing = "looking for shards"
+        return Seen({path: rows for path in message.paths if (rows := rows_at(path))})
+
+    def close(self) -> None:
+        """Close the shard and the environment."""
+        try:
+            if self._shard is not None:
+                self._shard.close()
+        finally:
+            self.env.close(raise_if_closed=False)
 
 
 def report_of(error: BaseException, doing: str) -> m.Raised:

@@ -170,11 +170,43 @@ class SupervisedOptions(Options):
 
     mode: Mode
     supervision: Supervision
+    sharded: bool
+
+    @property
+    def in_shards(self) -> bool:
+        """True if each worker keeps its rows."""
+        return self.sharded
 
     def _refuse_contradictions(self, given: Any) -> None:
         super()._refuse_contradictions(given)
+        if self.sharded:
+            self._refuse_sharded(given)
         if self.mode == "async":
             self._refuse_in_async()
+
+    def _refuse_sharded(self, given: Any) -> None:
+        """Refuse what needs rows here, or an order of the rows of all workers."""
+        wrong = {
+            'mode="sync" (rows of several shards have no order); give mode="async"': self.mode
+            == "sync",
+            "no storage; give storage=, a path": given["storage"] is None,
+            "a replay buffer, which gets no rows; leave it out": given["replay_buffer"] is not None,
+            "postproc, which gets no rows; leave it out": self.postproc is not None,
+            f'layout="{self.layout.name}", and no batch is yielded; leave it out': self.layout.name
+            != "rows",
+            "total_episodes (which start first, no worker knows); give total_frames": (
+                self.total_episodes is not None
+            ),
+            'budget_unit="agent_transitions"; leave it out': self.by_agent,
+            "init_random_frames, which are the first ones of all; leave it out, or collect them by "
+            "a run of their own": self.init_random_frames > 0,
+            "shard: workers have shards of this run already; leave one of them out": (
+                self.shard is not None
+            ),
+        }
+        for what, there in wrong.items():
+            if there:
+                raise ArgumentError(f"sharded=True does not go with {what}")
 
     def _refuse_in_async(self) -> None:
         if self.reset_at_each_iter:

@@ -18,7 +18,7 @@ from tallyroll.storage.errors import NotAStorage, StorageExists, StorageMissing
 from tallyroll.storage.files.run_record import RunRecord, is_count
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import DONE, LANE, POLICY_ID, POLICY_VERSION, RANDOM_VERSION
-from tallyroll.storage.storages import DiskStorage, storage_class
+from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_sink import RowSink
 
 Resume: TypeAlias = bool | Literal["auto"]
@@ -44,14 +44,14 @@ def opened_or_created(open: Callable[[Literal["append", "create"]], DiskStorage]
         raise
 
 
-def opened_target(path: str | Path, resume: Resume, frames: int | None) -> DiskStorage:
-    """Return the storage at the path that a collector was given, opened or made.
+def opened_target(path: str | Path, resume: Resume, frames: int | None, kind: Any) -> DiskStorage:
+    """Return the storage of a ``kind`` at the path that a collector was given, opened or made.
 
     Raises:
         ArgumentError: its format wants to know ``frames``.
         StorageError: it exists and is not resumed, or the reverse; or it cannot be opened.
     """
-    kind = storage_class(path)
+    storage: DiskStorage
     try:
         if resume == "auto":
             storage = opened_or_created(lambda mode: kind(path, mode=mode))

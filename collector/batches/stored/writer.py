@@ -39,7 +39,12 @@ from tallyroll.storage.rows.batch_check import BatchCheck
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key
 from tallyroll.storage.rows.row_refs import RowRefs
-from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.storages import (
+    DiskStorage,
+    ShardedStorage,
+    is_sharded,
+    storage_class,
+)
 from tallyroll.storage.stores.row_sink import RowSink
 
 StorageLike = str | Path | RowSink
@@ -63,6 +68,7 @@ class BatchWriter:
         frames: transitions of the whole run, for which space is reserved; None if unknown.
         batch: transitions of the largest batch, which a ring must have room for.
         part: the shard that the run is; None: it is whole.
+        sharded: rows are in shards of workers, and the storage takes their counts.
 
     Raises:
         ArgumentError: neither a path nor a storage; a storage that cannot be written; a path of
@@ -78,6 +84,8 @@ class BatchWriter:
         frames: int | None = None,
         batch: int = 1,
         part: ShardOfRun | None = None,
+        *,
+        sharded: bool = False,
     ) -> None:
         if replay_buffer is not None and not isinstance(replay_buffer, ReplayBuffer):
             raise ArgumentError(
@@ -89,7 +97,17 @@ class BatchWriter:
         self._opened: DiskStorage | None = None
         """The storage that was opened here."""
         if isinstance(storage, (str, Path)):
-            self._opened = storage = opened_target(storage, resume, frames)
+            if not sharded and is_sharded(storage):
+                raise ArgumentError(
+                    f"storage: {storage} is a sharded storage; give sharded=True to go on with it"
+                )
+            kind = ShardedStorage if sharded else storage_class(storage)
+            self._opened = storage = opened_target(storage, resume, frames, kind)
+        elif sharded is not isinstance(storage, ShardedStorage):
+            raise ArgumentError(
+                f"storage: expected a path with sharded=True, and only then a ShardedStorage, got "
+                f"{storage!r:.200}"
+            )
         given = None if storage is None else sink_of(storage)
         # A buffer over this very storage writes to it: writing twice would store each row twice.
         self.target = None if given is under else given

@@ -150,6 +150,17 @@ class WorkerStartup:
             self._worker_pool.settle()
             raise
 
+    def ask_all(self, question: object) -> list[Any]:
+        """Ask all of them, once their environments stand; return their answers."""
+        for member in self._worker_pool.members:
+            self._worker_pool.ask(member, question)
+
+        def made_and_asked(member: Member) -> Lead:
+            yield from self._getting_made(member)
+            return (yield question)
+
+        return self._answers(made_and_asked)
+
     def reach(self, asked: Asked, lanes: Sequence[int]) -> list[Outcome]:
         """Call lanes' environments; see `Environments`. Of a worker that fails all lanes do."""
         pool = self._worker_pool
