@@ -15,6 +15,7 @@ import numpy as np
 from tallyroll.storage.datasets.aside import require_free, written_aside
 from tallyroll.storage.datasets.copying import Wanted, schema_of_copy, source_around
 from tallyroll.storage.datasets.exchange.about import about_rows
+from tallyroll.storage.datasets.exchange.formats.lerobot.options import LeRobotOptions
 from tallyroll.storage.datasets.exchange.numbering import has_numbers
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing, Progress
 from tallyroll.storage.datasets.exchange.registry import format_named
@@ -60,12 +61,13 @@ def export(
     *,
     columns: Keys | None = None,
     cuts: Cuts = "keep",
+    options: LeRobotOptions | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write rows in a format of other libraries; see `HasExports.export`."""
     if cuts not in get_args(Cuts):
         raise ValueError(f"cuts is one of 'drop', 'truncate' and 'keep', got {cuts!r:.80}.")
-    files, place = format_named(kind), user_path(destination)
+    files, place = format_named(kind, options), user_path(destination)
     require_free(place)
     if (around := source_around(reader, place)) is not None:
         raise NotWritable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from tallyroll.storage.datasets.exchange.exporting import Cuts, ExportReport, export
+from tallyroll.storage.datasets.exchange.formats.lerobot.options import LeRobotOptions
 from tallyroll.storage.datasets.exchange.outgoing import Progress
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Keys
@@ -22,6 +23,7 @@ class HasExports:
         *,
         columns: Keys | None = None,
         cuts: Cuts = "keep",
+        options: LeRobotOptions | None = None,
         progress: Progress | None = None,
     ) -> ExportReport:
         """Write the committed rows in a format of another library, there whole or not at all.
@@ -32,12 +34,13 @@ class HasExports:
 
         Args:
             path: where it will be, a file or a folder as the format has it; nothing may be there.
-            kind: the format: ``"d4rl"``, ``"hf"``, ``"minari"``, ``"npz"``, ``"parquet"``,
-                ``"torchrl"``, or one that another package brings.
+            kind: the format: ``"d4rl"``, ``"hf"``, ``"lerobot"``, ``"minari"``, ``"npz"``,
+                ``"parquet"``, ``"torchrl"``, or one that another package brings.
             columns: those that are wanted; None: all.
             cuts: what becomes of trajectories that neither ended nor were truncated: ``"keep"``,
                 they are written as they are; ``"drop"``, they are left out; ``"truncate"``, their
                 last rows are written as truncated.
+            options: choices of the format, as `LeRobotOptions`.
             progress: called now and then with the bytes that were read, and with all.
 
         Raises:
@@ -51,4 +54,6 @@ class HasExports:
             ValueError: an argument is none of its values.
         """
         self.reader.require_open()
-        return export(self.reader, path, kind, columns=columns, cuts=cuts, progress=progress)
+        return export(
+            self.reader, path, kind, columns=columns, cuts=cuts, options=options, progress=progress
+        )
