@@ -24,7 +24,7 @@ from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_in
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import Event, WorkerPool
-from tallyroll.collector.workers.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
 from tallyroll.storage.datasets.sharded.acknowledged import KeptShard
 from tallyroll.storage.datasets.sharded.sink import ShardedWriter
 

@@ -58,6 +58,13 @@ class ExchangeFormat(ABC):
     compressed: ClassVar[bool] = False
     """Rows may take far fewer bytes than they have."""
 
+    options: ClassVar[type | None] = None
+    """The class of the choices that an export takes, if there are any."""
+
+    def __init__(self, chosen: Any = None) -> None:
+        self.chosen = chosen
+        """The choices of an export, of the class `options`; None: its defaults."""
+
     def check(self, schema: Schema) -> None:  # noqa: B027 - most hold all columns
         """Raise `InvalidSchema` for columns that the format cannot hold at all."""
 
@@ -81,4 +88,7 @@ class ExchangeFormat(ABC):
 
 def refused(place: Path, why: str) -> InvalidDataset:
     """Return the error for a source that cannot be imported."""
-    return InvalidDataset(f"{place} cannot be imported: {why:.600}. Nothing was written.")
+    begin = f"{place} cannot be imported: "
+    return InvalidDataset(
+        why if why.startswith(begin) else f"{begin}{why:.600}. Nothing was written."
+    )

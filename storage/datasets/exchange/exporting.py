@@ -63,6 +63,7 @@ def export(
     *,
     columns: Keys | None = None,
     cuts: Cuts = "keep",
+    options: object = None,
     progress: Progress | None = None,
     title: str | None = None,
 ) -> ExportReport:
@@ -72,7 +73,7 @@ def export(
     """
     if cuts not in get_args(Cuts):
         raise ValueError(f"cuts is one of 'drop', 'truncate' and 'keep', got {cuts!r:.80}.")
-    files, place = format_named(kind), user_path(destination)
+    files, place = format_named(kind, options), user_path(destination)
     require_free(place)
     require_outside(reader, place)
     schema, rewinds = schema_of_copy(reader, Wanted(columns, ())), reader.rewinds

@@ -22,6 +22,7 @@ class HasExports(HasOverlays):
         columns: Keys | None = None,
         cuts: Cuts = "keep",
         follow: Follow | None = None,
+        options: object = None,
         progress: Progress | None = None,
     ) -> ExportReport:
         """Write the committed rows in a format of another library, there whole or not at all.
@@ -33,8 +34,8 @@ class HasExports(HasOverlays):
         Args:
             path: where it will be, a file or a folder as the format has it; nothing may be there.
                 With ``follow`` a folder of versions; those of this storage may be there.
-            kind: the format: ``"d4rl"``, ``"hf"``, ``"minari"``, ``"npz"``, ``"parquet"``,
-                ``"torchrl"``, or one that another package brings.
+            kind: the format: ``"d4rl"``, ``"hf"``, ``"lerobot"``, ``"minari"``, ``"npz"``,
+                ``"parquet"``, ``"torchrl"``, or one that another package brings.
             columns: those that are wanted, overlays too, which become columns; None: all but
                 overlays.
             cuts: what becomes of trajectories that neither ended nor were truncated: ``"keep"``,
@@ -47,6 +48,7 @@ class HasExports(HasOverlays):
                 older ones go: a reader resolves the link once, with `os.path.realpath`, and has
                 what it leads to until the second version after it. An error, a signal or a kill
                 leaves the last version, and the same call goes on with it.
+            options: choices of the format, as `LeRobotOptions`; None: its defaults.
             progress: called now and then with the bytes that were read, and with all.
 
         Raises:
@@ -63,7 +65,16 @@ class HasExports(HasOverlays):
         named = (columns,) if isinstance(columns, str) else columns or ()
         reader = self.reader_with([*self.reader.keys, *named]) if named else self.reader
         if follow is None:
-            return export(reader, path, kind, columns=columns, cuts=cuts, progress=progress)
+            return export(
+                reader, path, kind, columns=columns, cuts=cuts, options=options, progress=progress
+            )
         return export_followed(
-            reader, path, kind, follow, columns=columns, cuts=cuts, progress=progress
+            reader,
+            path,
+            kind,
+            follow,
+            columns=columns,
+            cuts=cuts,
+            options=options,
+            progress=progress,
         )

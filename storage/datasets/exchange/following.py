@@ -54,6 +54,7 @@ def export_followed(
     *,
     columns: Keys | None = None,
     cuts: Cuts = "keep",
+    options: object = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write versions until the writer of the rows has ended; return the report of the last.
@@ -63,7 +64,7 @@ def export_followed(
         StorageLocked: another process adds versions there.
         ValueError: the rows are not those of one storage, opened to be read.
     """
-    files, place = format_named(kind), user_path(destination)
+    files, place = format_named(kind, options), user_path(destination)
     rows = reader.rows if isinstance(reader, OverlaidReader) else reader
     if not isinstance(rows, FileReader):
         raise ValueError(
@@ -91,6 +92,7 @@ def export_followed(
                         kind,
                         columns=columns,
                         cuts=cuts,
+                        options=options,
                         progress=progress,
                         title=place.name,
                     )

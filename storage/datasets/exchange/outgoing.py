@@ -82,9 +82,7 @@ class Outgoing:
     def episodes(self) -> Iterator[Episode]:
         """Yield the rows of one trajectory after the other."""
         assert self._table is not None
-        assert self._order is not None
-        ids = numbers_of(self._reader.copies(self._order, [TRAJ_IDS])[0])
-        stops = [*(np.flatnonzero(np.diff(ids)) + 1).tolist(), *([len(ids)] if len(ids) else [])]
+        ids, stops = self._ids(), self.stops()
         seeds = dict(self._table[["id", "reset_seed"]].tolist())
         start = 0
         for stop in stops:
@@ -96,6 +94,15 @@ class Outgoing:
             rows = self._read(start, stop, self.schema.keys)
             yield Episode(rows, seeds.get(int(ids[start]), -1))
             start = stop
+
+    def stops(self) -> list[int]:
+        """Return how many rows there are up to the end of each trajectory, in their order."""
+        ids = self._ids()
+        return [*(np.flatnonzero(np.diff(ids)) + 1).tolist(), *([len(ids)] if len(ids) else [])]
+
+    def _ids(self) -> np.ndarray:
+        assert self._order is not None
+        return numbers_of(self._reader.copies(self._order, [TRAJ_IDS])[0])
 
     def _read(self, start: int, stop: int, keys: Sequence[Key]) -> dict[Key, np.ndarray]:
         reader, span = self._reader, self._span

@@ -52,7 +52,7 @@ class ParquetFormat(ExchangeFormat):
 
 def write_parquet(rows: Outgoing, place_of: Any, groups: int | None = None) -> int:
     """Write rows to files, of so many groups each (None: one file); return how many files."""
-    arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), _parquet()
+    arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), parquet_module()
     kinds = arrow_schema(arrow, rows.schema, rows.about)
     writer: Any = None
     files = written = 0
@@ -75,7 +75,8 @@ def write_parquet(rows: Outgoing, place_of: Any, groups: int | None = None) -> i
     return files
 
 
-def _parquet() -> Any:
+def parquet_module() -> Any:
+    """Return the part of pyarrow that reads and writes Parquet."""
     import importlib
 
     needed("pyarrow", "arrow", "Parquet needs")
@@ -95,8 +96,10 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
     Raises:
         InvalidDataset: they are damaged, or no Parquet.
     """
-    arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), _parquet()
-    files = [_opened(arrow, parquet, each, place, stack) for each in places]
+    arrow = needed("pyarrow", "arrow", "Parquet needs")
+    files = [
+        opened_parquet(open_file(each, os.O_RDONLY), each.name, place, stack) for each in places
+    ]
     if not files:
         raise refused(place, "it has no Parquet file")
     found = files[0].schema_arrow
@@ -112,7 +115,7 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
         columns = columns_of(arrow, found, said, first)
         batch_dims = () if said is None else said.batch_dims
         schema = Schema(tuple(each.column for each in columns), batch_dims)
-    except _damage(arrow) as error:
+    except damage_of(arrow) as error:
         raise refused(place, str(error)) from error
     version = files[0].metadata.format_version
     lost = {"columns": len(found) - len(columns)}
@@ -120,20 +123,26 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
     return Incoming(schema, rows, blocks, about, str(version), lost)
 
 
-def _damage(arrow: Any) -> tuple[type[Exception], ...]:
+def damage_of(arrow: Any) -> tuple[type[Exception], ...]:
     """Return errors that a damaged file raises."""
     return (*_DAMAGE, arrow.ArrowException)
 
 
-def _opened(arrow: Any, parquet: Any, each: Path, place: Path, stack: contextlib.ExitStack) -> Any:
-    raw = stack.enter_context(os.fdopen(open_file(each, os.O_RDONLY), "rb"))
+def opened_parquet(file: int, name: str, place: Path, stack: contextlib.ExitStack) -> Any:
+    """Return an open file of Parquet, whose groups fit into memory; ``stack`` closes it.
+
+    Raises:
+        InvalidDataset: it is damaged, or no Parquet.
+    """
+    arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), parquet_module()
+    raw = stack.enter_context(os.fdopen(file, "rb"))
     size = os.fstat(raw.fileno()).st_size
     raw.seek(max(0, size - 8))
     tail = raw.read(8)
     raw.seek(0)
     footer = int.from_bytes(tail[:4], "little")
     if len(tail) < 8 or tail[4:] != b"PAR1" or footer > min(size, _FOOTER_LIMIT):
-        raise refused(place, f"{each.name} has no footer of Parquet: it is another file, or cut")
+        raise refused(place, f"{name} has no footer of Parquet: it is another file, or cut")
     try:
         found = parquet.ParquetFile(
             raw,
@@ -146,9 +155,9 @@ def _opened(arrow: Any, parquet: Any, each: Path, place: Path, stack: contextlib
             group = meta.row_group(number)
             for column in range(group.num_columns):
                 nbytes = group.column(column).total_uncompressed_size
-                require_memory(2 * nbytes, f"a group of {each.name}", "Write smaller row groups.")
-    except _damage(arrow) as error:
-        raise refused(place, f"{each.name}: {error}") from error
+                require_memory(2 * nbytes, f"a group of {name}", "Write smaller row groups.")
+    except damage_of(arrow) as error:
+        raise refused(place, f"{name}: {error}") from error
     stack.callback(found.close)
     return found
 
@@ -174,5 +183,5 @@ def _blocks(
         for file in files:
             for batch in file.iter_batches(size, columns=names, use_threads=False):
                 yield {each.column.key: each.of(arrow, batch) for each in columns}
-    except _damage(arrow) as error:
+    except damage_of(arrow) as error:
         raise refused(place, str(error)) from error

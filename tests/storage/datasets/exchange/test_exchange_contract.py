@@ -33,3 +33,11 @@ class TestD4rl(ExchangeContract):
 
 class TestTorchrl(ExchangeContract):
     kind = "torchrl"
+
+
+class TestLeRobot(ExchangeContract):
+    kind, libraries = "lerobot", ("pyarrow",)
+
+    @pytest.fixture(autouse=True)
+    def _needs(self) -> None:
+        pytest.importorskip("pyarrow")

@@ -1,0 +1,1 @@
+"""``lerobot``: a folder of LeRobot, and back; `lerobot_format.py` is the format."""

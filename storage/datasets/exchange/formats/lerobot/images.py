@@ -1,0 +1,71 @@
+"""Images as PNG in a table, and back: sizes are compared before one is decoded."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.datasets.exchange.formats.lerobot.features import Picture
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.formats.optional_libraries import needed
+
+_MODES: Final = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+_READ: Final = ("PNG", "JPEG")
+_LEVEL: Final = 1
+"""Of zlib: higher ones take several times as long for a tenth less."""
+
+
+class Pngs:
+    """Encodes images, each run of equal ones once."""
+
+    def __init__(self, picture: Picture) -> None:
+        self._pillow: Any = needed("PIL.Image", "lerobot", "an image of LeRobot needs")
+        self._picture = picture
+
+    def encoded(self, values: np.ndarray) -> list[bytes]:
+        """Return a PNG for each value of a column."""
+        images = np.ascontiguousarray(self._picture.out(values))
+        if self._picture.channels == 1:
+            images = images[..., 0]
+        found = []
+        for image in images:
+            file = io.BytesIO()
+            picture = self._pillow.fromarray(image)
+            picture.save(file, format="PNG", compress_level=_LEVEL)
+            found.append(file.getvalue())
+        return found
+
+
+class Decoder:
+    """Decodes images of one size; any other is refused before memory is taken for it."""
+
+    def __init__(self, picture: Picture) -> None:
+        self._pillow: Any = needed("PIL.Image", "lerobot", "an image of LeRobot needs")
+        self._picture = picture
+
+    def decoded(self, content: bytes) -> np.ndarray:
+        """Return an image [height, width, channels].
+
+        Raises:
+            InvalidDataset: it is damaged, or of another size.
+        """
+        wanted = (self._picture.width, self._picture.height)
+        mode = _MODES[self._picture.channels]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of sizes, which are compared here
+                with self._pillow.open(io.BytesIO(content), formats=_READ) as image:
+                    if image.size != wanted or image.mode != mode:
+                        raise InvalidDataset(
+                            f"an image has {image.size} pixels of {image.mode}, expected {wanted} "
+                            f"of {mode}"
+                        )
+                    found = np.asarray(image)
+        except (OSError, SyntaxError, ValueError, EOFError, ArithmeticError) as error:
+            raise InvalidDataset(f"an image cannot be decoded ({error})") from error
+        except self._pillow.DecompressionBombError as error:
+            raise InvalidDataset(f"an image is too large ({error})") from error
+        return found.reshape(self._picture.height, self._picture.width, self._picture.channels)

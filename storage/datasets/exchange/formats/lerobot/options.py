@@ -1,0 +1,36 @@
+"""Choices for an export to LeRobot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Video = Literal["av1", "h264", "h264-lossless", "ffv1"]
+"""Codecs of videos, of which the last two give every bit back."""
+
+_MOST_FPS, _MOST_CRF, _LONGEST_TASK = 1000, 51, 4096
+
+
+@dataclass(frozen=True)
+class LeRobotOptions:
+    """Choices for an export to LeRobot: ``storage.export(path, "lerobot", options=...)``."""
+
+    video: Video | None = None
+    """The codec of images as videos; None: images are PNG, bit for bit."""
+    fps: int = 30
+    """Steps a second, by which LeRobot finds frames."""
+    crf: int = 30
+    """The quality of ``"av1"`` and ``"h264"``: 0 is the best, 51 the worst."""
+    task: str = ""
+    """The sentence that says what was to be done, of all episodes."""
+
+    def __post_init__(self) -> None:
+        if self.video is not None and self.video not in get_args(Video):
+            names = ", ".join(map(repr, get_args(Video)))
+            raise ValueError(f"video is one of {names} and None, got {self.video!r:.80}.")
+        for name, least, most in (("fps", 1, _MOST_FPS), ("crf", 0, _MOST_CRF)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name} is a whole number of {least} to {most}, got {value!r}.")
+        if not isinstance(self.task, str) or len(self.task) > _LONGEST_TASK:
+            raise ValueError(f"task is a text of at most {_LONGEST_TASK} characters.")
