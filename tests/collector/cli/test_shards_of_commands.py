@@ -55,19 +55,19 @@ def words_of(
 
 
 def of_slurm(tmp_path: Path, task: int, *more: str) -> list[str]:
-    script = ("bash", EXAMPLES / "shards_slurm.sh", *more)
+    script = ("bash", EXAMPLES / "cluster" / "shards_slurm.sh", *more)
     return words_of(tmp_path, *script, SLURM_ARRAY_TASK_ID=str(task), SHARDS=str(SHARDS))
 
 
 def test_kubernetes_and_slurm_give_the_same_command(tmp_path: Path) -> None:
-    text = (EXAMPLES / "shards_kubernetes.yaml").read_text()
+    text = (EXAMPLES / "cluster" / "shards_kubernetes.yaml").read_text()
     assert re.findall(r"(completions|parallelism): (\d+)", text) == [
         ("completions", "8"),
         ("parallelism", "8"),
     ]
     script, merging = re.findall(r"(?ms)>-\n(.*?)^ +volumeMounts", text)
     found = words_of(tmp_path, "sh", "-c", " ".join(script.split()), JOB_COMPLETION_INDEX="5")
-    slurm = ("bash", EXAMPLES / "shards_slurm.sh")
+    slurm = ("bash", EXAMPLES / "cluster" / "shards_slurm.sh")
     wanted = words_of(tmp_path, *slurm, SLURM_ARRAY_TASK_ID="5", RUNS=str(tmp_path / "data"))
     assert [each.removeprefix(str(tmp_path)) for each in wanted] == found
     args = make_parser().parse_args(found)
@@ -150,7 +150,7 @@ def test_jobs_of_an_array_end_with_one_storage_of_all(tmp_path: Path) -> None:
         "SHARDS": str(SHARDS),
         "WAIT": "90",
     }
-    script, jobs = EXAMPLES / "shards_slurm.sh", []
+    script, jobs = EXAMPLES / "cluster" / "shards_slurm.sh", []
     try:
         for task in reversed(range(SHARDS)):  # the one that waits comes first
             jobs.append(

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # One run in 8 shards, as an array of Slurm jobs that may be killed at any time:
 #
-#     sbatch examples/shards_slurm.sh                                     # from any folder
-#     sbatch examples/shards_slurm.sh --frames 5e6 --policy my:policy     # options come last, and win
-#     SLURM_ARRAY_TASK_ID=0 bash examples/shards_slurm.sh                 # one of them, without Slurm
+#     sbatch examples/cluster/shards_slurm.sh                                     # from any folder
+#     sbatch examples/cluster/shards_slurm.sh --frames 5e6 --policy my:policy     # options come last, and win
+#     SLURM_ARRAY_TASK_ID=0 bash examples/cluster/shards_slurm.sh                 # one of them, without Slurm
 #
 # Each job collects its lanes' part of the transitions into a storage of its own, RUNS/part-I. Its
 # command is the same each time: what was preempted, or lost its node, goes on after its last commit,
