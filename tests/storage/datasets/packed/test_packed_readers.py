@@ -357,6 +357,19 @@ def test_a_chunk_is_kept_when_it_is_asked_for_again(wide: tuple[Path, np.ndarray
     reader.close()
 
 
+def test_a_chunk_is_kept_at_once_if_many_of_its_rows_are_wanted(
+    wide: tuple[Path, np.ndarray],
+) -> None:
+    """As those of an epoch, which is shuffled within a window: the next batch needs it too."""
+    path, values = wide
+    reader = PackedReader(ZarrArchive(path), cache_nbytes=20 * CHUNK)
+    column = reader.column(("x",))
+    for rows in (np.arange(0, 320, 4), np.arange(3, 320, 4)):
+        assert (column.take(rows) == values[rows]).all()
+        assert reader.loads == 5
+    reader.close()
+
+
 def test_random_rows_of_more_chunks_than_are_kept_displace_none(
     wide: tuple[Path, np.ndarray],
 ) -> None:
