@@ -283,8 +283,8 @@ class _ZarrFiles:
         path, inside = self._path, self._inside
         for place, document in documents(layout, manifest).items():
             inside.make_directory(path / place)
-            content = json.dumps(document).encode()
-            inside.write_aside(path / place / "zarr.json", content)
+            with open(inside.make(path / place / "zarr.json"), "wb") as file:
+                file.write(json.dumps(document).encode())
         write_manifest(inside, path / OURS / MANIFEST, manifest)
         with contextlib.closing(PackedReader(ZarrArchive(path))) as packed:
             self._write_tables(packed)
