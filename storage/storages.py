@@ -16,7 +16,7 @@ from tallyroll.storage.datasets.remote.options import S3Options
 from tallyroll.storage.datasets.sharded.files import ShardedFiles
 from tallyroll.storage.datasets.sharded.reader import ShardedReader
 from tallyroll.storage.datasets.sharded.sink import ShardedWriter
-from tallyroll.storage.errors import NotAStorage, StorageMissing
+from tallyroll.storage.errors import NotAStorage, ReadOnlyStorage, StorageMissing
 from tallyroll.storage.files.paths import refuse_impossible, refuse_nothing, translated, user_path
 from tallyroll.storage.formats.by_name import FILES, format_at
 from tallyroll.storage.formats.hdf5.format import H5Format
@@ -93,6 +93,7 @@ class _ReaderStorage(DiskStorage):
 
     def __init__(self, reader: RowReader, mode: Mode, **reopening: Any) -> None:
         if mode != "read":
+            reader.close()
             NoWriter(reader).refuse()
         AsTensorStorage.__init__(self)
         self.path, self.mode, self.reader, self.writer = reader.path, mode, reader, NoWriter(reader)
@@ -210,6 +211,7 @@ def open_storage(
         # Imported now, since it is rarely wanted.
         from tallyroll.storage.datasets.remote.remote_archive import opened
 
+        _require_reading(str(address), mode)
         return _ReaderStorage(opened(address, s3 or S3Options()), mode, s3=s3)
     place = user_path(path)
     try:
@@ -249,6 +251,7 @@ def _union(
 ) -> UnionStorage:
     places = expanded(path)
     given = [path] if isinstance(path, str | os.PathLike) else path
+    _require_reading(", ".join(map(str, given)), mode)
     with ExitStack() as stack:
         members = [stack.enter_context(open_storage(place, **options)) for place in places]
         reader = UnionReader(
@@ -270,6 +273,14 @@ def _union(
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Return whether a sharded storage is at ``path``."""
     return ShardedFiles.stand_at(Path(os.path.abspath(user_path(path))))
+
+
+def _require_reading(path: str, mode: Mode) -> None:
+    """Raise `ReadOnlyStorage` before anything is opened that is read only."""
+    if mode != "read":
+        raise ReadOnlyStorage(
+            f"{path} is opened to be read, and nothing writes to it here. Write to another storage."
+        )
 
 
 def storage_class(path: str | os.PathLike[str], format: str | None = None) -> type[DiskStorage]:

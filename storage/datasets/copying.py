@@ -291,7 +291,7 @@ class _Copying:
             rows = {
                 key: column.slice(block.start, block.stop) for key, column in self._columns.items()
             }
-            if _is_overwritten(self._reader):  # they may be the ring's own memory
+            if is_overwritten(self._reader):  # they may be the ring's own memory
                 rows = {key: values.copy() for key, values in rows.items()}
         _require_left(self._reader, block)
         return rows
@@ -316,13 +316,14 @@ def _there(reader: RowReader, rows: np.ndarray) -> tuple[RowReader, np.ndarray]:
     return (reader.rows, reader.numbers(rows)) if isinstance(reader, ViewReader) else (reader, rows)
 
 
-def _is_overwritten(reader: RowReader) -> bool:
+def is_overwritten(reader: RowReader) -> bool:
+    """Return whether a writer may overwrite rows that are read: a source is a ring."""
     return any(each.ring for each in sources_of(reader))
 
 
 def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
     """Raise `Overrun` if rows that were just read had been overwritten meanwhile."""
-    if not _is_overwritten(reader):
+    if not is_overwritten(reader):
         return
     reader, rows = _there(reader, np.asarray(block))
     if isinstance(reader, UnionReader):

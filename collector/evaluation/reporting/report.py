@@ -23,6 +23,7 @@ from tallyroll.collector.evaluation.reporting.grouping import (
 from tallyroll.collector.evaluation.reporting.groups import Group, Scale, groups_of, score_of
 from tallyroll.collector.evaluation.reporting.page import render
 from tallyroll.collector.evaluation.reporting.reading import COUNTS, Run, read_runs
+from tallyroll.collector.evaluation.reporting.shard_runs import with_shards_joined
 from tallyroll.collector.evaluation.reporting.stored_runs import part
 from tallyroll.storage.errors import StorageError
 from tallyroll.storage.storages import open_storage
@@ -172,8 +173,8 @@ def report(
 
     A run's return is the mean return of its last ``window`` episodes. A group's is the mean, and
     the interquartile mean, over its runs, with 95 % intervals by the stratified bootstrap; runs are
-    the seeds, and environments the strata. What cannot be read is in ``problems``, and the rest is
-    reported.
+    the seeds, and environments the strata; shards of one run are one. What cannot be read is in
+    ``problems``, and the rest is reported.
 
     Args:
         paths: storages, of any format, or folders that have some.
@@ -214,14 +215,19 @@ def report(
     if entries:
         require_known(fields, entries)
     runs = _read(heads, problems, progress, accept_copy=accept_copy)
-    runs = _each_once(runs, problems)
+    notes: list[Problem] = []
+    runs = with_shards_joined(
+        _each_once(runs, problems),
+        lambda name, why: problems.append(Problem(name, why)),
+        lambda name, what: notes.append(Problem(name, what)),
+    )
     for run in runs:
         if run.without_returns:
             problems.append(Problem(run.path, run.without_returns))
     groups = groups_of(
         runs, fields, scales, window, lambda name, why: problems.append(Problem(name, why))
     )
-    return RunsReport(tuple(groups), tuple(problems), tuple(_notes(groups)), window)
+    return RunsReport(tuple(groups), tuple(problems), (*notes, *_notes(groups)), window)
 
 
 def _read(

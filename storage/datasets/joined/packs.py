@@ -146,7 +146,7 @@ class JoinedPacks:
         states: dict[CachedArray, JoinedStates] = {}
         self._columns: list[PackedColumn] = []
         self._moves: list[np.ndarray | None] = []
-        """What is added to the numbers of rows of each member, by column; None where nothing is."""
+        """Numbers that are added to those of rows, by column and member; None where nothing is."""
         for column, of_members in zip(schema.columns, own, strict=True):
             array = self._arrays[of_members[0].source.layout.path]
             firsts = _chunks(array).firsts

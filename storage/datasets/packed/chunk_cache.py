@@ -4,8 +4,9 @@ What is kept of an array lies in one piece of memory, in places of a chunk each,
 many chunks are copied by one call. Its places are those that were used last.
 
 To keep a chunk takes longer than to decompress it, since that goes to memory which was not touched
-before. So a chunk of many bytes is kept when its rows are asked for again: random rows of more
-chunks than there is room for are decompressed, and copied, and displace nothing.
+before. So a chunk of many bytes is kept when its rows are asked for again, or many of them at once:
+random rows of more chunks than there is room for are decompressed, and copied, and displace
+nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _MOST_THREADS: Final = 8
 _SMALL_NBYTES: Final = 2**16
 """A chunk of so many bytes is kept at once, and so many bytes are new memory."""
 _MOST_POOLED_NBYTES: Final = 2**26
+_DENSE: Final = 4
+"""Rows of a call are near each other if they are one of so many of their chunks' rows."""
 
 
 class Chunks(Protocol):
@@ -169,7 +172,7 @@ class CachedArray:
                 self._used[slots] = self._clock
                 self._gather(slots, flat, target)
                 return out
-            held, copied = self._chosen(np.unique(chunk))
+            held, copied = self._chosen(np.unique(chunk), len(flat))
             if len(held):
                 self._hold(held)
                 # Rows of other chunks have any values until they are copied.
@@ -201,14 +204,16 @@ class CachedArray:
             return self._pool.arrays((count,))[0]
         return np.empty((count, *layout.shape), layout.numpy_dtype)
 
-    def _chosen(self, needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _chosen(self, needed: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which chunks are to be there, and those of which rows are copied only.
 
-        Those that nothing has asked for lately, and those for which there is no place.
+        Those that nothing has asked for lately, unless so many ``rows`` are asked for that they are
+        a quarter of the chunks', and those for which there is no place.
         """
         there = self._slot_of[needed] >= 0
         missing, present = needed[~there], needed[there]
-        if self.layout.chunk_nbytes <= _SMALL_NBYTES:
+        small = self.layout.chunk_nbytes <= _SMALL_NBYTES
+        if small or _DENSE * rows >= len(needed) * self.layout.chunk_rows:
             again = np.ones(len(missing), np.bool_)
         else:
             again = self.loads - self._asked[missing] <= self._lately

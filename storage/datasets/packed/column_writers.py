@@ -7,8 +7,10 @@ Where that does not hold, rows take more space, and are as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -36,7 +38,14 @@ from tallyroll.storage.rows.schema import Column, Schema
 
 MakeWriter: TypeAlias = Callable[[ArrayLayout], ChunkWriter]
 Values: TypeAlias = Callable[[Key], np.ndarray]
-"""Returns the rows of a column that are packed next [n, ...]."""
+"""Returns some rows of a column [n, ...]."""
+Read: TypeAlias = Callable[[Key, np.ndarray], np.ndarray]
+"""Returns the rows of these numbers [n] of a column [n, ...], until it is called again."""
+
+_BLOCK_NBYTES: Final = 2**21
+"""Rows of a column are read so many bytes at a time, which stay in the processor's cache."""
+_LONG, _WIDE_NBYTES = 16, 2**10
+"""So many rows of so many bytes that follow one another are read where they are, not copied."""
 
 _MOST_FRAMES: Final = 16
 _LEAST_FRAME_NBYTES: Final = 16
@@ -216,12 +225,14 @@ class Packing:
         self.writers.append(self._make(layout))
         return len(self.writers) - 1
 
-    def append(self, rows: np.ndarray, values: Values) -> None:
+    def append(self, rows: np.ndarray, read: Read) -> None:
         """Write the next rows, which had the numbers ``rows`` [n]."""
         for key, writer in self._plain:
-            writer.append(values(key))
+            for piece in pieces(rows, writer.layout.row_nbytes):
+                writer.append(read(key, piece))
         for states in self._states:
-            states.append(values)
+            for piece in pieces(rows, states.row_nbytes):
+                states.append(partial(_of_rows, read, piece))
         self.writers[self.old_rows].append(rows)
         self.rows += len(rows)
 
@@ -240,6 +251,23 @@ class Packing:
             writer.abandon()
 
 
+def _of_rows(read: Read, rows: np.ndarray, key: Key) -> np.ndarray:
+    return read(key, rows)
+
+
+def pieces(rows: np.ndarray, row_nbytes: int) -> Iterator[np.ndarray]:
+    """Cut the numbers of rows in pieces, so that wide rows that follow one another are one."""
+    most = max(1, _BLOCK_NBYTES // row_nbytes)
+    ends = [0, len(rows)]
+    if row_nbytes >= _WIDE_NBYTES:
+        cuts = np.concatenate([[0], np.flatnonzero(np.diff(rows) != 1) + 1, [len(rows)]])
+        long = np.flatnonzero(np.diff(cuts) >= _LONG)
+        ends = np.unique(np.concatenate([ends, cuts[long], cuts[long + 1]])).tolist()
+    for begin, end in pairwise(ends):
+        for start in range(begin, end, most):
+            yield rows[start : min(start + most, end)]
+
+
 def codec_of_numbers(make: MakeWriter) -> Codec:
     """Return the codec of row numbers, for the writers that ``make`` makes."""
     return Codec.of("gzip" if getattr(make, "hdf5", False) else "shuffle")
@@ -251,6 +279,8 @@ class _States:
     def __init__(self, plan: ColumnPlan, codec: Codec, packing: Packing) -> None:
         self._plan, self._packing = plan, packing
         column = plan.column
+        self.row_nbytes = column.row_nbytes
+        """Bytes of a row that comes."""
         shape = frame_shape(column.shape, plan.n, plan.axis) if plan.n > 1 else column.shape
         path = (*column.key, "frames")
         self._frames = packing.array(ArrayLayout.of(path, column.numpy_dtype, shape, 0, codec))

@@ -14,7 +14,7 @@ from typing import Final, Literal
 import numpy as np
 
 from tallyroll.storage.datasets.aside import require_free, written_aside
-from tallyroll.storage.datasets.copying import overlays_of, source_around
+from tallyroll.storage.datasets.copying import is_overwritten, overlays_of, source_around
 from tallyroll.storage.datasets.packed.archives import EPISODES, INDEX, MANIFEST, OURS, ZarrArchive
 from tallyroll.storage.datasets.packed.codecs import Codec
 from tallyroll.storage.datasets.packed.column_writers import (
@@ -51,7 +51,7 @@ Progress = Callable[[int, int], object]
 Format = Literal["zarr", "hdf5"]
 
 _LOOKS, _LOOK_ROWS, _LOOK_NBYTES = 6, 64, 2**24
-_BLOCK_NBYTES, _MOST_BLOCK_ROWS = 2**22, 2**14
+_RING_NBYTES, _MOST_BLOCK_ROWS = 2**22, 2**14
 _SPARE_NBYTES: Final = 2**22
 
 
@@ -189,12 +189,6 @@ def _values(reader: RowReader, rows: np.ndarray, key: Key) -> np.ndarray:
     return reader.column(key).take(rows)
 
 
-def _copied(
-    reader: RowReader, room: Mapping[Key, np.ndarray], rows: np.ndarray, key: Key
-) -> np.ndarray:
-    return reader.column(key).take(rows, out=room[key][: len(rows)])
-
-
 def _require_room(
     place: Path,
     plans: Sequence[ColumnPlan],
@@ -228,19 +222,34 @@ def _require_room(
 def _copy(
     reader: RowReader, order: np.ndarray, packing: Packing, progress: Progress | None
 ) -> None:
-    block = max(1, min(_MOST_BLOCK_ROWS, _BLOCK_NBYTES // reader.schema.row_nbytes))
-    # Used again for every block, so that it stays in the processor's cache.
-    room = {
-        each.key: np.empty((min(block, len(order)), *each.shape), each.numpy_dtype)
-        for each in reader.schema.columns
-    }
+    # Of a ring, what was read is looked at again before more of it is overwritten.
+    few = max(1, min(_MOST_BLOCK_ROWS, _RING_NBYTES // reader.schema.row_nbytes))
+    block = few if reader.ring else _MOST_BLOCK_ROWS
+    read = partial(_read, reader, is_overwritten(reader), {})
     for start in range(0, len(order), block):
         rows = order[start : start + block]
-        packing.append(rows, partial(_copied, reader, room, rows))
+        packing.append(rows, read)
         if reader.ring and int(rows.min()) < reader.span.start:
             raise reader.overrun(f"these {len(rows):,}")
         if progress is not None:
             progress(packing.rows, len(order))
+
+
+def _read(
+    reader: RowReader, copied: bool, room: dict[Key, np.ndarray], key: Key, rows: np.ndarray
+) -> np.ndarray:
+    """Return rows of a column, which may be where they are stored, unless they are ``copied``.
+
+    Memory of ``room`` is used again.
+    """
+    column, first = reader.column(key), int(rows[0])
+    if not copied and int(rows[-1]) - first == len(rows) - 1 and (np.diff(rows) == 1).all():
+        return column.slice(first, first + len(rows))
+    out = room.get(key)
+    if out is None or len(out) < len(rows):
+        about = reader.schema.columns[reader.schema.keys.index(key)]
+        out = room[key] = np.empty((len(rows), *about.shape), about.numpy_dtype)
+    return column.take(rows, out=out[: len(rows)])
 
 
 def _manifest(
@@ -274,8 +283,8 @@ class _ZarrFiles:
         path, inside = self._path, self._inside
         for place, document in documents(layout, manifest).items():
             inside.make_directory(path / place)
-            content = json.dumps(document).encode()
-            inside.write_aside(path / place / "zarr.json", content)
+            with open(inside.make(path / place / "zarr.json"), "wb") as file:
+                file.write(json.dumps(document).encode())
         write_manifest(inside, path / OURS / MANIFEST, manifest)
         with contextlib.closing(PackedReader(ZarrArchive(path))) as packed:
             self._write_tables(packed)

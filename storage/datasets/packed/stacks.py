@@ -106,7 +106,12 @@ class StateWriter:
 
 
 def in_order(root: np.ndarray, after: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return the states of rows in their order, of which ``own`` begin with one of theirs."""
+    """Return the states of rows in their order, of which ``own`` begin with one of theirs.
+
+    They may be ``after`` itself.
+    """
+    if not own.any():
+        return after
     states = np.empty((len(root) + int(own.sum()), *root.shape[1:]), root.dtype)
     at = np.arange(len(root)) + np.cumsum(own)
     states[at] = after
@@ -147,11 +152,17 @@ class FrameWriter:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return what `add` does, where it is known which states follow the one before.
 
+        The frames may be ``newest`` itself.
+
         Args:
             newest: the newest frame of each state [m, ...].
             follow: which are the one before with that frame, [m].
             stack: returns one of these states as frames [n, ...].
         """
+        if follow.all():
+            self._states += len(follow)
+            self.frames += len(follow)
+            return newest, np.zeros((0, 4), np.int64)
         count = np.ones(len(follow), np.int64)
         alone = np.flatnonzero(~follow)
         starts = np.zeros((len(alone), 4), np.int64)

@@ -17,7 +17,7 @@ from tallyroll.storage.datasets.joined.members import expanded
 from tallyroll.storage.datasets.remote.address import S3Path, s3_path
 from tallyroll.storage.datasets.remote.blocks import DiskBlocks, MemoryBlocks
 from tallyroll.storage.datasets.remote.push_plan import LAST, PLAN, ROOT, Planned, PushPlan, parsed
-from tallyroll.storage.errors import CorruptStorage, InvalidAddress
+from tallyroll.storage.errors import CorruptStorage, InvalidAddress, ReadOnlyStorage
 
 SECRET = "SeCrEt+of/somebody"
 
@@ -197,3 +197,8 @@ def test_lists_that_cannot_be_are_refused(change: dict[str, object]) -> None:
     for content in (b"[]", b"{", b"\xff", b'{"id": 3, "objects": {}}', b"[" * 100_000):
         with pytest.raises(CorruptStorage, match="not the list"):
             parsed(content, "place")
+
+
+def test_nothing_is_asked_of_a_store_to_refuse_writing() -> None:
+    with pytest.raises(ReadOnlyStorage, match="s3://datasets/x is opened to be read, and nothing"):
+        open_storage("s3://datasets/x", mode="append", s3=S3Options(endpoint="http://127.0.0.1:9"))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import IndexOutOfRange, NotAStorage, Overrun, StateMismatch
-from tallyroll.storage.readers import row_reader
+from tallyroll.storage.readers import registry, row_reader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing import ReaderContract
@@ -74,9 +75,32 @@ def test_without_a_reader_it_is_no_storage(tmp_path: Path, installed: Path) -> N
         file.extend(collected())
         write_chunks(file, tmp_path / "chunks")
     open_storage(tmp_path / "chunks").close()
-    (installed / "toy-1.0.dist-info" / "entry_points.txt").unlink()
+    about = installed / "toy-1.0.dist-info"
+    about.rename(tmp_path / about.name)
     with pytest.raises(NotAStorage, match=r"chunks is not a Tallyroll storage"):
         open_storage(tmp_path / "chunks")
+    (tmp_path / about.name).rename(about)
+    open_storage(tmp_path / "chunks").close()
+
+
+def test_packages_are_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def counted(**group: str) -> Any:
+        looks.append(group)
+        return entry_points(**group)
+
+    with MemmapStorage(tmp_path / "file") as file:
+        file.extend(collected())
+        write_chunks(file, tmp_path / "chunks")
+    monkeypatch.setattr(registry, "entry_points", counted)
+    registry._registered.cache_clear()
+    for _ in range(3):
+        open_storage(tmp_path / "chunks").close()
+    assert looks == [{"group": "tallyroll.readers"}]
+    monkeypatch.syspath_prepend(tmp_path)
+    open_storage(tmp_path / "chunks").close()
+    assert len(looks) == 2
 
 
 def test_what_a_collector_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.storage import FrameStack, MemmapStorage, content_hash, diff, open_storage, verify
 from tallyroll.storage.datasets.packed.archives import ZarrArchive
 from tallyroll.storage.datasets.packed.packed_reader import PackedReader
-from tallyroll.storage.errors import NotAStorage, PathIsTaken
+from tallyroll.storage.errors import NotAStorage, PathIsTaken, ReadOnlyStorage
 from tallyroll.storage.rows.keys import LANE, STEP, TRAJ_IDS
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing import ReaderContract
@@ -357,6 +357,19 @@ def test_a_chunk_is_kept_when_it_is_asked_for_again(wide: tuple[Path, np.ndarray
     reader.close()
 
 
+def test_a_chunk_is_kept_at_once_if_many_of_its_rows_are_wanted(
+    wide: tuple[Path, np.ndarray],
+) -> None:
+    """As those of an epoch, which is shuffled within a window: the next batch needs it too."""
+    path, values = wide
+    reader = PackedReader(ZarrArchive(path), cache_nbytes=20 * CHUNK)
+    column = reader.column(("x",))
+    for rows in (np.arange(0, 320, 4), np.arange(3, 320, 4)):
+        assert (column.take(rows) == values[rows]).all()
+        assert reader.loads == 5
+    reader.close()
+
+
 def test_random_rows_of_more_chunks_than_are_kept_displace_none(
     wide: tuple[Path, np.ndarray],
 ) -> None:
@@ -446,6 +459,17 @@ def test_a_forked_child_reads(wide: tuple[Path, np.ndarray]) -> None:
 def test_a_packed_storage_travels(wide: tuple[Path, np.ndarray]) -> None:
     with open_storage(wide[0]) as packed, pickle.loads(pickle.dumps(packed)) as there:
         assert (there.column("x") == wide[1]).all()
+
+
+def test_a_file_that_is_not_written_is_closed(wide: tuple[Path, np.ndarray]) -> None:
+    path = wide[0].with_name("packed.h5")
+    with open_storage(wide[0]) as packed:
+        packed.pack(path, format="hdf5")
+    before = len(os.listdir("/proc/self/fd"))
+    for source in (path, [path]):
+        with pytest.raises(ReadOnlyStorage, match="nothing writes to it") as raised:
+            open_storage(source, mode="append")
+        assert len(os.listdir("/proc/self/fd")) == before, raised
 
 
 def test_a_reader_that_nobody_closes_leaves_no_file_open(wide: tuple[Path, np.ndarray]) -> None:

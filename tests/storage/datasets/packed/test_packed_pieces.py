@@ -1,0 +1,66 @@
+"""Rows are read for packing in pieces: wide ones that follow one another where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.datasets.packed import column_writers, packing
+from tallyroll.storage.datasets.packed.column_writers import pieces
+from tallyroll.storage.readers.file_reader import FileReader
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), max_size=8),
+    row_nbytes=st.sampled_from([1, 1023, 1024, 2**17, 2**30]),
+)
+def test_pieces_are_all_rows_in_their_order(runs: Any, row_nbytes: int) -> None:
+    rows = np.concatenate([np.zeros(0, np.int64), *(np.arange(a, a + n) for a, n in runs)])
+    found = list(pieces(rows, row_nbytes))
+    assert np.concatenate([rows[:0], *found]).tolist() == rows.tolist()
+    most = max(1, column_writers._BLOCK_NBYTES // row_nbytes)
+    assert all(1 <= len(piece) <= most for piece in found)
+    if row_nbytes == 1:
+        assert len(found) == min(1, len(rows))
+    if row_nbytes == 1024:  # each long run is a piece
+        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+        long = [run.tolist() for run in np.split(rows, cuts) if len(run) >= 16]
+        assert [piece.tolist() for piece in found if piece.tolist() in long] == long
+
+
+@pytest.fixture
+def storages(tmp_path: Path) -> Path:
+    values = np.random.default_rng(0).integers(0, 255, (60, 2048), np.uint8)
+    with MemmapStorage(tmp_path / "plain") as storage:
+        storage.extend({("x",): values})
+    with MemmapStorage(tmp_path / "ring", max_size=30) as storage:
+        for start in (0, 30):
+            storage.extend({("x",): values[start : start + 30]})
+    return tmp_path
+
+
+def test_wide_rows_are_not_copied(storages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those that a writer may overwrite while they are compressed: also those of a union."""
+    shared: dict[str, set[bool]] = {}
+    read = packing._read
+
+    def watched(reader: Any, *args: Any) -> np.ndarray:
+        found = read(reader, *args)
+        source = reader if isinstance(reader, FileReader) else reader.members[-1].reader
+        shared.setdefault(name, set()).add(np.shares_memory(found, source.column(("x",)).array))
+        return found
+
+    monkeypatch.setattr(packing, "_read", watched)
+    for name in ("plain", "ring", "union"):
+        source: Any = [storages / "ring"] if name == "union" else storages / name
+        with open_storage(source) as storage:
+            storage.pack(storages / f"{name}.packed")
+            with open_storage(storages / f"{name}.packed") as packed:
+                assert (packed.in_order()["x"] == storage.in_order()["x"]).all()
+    assert shared == {"plain": {True}, "ring": {False}, "union": {False}}
