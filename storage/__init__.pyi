@@ -1,5 +1,7 @@
 """Public names, stated here alone (`package/public_names.py`). Every error is one."""
 
+from tallyroll.storage.datasets.card.export_card import export_card as export_card
+from tallyroll.storage.datasets.card.page import Card as Card
 from tallyroll.storage.datasets.copying import CopyReport as CopyReport
 from tallyroll.storage.datasets.exchange.exporting import ExportReport as ExportReport
 from tallyroll.storage.datasets.exchange.following import Follow as Follow

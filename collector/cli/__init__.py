@@ -35,7 +35,7 @@ _OF_DATASETS = {
     **dict.fromkeys(copying.NAMES, "copy"),
     **dict.fromkeys(store.NAMES, "store"),
     **dict.fromkeys(("export", "import"), "exchange"),
-    **{name: name for name in ("pack", "split", "stats")},
+    **{name: name for name in ("card", "pack", "split", "stats")},
 }
 """Commands whose modules are in `datasets`, and these."""
 

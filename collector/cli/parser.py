@@ -10,8 +10,8 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from tallyroll.collector.cli import texts
+from tallyroll.collector.cli.datasets import card, exchange, pack, split, stats, store
 from tallyroll.collector.cli.datasets import copy as copying
-from tallyroll.collector.cli.datasets import exchange, pack, split, stats, store
 from tallyroll.collector.cli.output import emit, shortened, visible
 from tallyroll.storage.package.near_names import did_you_mean, in_words
 
@@ -413,6 +413,7 @@ def make_parser() -> argparse.ArgumentParser:
         )
         return added
 
+    card.add_to(commands, _path, _FILE)
     _add_collect(command("collect", "collect transitions into a storage"))
     completion = command("completion", "print a script that completes commands in a shell")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=in_words(SHELLS))

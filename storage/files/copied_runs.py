@@ -145,7 +145,7 @@ def has_room(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 def _nbytes_of(run: Any) -> float:
     """Return bytes of its JSON; infinitely many where it is none, or nested too deep."""
-    if _is_deep(run, _DEEPEST):
+    if is_deep(run):
         return math.inf
     try:
         return len(json.dumps(run, allow_nan=False))
@@ -153,8 +153,9 @@ def _nbytes_of(run: Any) -> float:
         return math.inf
 
 
-def _is_deep(value: Any, levels: int) -> bool:
+def is_deep(value: Any, levels: int = _DEEPEST) -> bool:
+    """Return whether a JSON value is nested deeper than entries of runs may be."""
     inner = value.values() if isinstance(value, dict) else value
     if not isinstance(value, dict | list | tuple):
         return False
-    return levels == 0 or any(_is_deep(each, levels - 1) for each in inner)
+    return levels == 0 or any(is_deep(each, levels - 1) for each in inner)

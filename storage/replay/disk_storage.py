@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from tallyroll.storage.datasets.card.face import HasCard
 from tallyroll.storage.datasets.copies_face import HasCopies
 from tallyroll.storage.datasets.exchange.face import HasExports
 from tallyroll.storage.datasets.packed.face import HasPacking
@@ -61,7 +62,14 @@ def _extend_fixed(append: Callable[..., range]) -> Callable[..., range]:
 
 
 class DiskStorage(
-    RowStore, HasCopies, HasExports, HasPacking, HasStatistics, HasTraining, AsTensorStorage
+    RowStore,
+    HasCard,
+    HasCopies,
+    HasExports,
+    HasPacking,
+    HasStatistics,
+    HasTraining,
+    AsTensorStorage,
 ):
     """Rows on disk, growing or a ring, that survive the end of the process in any way.
 

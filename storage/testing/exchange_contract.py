@@ -196,8 +196,9 @@ class ExchangeContract:
 
     def test_versions_of_it(self, source: DiskStorage, tmp_path: Path) -> None:
         """Each has the rows that were there; the newest is found by the link."""
-        again = tmp_path / "again"
+        again, more = tmp_path / "again", collected()
         source.copy_to(again)
+        more["collector", "traj_ids"] += 1000
 
         def on(report: ExportReport) -> None:
             link = tmp_path / "out" / f"current{self.suffix}"
@@ -207,7 +208,7 @@ class ExchangeContract:
             found = diff(again, back)
             assert (found.equal, found.only[1], found.schema) == (report.rows, 0, ())
             if len(writer) == len(source):
-                writer.extend(collected(), ids="fresh")
+                writer.extend(more)
             else:
                 writer.close()
 

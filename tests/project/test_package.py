@@ -58,6 +58,7 @@ PUBLIC: dict[str, set[str]] = {
         "uniform",
     },
     "tallyroll.storage": {
+        "Card",
         "ColumnStatistics",
         "CopyReport",
         "DifferentRow",
@@ -95,6 +96,7 @@ PUBLIC: dict[str, set[str]] = {
         "ZarrStorage",
         "content_hash",
         "diff",
+        "export_card",
         "import_dataset",
         "n_step",
         "open_storage",

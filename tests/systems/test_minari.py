@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import h5py
 import numpy as np
 import pytest
 
-from tallyroll.storage import MemmapStorage, diff, import_dataset, open_storage, verify
+from tallyroll.storage import Follow, MemmapStorage, diff, import_dataset, open_storage, verify
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.testing import ExchangeContract
 from tallyroll.storage.testing.exchange_contract import same
 from tallyroll.storage.testing.reader_contract import collected
+
+from examples_kit import numbers, run
 
 minari = pytest.importorskip("minari")
 
@@ -113,6 +116,23 @@ def test_one_that_is_wrong(fault: str, tmp_path: Path) -> None:
     assert not (tmp_path / "back").exists()
 
 
+def test_the_example_learns_from_episodes_that_minari_wrote(tmp_path: Path) -> None:
+    out = run("datasets/from_minari.py", tmp_path, out="x", episodes=8, epochs=2, eval_episodes=5)
+    (place,) = (tmp_path / "x" / "minari").rglob("main_data.hdf5")
+    theirs = minari.MinariDataset(place.parent)
+    assert numbers(r"^(\d+) rows imported, lost: nothing$", out) == [theirs.total_steps]
+    returns = [episode.rewards.sum() for episode in theirs]
+    good = [each for each in returns if each >= 200]
+    assert 0 < len(good) < len(returns) == 8
+    found = re.findall(r"^(\w+) +(\d+) +(\d+) +([\d.]+) +[\d.]+$", out, re.MULTILINE)
+    assert found == [
+        ("all", str(theirs.total_steps), "8", f"{np.mean(returns):.1f}"),
+        ("good", str(int(sum(good))), str(len(good)), f"{np.mean(good):.1f}"),
+    ]
+    with open_storage(tmp_path / "x" / "rows") as storage:
+        assert storage.trajectories.table["reset_seed"].tolist() == [*range(1, 9)]
+
+
 _READ = """
 import sys, numpy, datasets
 found = datasets.load_dataset(sys.argv[1], cache_dir=sys.argv[2])["train"].with_format("numpy")[:]
@@ -135,6 +155,51 @@ def test_datasets_reads_a_folder_for_the_hub(source: Path, tmp_path: Path) -> No
             np.testing.assert_array_equal(pixels, rows["pixels"])
             ids = rows["collector", "traj_ids"]
             np.testing.assert_array_equal(table["collector.traj_ids"], ids)
+
+
+def test_datasets_reads_a_version_of_parquet(source: Path, tmp_path: Path) -> None:
+    """Through the resolved link, as a reader beside a writer does."""
+    pytest.importorskip("datasets")
+    with open_storage(source) as storage:
+        report = storage.export(tmp_path / "out", "parquet", follow=Follow())
+        rows = storage.get(slice(None))
+    version = os.path.realpath(report.path)
+    assert version.endswith("00000001.parquet")
+    places = [version, *(str(tmp_path / name) for name in ("cache", "found.npz"))]
+    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    read = _READ.replace("load_dataset(", "load_dataset('parquet', data_files=")
+    subprocess.run([sys.executable, "-c", read, *places], check=True, timeout=100, env=env)
+    with np.load(places[-1]) as table:
+        assert {*table} >= {"observation", "action", "next.reward", "collector.traj_ids"}
+        np.testing.assert_array_equal(table["observation"], rows["observation"])
+        np.testing.assert_array_equal(table["next.reward"], rows["next", "reward"])
+
+
+def test_polars_reads_a_folder_for_the_hub(source: Path, tmp_path: Path) -> None:
+    polars = pytest.importorskip("polars")
+    with open_storage(source) as storage:
+        storage.export(tmp_path / "hub", "hf")
+        rows = storage.get(slice(None))
+    found = polars.scan_parquet(tmp_path / "hub" / "data" / "*.parquet").collect()
+    np.testing.assert_array_equal(found["observation"].to_numpy(), rows["observation"])
+    np.testing.assert_array_equal(found["collector.step"].to_numpy(), rows["collector", "step"])
+    ends = found.filter(polars.col("next.terminated").arr.get(0)).height
+    assert ends == int(rows["next", "terminated"].sum())
+
+
+def test_the_hub_reads_our_cards(source: Path, tmp_path: Path) -> None:
+    """By the library of the Hub, whose data card has the fields by which it sorts."""
+    hub = pytest.importorskip("huggingface_hub")
+    with open_storage(source) as storage:
+        storage.export(tmp_path / "hub", "hf")
+        (tmp_path / "README.md").write_text(str(storage.card(licence="apache-2.0")))
+    said = hub.DatasetCard.load(tmp_path / "hub" / "README.md").data
+    assert (said.license, said.size_categories) == ("unknown", ["n<1K"])
+    assert said.task_categories == ["reinforcement-learning"]
+    assert said.configs[0]["data_files"][0]["path"] == "data/train-*.parquet"
+    card = hub.DatasetCard.load(tmp_path / "README.md")
+    assert (card.data.license, card.data.pretty_name) == ("apache-2.0", "source")
+    assert card.text.strip().startswith("# source")
 
 
 def test_polars_reads_parquet(source: Path, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.files.copied_runs import (
     copied_runs,
     copy_entry,
+    is_copied,
     makers,
     room_beside,
     rows_copied,
@@ -18,10 +19,12 @@ from tallyroll.storage.files.run_events import LEFT_OUT
 from tallyroll.storage.package.versions import installed
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.episodes import END_NAMES
 
 LIMIT: Final = 2**22
 """Bytes of the text that is read of a source."""
 _VERSION: Final = 1
+_MOST_COUNT: Final = 2**48
 
 
 def about_rows(reader: RowReader, schema: Schema) -> dict[str, Any]:
@@ -44,6 +47,27 @@ def not_said(about: Mapping[str, Any]) -> dict[str, int]:
     entry = about.get("rows", {})
     events = sum(each.get(LEFT_OUT) is True for each in copied_runs(entry))
     return {"runs": runs_left_out(entry), "runs_without_events": events}
+
+
+def counts_said(about: Any) -> dict[str, int]:
+    """Return how many trajectories ended how, as the text says; nothing without it."""
+    ends = about.get("ends") if isinstance(about, dict) else None
+    found = ends if isinstance(ends, dict) else {}
+    return {end: n for end in END_NAMES if type(n := found.get(end)) is int and 0 < n < _MOST_COUNT}
+
+
+def runs_said(about: Any) -> list[Mapping[str, Any]]:
+    """Return the entries of the runs that made the rows, as far as the text has them."""
+    entry = about.get("rows") if isinstance(about, dict) else None
+    return flat_runs([entry]) if isinstance(entry, dict) else []
+
+
+def flat_runs(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the entries of collectors' runs, those of copied rows as well."""
+    found: list[Mapping[str, Any]] = []
+    for each in entries:
+        found += flat_runs(copied_runs(each)) if is_copied(each) else [each]
+    return [each for each in found if "environment" in each]
 
 
 def schema_said(about: Any) -> Schema | None:

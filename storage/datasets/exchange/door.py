@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing
-from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.errors import InvalidDataset, InvalidSchema
+from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
 
 Block = dict[Key, np.ndarray]
@@ -55,6 +55,13 @@ class ExchangeFormat(ABC):
     suffix: ClassVar[str] = ""
     """The end that the name of an export should have, of a format of one file, as ``.npz``."""
 
+    loading: ClassVar[str] = ""
+    """Lines of Python that open an export with the format's own library, in which ``PATH`` means
+    its path; a card shows them."""
+
+    data_files: ClassVar[str] = ""
+    """The pattern of the files of Parquet in an export, which a hub shows as a table."""
+
     compressed: ClassVar[bool] = False
     """Rows may take far fewer bytes than they have."""
 
@@ -67,6 +74,10 @@ class ExchangeFormat(ABC):
 
     def check(self, schema: Schema) -> None:  # noqa: B027 - most hold all columns
         """Raise `InvalidSchema` for columns that the format cannot hold at all."""
+
+    def names(self, schema: Schema) -> list[str]:
+        """Return the names that columns have in an export."""
+        return [spell(key) for key in schema.keys]
 
     @abstractmethod
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
@@ -84,6 +95,14 @@ class ExchangeFormat(ABC):
         Raises:
             InvalidDataset: it is damaged, hostile, or of another format.
         """
+
+
+def opened_source(door: ExchangeFormat, whence: Path, stack: ExitStack) -> Incoming:
+    """Open a source until ``stack`` ends; raise `InvalidDataset` for columns that none can have."""
+    try:
+        return stack.enter_context(door.read(whence))
+    except InvalidSchema as error:
+        raise refused(whence, str(error)) from error
 
 
 def refused(place: Path, why: str) -> InvalidDataset:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED, Keys, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import WHOSE, missing
-from tallyroll.storage.trajectories.episodes import END_CUT, END_OPEN
+from tallyroll.storage.trajectories.episodes import END_CUT, END_NAMES, END_OPEN
 
 Cuts = Literal["drop", "truncate", "keep"]
 """Ways to write trajectories that neither ended nor were truncated."""
@@ -153,6 +154,15 @@ class _Chosen:
             self.ends = np.sort(table["last_row"][~left])
         self.table = table
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many trajectories are written as ended so, by the word for it."""
+        assert self.table is not None
+        found = Counter(END_NAMES[end] for end in self.table["end"].tolist())
+        cut = found.pop("open", 0) + found.pop("cut", 0)
+        found["truncated" if len(self.ends) else "cut"] += cut
+        return {end: count for end, count in found.items() if count}
+
 
 def _beside(
     reader: RowReader, schema: Schema, chosen: _Chosen, *, whole: bool
@@ -168,7 +178,10 @@ def _beside(
     left = {"statistics": lost, **not_said(about)}
     if whole:
         left |= left_beside(reader, schema)
-    return about | ({"statistics": kept} if kept else {}), left
+    more: dict[str, Any] = {"statistics": kept} if kept else {}
+    if chosen.table is not None:
+        more["ends"] = chosen.counts
+    return about | more, left
 
 
 @contextlib.contextmanager

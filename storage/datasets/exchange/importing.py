@@ -14,12 +14,12 @@ import numpy as np
 
 from tallyroll.storage.datasets.aside import require_free, written_aside
 from tallyroll.storage.datasets.exchange.about import entry_of
-from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming, refused
+from tallyroll.storage.datasets.exchange.door import Block, Incoming, opened_source, refused
 from tallyroll.storage.datasets.exchange.numbering import Numbering, has_numbers
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Progress
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.engine.memory_left import require_memory
-from tallyroll.storage.errors import InvalidSchema, RowsMismatch
+from tallyroll.storage.errors import RowsMismatch
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.formats.by_name import FILES, format_at
 from tallyroll.storage.formats.space import require_room
@@ -83,7 +83,7 @@ def import_dataset(
     refuse_nothing(whence, "Give the path of a dataset.")
     require_free(place)
     with translated(whence), contextlib.ExitStack() as stack:
-        incoming = _opened(door, whence, stack)
+        incoming = opened_source(door, whence, stack)
         numbering = Numbering(incoming.schema)
         schema, total = numbering.schema, incoming.rows
         _require_size(whence, incoming, schema)
@@ -123,13 +123,6 @@ def import_dataset(
         numbering.needed and has_numbers(schema),
         {name: count for name, count in incoming.lost.items() if count},
     )
-
-
-def _opened(door: ExchangeFormat, whence: Path, stack: contextlib.ExitStack) -> Incoming:
-    try:
-        return stack.enter_context(door.read(whence))
-    except InvalidSchema as error:
-        raise refused(whence, str(error)) from error
 
 
 def _require_size(whence: Path, incoming: Incoming, schema: Schema) -> None:

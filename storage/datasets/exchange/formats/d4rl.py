@@ -55,6 +55,7 @@ class D4rlFormat(ExchangeFormat):
     """
 
     name, extra, suffix, sorted = "d4rl", "hdf5", ".hdf5", True
+    loading = 'import h5py\n\nwith h5py.File(PATH) as file:\n    seen = file["observations"][...]'
 
     def check(self, schema: Schema) -> None:
         """Refuse rows that are no transitions."""

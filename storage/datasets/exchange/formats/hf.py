@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from tallyroll.storage.datasets.card.export_card import PAGE, card_of_export
 from tallyroll.storage.datasets.exchange.door import ExchangeFormat, Incoming, refused
 from tallyroll.storage.datasets.exchange.formats.arrow import names_of
 from tallyroll.storage.datasets.exchange.formats.parquet import parquet_rows, write_parquet
@@ -17,7 +18,7 @@ from tallyroll.storage.rows.schema import Schema
 _GROUPS: Final = 16
 """Groups of rows in a file: some 500 MB of rows."""
 _MOST_FILES: Final = 2**14
-_DATA, _CARD = "data", "README.md"
+_DATA: Final = "data"
 
 
 class HfFormat(ExchangeFormat):
@@ -27,6 +28,12 @@ class HfFormat(ExchangeFormat):
     """
 
     name, extra, compressed = "hf", "arrow", True
+    loading = 'from datasets import load_dataset\n\nrows = load_dataset(PATH, split="train")'
+    data_files = f"{_DATA}/train-*.parquet"
+
+    def names(self, schema: Schema) -> list[str]:
+        """Return keys joined by dots."""
+        return names_of(schema)
 
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write a file for each half a gigabyte of rows, and the card."""
@@ -36,7 +43,8 @@ class HfFormat(ExchangeFormat):
         for number in range(files):
             name = f"train-{number:05}-of-{files:05}.parquet"
             (data / f"{number}.parquet").rename(data / name)
-        (place / _CARD).write_text(_card(rows.schema, len(rows)))
+        card = card_of_export(self, rows.title, rows.schema, len(rows), rows.about, place)
+        (place / PAGE).write_text(str(card))
         return {}
 
     @contextlib.contextmanager
@@ -53,35 +61,3 @@ class HfFormat(ExchangeFormat):
             if not names or len(names) > _MOST_FILES:
                 raise refused(place, f"expected 1 to {_MOST_FILES} files {_DATA}/*.parquet")
             yield parquet_rows(names, place, stack)
-
-
-def _card(schema: Schema, rows: int) -> str:
-    lines = [
-        f"| `{name}` | {column.dtype_name} | {list(column.shape)} |"
-        for name, column in zip(names_of(schema), schema.columns, strict=True)
-    ]
-    return "\n".join(
-        [
-            "---",
-            "task_categories:",
-            "- reinforcement-learning",
-            "tags:",
-            "- tallyroll",
-            "configs:",
-            "- config_name: default",
-            "  data_files:",
-            "  - split: train",
-            f"    path: {_DATA}/train-*.parquet",
-            "---",
-            "",
-            "# Transitions",
-            "",
-            f"{rows:,} transitions, collected by Tallyroll, one a row. A value of a shape is a "
-            "list of its numbers, row by row.",
-            "",
-            "| column | dtype | shape |",
-            "| --- | --- | --- |",
-            *lines,
-            "",
-        ]
-    )

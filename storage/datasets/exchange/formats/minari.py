@@ -58,6 +58,7 @@ class MinariFormat(ExchangeFormat):
     """
 
     name, extra, sorted = "minari", "minari", True
+    loading = 'from minari import MinariDataset\n\ndataset = MinariDataset(PATH + "/data")'
 
     def check(self, schema: Schema) -> None:
         """Refuse rows that are no transitions, and observations that its spaces cannot be of."""

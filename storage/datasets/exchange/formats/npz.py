@@ -36,6 +36,7 @@ class NpzFormat(ExchangeFormat):
     """
 
     name, suffix = "npz", ".npz"
+    loading = "import numpy\n\nrows = numpy.load(PATH)"
 
     def check(self, schema: Schema) -> None:
         """Refuse a column in the place of our text."""

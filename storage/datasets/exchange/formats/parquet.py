@@ -16,6 +16,7 @@ from tallyroll.storage.datasets.exchange.formats.arrow import (
     ArrowColumn,
     arrow_schema,
     columns_of,
+    names_of,
     to_batch,
 )
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Outgoing
@@ -37,6 +38,12 @@ class ParquetFormat(ExchangeFormat):
     """
 
     name, extra, suffix, compressed = "parquet", "arrow", ".parquet", True
+    loading = "import pandas\n\nrows = pandas.read_parquet(PATH)"
+    data_files = "*.parquet"
+
+    def names(self, schema: Schema) -> list[str]:
+        """Return keys joined by dots."""
+        return names_of(schema)
 
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write a group of rows for each block."""

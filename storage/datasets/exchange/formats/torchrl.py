@@ -34,6 +34,7 @@ class TorchrlFormat(ExchangeFormat):
     """
 
     name = "torchrl"
+    loading = "from tensordict import TensorDict\n\nrows = TensorDict.load_memmap(PATH)"
 
     def check(self, schema: Schema) -> None:
         """Refuse names that tensordict cannot store."""

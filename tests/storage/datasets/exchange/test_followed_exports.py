@@ -98,14 +98,17 @@ def names_in(place: Path) -> set[str]:
 
 def collect(connection: Any, path: Path, frames: int) -> None:
     """Collect CartPole, a few rows at a time, and then end as a run does."""
-    with SyncCollector(
-        "CartPole-v1",
-        num_envs=2,
-        frames_per_batch=20,
-        total_frames=frames,
-        seed=3,
-        storage=MemmapStorage(path),
-    ) as collector:
+    with (
+        MemmapStorage(path) as storage,
+        SyncCollector(
+            "CartPole-v1",
+            num_envs=2,
+            frames_per_batch=20,
+            total_frames=frames,
+            seed=3,
+            storage=storage,
+        ) as collector,
+    ):
         for number, _ in enumerate(collector):
             if number == 0:
                 connection.send("begun")

@@ -69,6 +69,24 @@ def test_arrow_and_pandas_read_parquet(source: DiskStorage, tmp_path: Path) -> N
     np.testing.assert_array_equal(np.stack(frame["observation"]), rows["observation"])
 
 
+def test_arrow_pandas_and_xarray_read_a_folder_for_the_hub(
+    source: DiskStorage, tmp_path: Path
+) -> None:
+    dataset = pytest.importorskip("pyarrow.dataset")
+    pandas, xarray = pytest.importorskip("pandas"), pytest.importorskip("xarray")
+    source.export(tmp_path / "hub", "hf")
+    rows = source.get(slice(None))
+    table = dataset.dataset(tmp_path / "hub" / "data", format="parquet").to_table()
+    assert table.num_rows == len(source)
+    frame = pandas.read_parquet(tmp_path / "hub" / "data")
+    np.testing.assert_array_equal(np.stack(frame["pixels"]), rows["pixels"].reshape(141, -1))
+    found = xarray.Dataset.from_dataframe(frame[["collector.step", "collector.lane", "action"]])
+    assert found.sizes == {"index": 141}
+    for name, key in (("action", "action"), ("collector.step", ("collector", "step"))):
+        np.testing.assert_array_equal(found[name], rows[key])
+        np.testing.assert_array_equal(table[name], rows[key])
+
+
 def test_a_table_of_arrow(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -1,0 +1,122 @@
+"""``tallyroll card``: a page for a hub that says what a dataset is, and how it was made."""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# No line is longer than 78 columns.
+
+_USAGE = "%(prog)s PATH [options]"
+_ABOUT = """\
+Write a card of a storage, or of an export: a page in Markdown with the front
+matter that the Hugging Face Hub reads. It has the columns, counts, how to load
+it, the licence, the runs that made it with their seeds, policies and versions,
+kept statistics, and a hash: of a storage that of its content, for which all
+rows are read; of an export that of its files. Nothing is replaced.
+"""
+_EXAMPLES = """\
+examples:
+  tallyroll card runs/pole
+  tallyroll card runs/pole --licence apache-2.0 --out README.md
+  of an export, with its kind, as tallyroll import has it:
+    tallyroll card parquet:pole.parquet --json
+
+exit status:
+  0  written
+  1  not written: the message says why
+  2  a wrong argument
+"""
+
+
+def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
+    """Add the command to a parser's; ``path`` reads a path, and ``complete`` is shtab's word."""
+    parser = commands.add_parser(
+        "card",
+        help="write a card of a dataset, for a hub",
+        usage=_USAGE,
+        description=_ABOUT,
+        epilog=_EXAMPLES,
+    )
+    text = "a storage, or KIND:PATH of an export, as parquet:rows.parquet"
+    parser.add_argument("path", type=path, metavar="PATH", help=text).complete = complete
+    text = "as the hub spells it, such as apache-2.0 (default: unknown)"
+    parser.add_argument("--licence", metavar="NAME", help=text)
+    text = "write the page to a file, where nothing may be"
+    parser.add_argument("--out", type=path, metavar="FILE", help=text).complete = complete
+    parser.add_argument("--force", action="store_true", help="let --out replace a file")
+    text = "read a copy that was made while a writer had the storage open"
+    parser.add_argument("--accept-copy", action="store_true", help=text)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``tallyroll card``; returns the exit status."""
+    from tallyroll.collector.cli.output import as_json, emit, visible
+
+    if args.out is not None and not args.force:
+        _require_free(args.out)  # before all rows are read
+    card = _card_of(args)
+    if args.out is not None:
+        _write(args.out, str(card), force=args.force)
+    if args.json:
+        emit(json.dumps(as_json(dataclasses.asdict(card)), indent=2, allow_nan=False) + "\n")
+    elif args.out is None:
+        emit(str(card))
+    elif not args.quiet:
+        emit(f"{visible(args.out)}: a card of {card.rows:,} rows written\n")
+    return 0
+
+
+def _card_of(args: argparse.Namespace) -> Any:
+    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.storage import export_card, open_storage
+    from tallyroll.storage.datasets.exchange.registry import kinds
+
+    kind, colon, place = args.path.partition(":")
+    if colon and kind in kinds() and not os.path.lexists(args.path):
+        return export_card(place, kind, licence=args.licence)
+    with (
+        open_storage(args.path, accept_copy=args.accept_copy) as storage,
+        shown_progress("read", args.quiet) as progress,
+    ):
+        return storage.card(licence=args.licence, progress=progress)
+
+
+def _require_free(place: str) -> None:
+    from tallyroll.collector.cli.output import CommandError
+
+    if os.path.lexists(place):
+        raise CommandError(
+            f"--out {place} is there already, and is not replaced. Give another path, or --force."
+        )
+
+
+def _write(place: str, text: str, *, force: bool) -> None:
+    """Write a file, whole or not at all."""
+    from tallyroll.collector.cli.output import CommandError
+    from tallyroll.storage.files.safe_files import Inside
+
+    path = Path(place)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    inside = Inside(path.parent)
+    try:
+        try:
+            inside.write_aside(aside, text.encode(), durable=True)
+            if force:
+                os.replace(aside, path)
+            else:
+                os.link(aside, path)
+        finally:
+            inside.remove(aside)
+    except FileExistsError:
+        _require_free(place)
+        raise
+    except OSError as error:
+        raise CommandError(f"--out {place} cannot be written: {error.strerror}") from error
