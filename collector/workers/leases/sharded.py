@@ -101,7 +101,7 @@ class ShardedLeases(_WithoutRows):
         self._sink, self._frames = sink, frames
         self._parts: dict[int, _Part] = {}
         """The shard of each worker that has one, by its index."""
-        self._unleased = self._numbered = 0
+        self._unleased = self._numbered = self._size = 0
         self._stopping = False
         here = Decision("in shards", "workers keep their rows")
         self.plan = StoringPlan(here, Decision("none", "rows stay where they are"), here, here)
@@ -123,6 +123,9 @@ class ShardedLeases(_WithoutRows):
             run.intact = False
         goal = ledger.stored + run.budget.batch(run.counted, want)
         self._unleased = goal - ledger.stored
+        # So few that each worker has a part, whatever a lease may be.
+        each = -(-self._unleased // len(self._worker_pool.members))
+        self._size = min(self._frames, each)
         self._grant()
         while ledger.stored < goal and self._awaited:
             self._hear()
@@ -151,7 +154,7 @@ class ShardedLeases(_WithoutRows):
                     continue  # it comes in the place of another
                 part = self._parts.get(member.index) or self._begin(member)
                 if len(part.leased) < _LEASES:
-                    frames = min(self._frames, self._unleased)
+                    frames = min(self._size, self._unleased)
                     self._numbered += 1
                     lease = m.Lease(self._numbered, 0, frames, (0,), 0, False, False)
                     self._unleased -= frames
