@@ -17,7 +17,6 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.state.restarting import Restarting
 from tallyroll.collector.batches.stored.resume import Resume
@@ -276,6 +275,8 @@ class MultiprocessCollector(Collector):
             torchrl=self._torchrl_layout(plan),
             **call,
         )
+        if self._options.sharded:
+            self._restarting = cast(Restarting, GoesOnFromStorage())
 
     def _transport_call(self) -> dict[str, Any]:
         """Return what of the transport is kept as provenance."""
@@ -380,15 +381,6 @@ class MultiprocessCollector(Collector):
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
         self._make_place(plan.slots(most, frames, slabs=self.num_workers), 1)
         return ShardedLeases(self._worker_pool, self._startup, self._sink, frames)
-
-    def _assembled(self, source: RowSource, *more: Any) -> Any:
-        rollout: Any = self._rollout
-        if not self._options.sharded:
-            return super()._assembled(source, *more)
-        rollout.drives(self._run)
-        self._restarting = cast(Restarting, GoesOnFromStorage())
-        self._writer.open(source.no_rows, self._run.provenance, source.behind)
-        return rollout
 
     # --- workers, weights, seeds, state -----------------------------------------------------------
 

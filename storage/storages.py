@@ -227,7 +227,7 @@ def open_storage(
 
 
 def _sharded(
-    files: ShardedFiles, path: Path, mode: Mode, *, accept_copy: bool = False, **_: Any
+    files: ShardedFiles, path: Path, mode: Mode, *, accept_copy: bool = False
 ) -> UnionStorage:
     reader = ShardedReader(files, path, accept_copy=accept_copy)
     try:
@@ -236,7 +236,7 @@ def _sharded(
         reader.close()
         raise
     # As these shards with these rows: when it is opened again, more may count.
-    found.reopen_by([each.path for each in reader.members], ids="keep", accept_copy=accept_copy)
+    found.reopen_by([each.path for each in reader.members], accept_copy=accept_copy)
     return found
 
 

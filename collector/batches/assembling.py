@@ -1,6 +1,7 @@
 """The parts of an assembly, chosen once by the plan of the run."""
 
 from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from tallyroll.collector.batches.assembly import Assembly
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
@@ -21,6 +22,14 @@ from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.source import TransitionSource
+
+
+@runtime_checkable
+class KeepsNoRows(Protocol):
+    """A source whose workers keep their rows: it has what an `Assembly` has, for counts alone."""
+
+    def assembly_of(self, run: RunState) -> Any:
+        """Return what counts, and notes, the transitions of ``run``."""
 
 
 def assemble(
@@ -47,6 +56,10 @@ def assemble(
         ahead: copies wide rows of a batch while its slots are filled, if that saves time.
     """
     options, writer, slabs = run.options, run.writer, source.plan
+    if isinstance(rollout, KeepsNoRows):
+        writer.open(source.no_rows, run.provenance, source.behind)
+        counting: Assembly = rollout.assembly_of(run)
+        return counting
     lanes = options.own_lanes(len(run.lanes.step))
     layout = (options, source, lanes, writer, torchrl)
     laying_out = LayingOut(*layout)

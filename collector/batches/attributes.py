@@ -73,9 +73,10 @@ class Attributes:
     def last_rows(self) -> range | None:
         """Numbers, over all rows ever stored, of those of the last :meth:`collect`.
 
-        None before it, and where only a replay buffer over another storage knows.
+        None before it, where only a replay buffer over another storage knows, and with
+        ``sharded=True``, where a row's number changes while shards grow.
         """
-        return self._last_rows
+        return None if self._options.in_shards else self._last_rows
 
     def _publish(self) -> None:
         """Hand the policy's weights to workers, which act by copies; here there are none."""

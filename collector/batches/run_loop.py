@@ -12,7 +12,6 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.assembling import assemble
-from tallyroll.collector.batches.assembly import Assembly
 from tallyroll.collector.batches.attributes import Attributes
 from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.checks.ranges import Range
@@ -109,29 +108,19 @@ class Collector(Attributes, Reaching, ABC):
         self._rollout = rollout
         self._run = self._beginning.state(description, call)
         self._restarting = Restarting(self._run, self._beginning, rollout, self._publish)
-        self._assembly = self._assembled(source, ranges, torchrl, ahead)
-        self._undivided = Undivided(self._run, self._assembly)
-        self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
-        self._ready = self._run.ready
-
-    def _assembled(
-        self,
-        source: RowSource,
-        ranges: Sequence[Range],
-        torchrl: TorchrlLayout | None,
-        ahead: RowsAhead | None,
-    ) -> Assembly:
-        """Make what puts rows together, and open the storage."""
-        return assemble(
+        self._assembly = assemble(
             self._run,
             source,
-            self._rollout,
+            rollout,
             ranges,
             count_random=self._policy is not None,
             draws=self._beginning.draws,
             torchrl=torchrl,
             ahead=ahead,
         )
+        self._undivided = Undivided(self._run, self._assembly)
+        self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
+        self._ready = self._run.ready
 
     @property
     def plan(self) -> RunPlan:

@@ -26,6 +26,7 @@ from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
 from tallyroll.collector.cli.progress import Display, shown_progress
+from tallyroll.collector.cli.sharded import steps_of, wrong_sharded
 from tallyroll.collector.envs import registry
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.multiprocess import MultiprocessCollector, RayCollector
@@ -114,7 +115,7 @@ class CollectRun:
             args.checkpoint_every,
             resumes=self.resumes,
         )
-        if wrong := wrong_workers(self.plan, args):
+        if wrong := wrong_workers(self.plan, args) or wrong_sharded(self.plan, args):
             raise CommandError(wrong)
 
     def _planned(self) -> Plan:
@@ -241,7 +242,7 @@ class CollectRun:
                 show = partial(self._show, progress, collector, started)
                 try:
                     show()
-                    for _ in collector:
+                    for _ in steps_of(collector, plan):
                         show()
                         for log in logs:
                             log.update()
@@ -296,7 +297,9 @@ class CollectRun:
             arguments["num_workers"] = plan.workers
             arguments["on_worker_death"] = "respawn" if plan.respawns else "raise"
             arguments["max_respawns"] = plan.respawns or 0
-            same += ["mode", "step_timeout", "address" if plan.by_ray else "transport"]
+            same += ["mode", "step_timeout", "address" if plan.by_ray else "transport", "sharded"]
+            if plan.sharded:
+                arguments["mode"] = "async"
         # What is left out is as the collector has it.
         arguments |= {name: value for name, value in plan.as_dict().items() if name in same}
         with_workers = RayCollector if plan.by_ray else MultiprocessCollector
@@ -386,7 +389,7 @@ class CollectRun:
         if done:
             page.print()
             page.print(f"what is in it:   {self._inspect_command()}")
-            if self.plan.shard is None:
+            if self.plan.shard is None and not self.plan.sharded:
                 more = replace(self.plan, seed=None).command(self.out, "--append")
                 page.print(f"more of the same: {more}")
         return page.text
@@ -536,7 +539,8 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error(f"--reset: {twice[0]} is given twice; give it once")
     # What a resumed run leaves out stands in its manifest.
     plan = Plan.of(args)
-    if not args.resume and (wrong := wrong_shard(plan) or wrong_workers(plan, args)):
+    faults = (wrong_shard(plan), wrong_workers(plan, args), wrong_sharded(plan, args))
+    if not args.resume and (wrong := next(filter(None, faults), None)):
         args.usage_error(wrong)
     for name in _CHECKPOINTS[1:]:
         if getattr(args, name) is not None and args.checkpoint is None:

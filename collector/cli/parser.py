@@ -308,6 +308,9 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--address": (str, "ADDRESS",
         "with --transport ray: local (Ray is started for this run), auto, or HOST:PORT of a "
         "cluster (default: local)"),
+    "--sharded": (None, "",
+        "each worker writes its rows to a shard of its own, at PATH on its node, and this command "
+        "notes which of them count: a row costs it the same whatever its size; with --mode async"),
     "--respawns": (_count, "R",
         "replace workers that raise, die or hang, R times in all (default: 0, the run ends "
         "with an error)"),
@@ -491,6 +494,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     workers = parser.add_argument_group("workers", texts.COLLECT_WORKERS)
     _add(workers, "--workers", "--mode", "--transport", "--address", "--respawns")
     _add(workers, "--step-timeout")
+    _add(workers, "--sharded", default=None)
     storage = parser.add_argument_group("storage", texts.COLLECT_STORAGE)
     _add(storage, "--format", "--durability", "--max-size", "--frames-per-batch", "--finalize")
     _add(parser.add_argument_group("checks of what is collected"), "--validate", "--finals")

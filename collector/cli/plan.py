@@ -29,7 +29,12 @@ from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.collector.policies.several.entries import are_several
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
 from tallyroll.storage.package.near_names import did_you_mean
-from tallyroll.storage.storages import DiskStorage, storage_class
+from tallyroll.storage.storages import (
+    DiskStorage,
+    ShardedStorage,
+    is_sharded,
+    storage_class,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Plan:
     mode: str | None = None
     transport: str | None = None
     address: str | None = None
+    sharded: bool | None = None
     respawns: int | None = None
     step_timeout: int | float | None = None
     durability: str | None = None
@@ -248,6 +254,13 @@ def _open_resumed(args: argparse.Namespace) -> DiskStorage:
 
 
 def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskStorage:
+    if args.append and is_sharded(args.out):
+        raise CommandError(
+            f"--append: {args.out} is a sharded storage, which has one run: --resume continues it; "
+            "or give another --out"
+        )
+    if wants_shards(args):
+        return ShardedStorage(args.out, mode=mode)
     try:
         kind = storage_class(args.out, args.format)
     except ValueError as error:
@@ -262,6 +275,11 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
         )
     except ValueError as error:
         raise CommandError(f"--max-size: {error}") from error
+
+
+def wants_shards(args: argparse.Namespace) -> bool:
+    """Return whether the storage is, or is to be, a sharded one."""
+    return bool(args.sharded or (args.resume and is_sharded(args.out)))
 
 
 def load_policy(spec: str | None) -> Any:

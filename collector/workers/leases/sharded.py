@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, Seen
@@ -51,7 +51,37 @@ class _Part:
     open: int = 0
 
 
-class ShardedLeases:
+class _WithoutRows:
+    """A part of `ShardedLeases`: it refuses what needs rows, and the run goes on."""
+
+    _run: RunState
+
+    def batch(self, size: int | None = None) -> NoReturn:
+        """Refuse: no row comes here."""
+        self._refuse("its rows stay in the shards; call collect(n), and open the storage to read")
+
+    def discard(self, *_: object) -> None:
+        """Do nothing, before `restart_lanes` refuses."""
+
+    def restart_lanes(self, *_: object) -> NoReturn:
+        """Refuse."""
+        self._refuse("workers number their rows; give seed= to another collector")
+
+    @contextmanager
+    def still(self) -> Iterator[Sequence[Held]]:
+        """Refuse: a call between rows of several shards has no place among them."""
+        self._refuse("calls of environments have no place among rows of several shards")
+        yield ()
+
+    def leave(self) -> None:
+        """Do nothing: no policy acts here."""
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._run.intact = True  # the run goes on
+        raise ArgumentError(f"sharded=True: {why}")
+
+
+class ShardedLeases(_WithoutRows):
     """Lets workers store exactly so many transitions, and notes which of them count.
 
     Args:
@@ -63,25 +93,23 @@ class ShardedLeases:
 
     one_call = None
     counts = Decision("by workers", "they keep their rows")
-    paused = False
-    random_frames = 0
 
     def __init__(
         self, pool: WorkerPool, startup: WorkerStartup, sink: ShardedWriter, frames: int
     ) -> None:
         self._worker_pool, self._startup = pool, startup
         self._sink, self._frames = sink, frames
-        self._run: RunState
         self._parts: dict[int, _Part] = {}
         """The shard of each worker that has one, by its index."""
-        self._unleased = self._numbered = 0
+        self._unleased = self._numbered = self._size = 0
         self._stopping = False
         here = Decision("in shards", "workers keep their rows")
         self.plan = StoringPlan(here, Decision("none", "rows stay where they are"), here, here)
 
-    def drives(self, run: RunState) -> None:
-        """Be the source and the assembly of ``run``."""
+    def assembly_of(self, run: RunState) -> Self:
+        """Be the assembly of ``run``, too."""
         self._run = run
+        return self
 
     # --- leases -----------------------------------------------------------------------------------
 
@@ -95,6 +123,9 @@ class ShardedLeases:
             run.intact = False
         goal = ledger.stored + run.budget.batch(run.counted, want)
         self._unleased = goal - ledger.stored
+        # So few that each worker has a part, whatever a lease may be.
+        each = -(-self._unleased // len(self._worker_pool.members))
+        self._size = min(self._frames, each)
         self._grant()
         while ledger.stored < goal and self._awaited:
             self._hear()
@@ -123,7 +154,7 @@ class ShardedLeases:
                     continue  # it comes in the place of another
                 part = self._parts.get(member.index) or self._begin(member)
                 if len(part.leased) < _LEASES:
-                    frames = min(self._frames, self._unleased)
+                    frames = min(self._size, self._unleased)
                     self._numbered += 1
                     lease = m.Lease(self._numbered, 0, frames, (0,), 0, False, False)
                     self._unleased -= frames
@@ -222,21 +253,10 @@ class ShardedLeases:
 
     # --- its end ----------------------------------------------------------------------------------
 
-    @property
-    def dry(self) -> bool:
-        """No more will come."""
-        return self._stopping
-
     def stop(self) -> None:
         """End after the steps under way. Safe to call from a signal handler."""
         self._stopping = True
         self._worker_pool.halt()
-
-    def go_on(self) -> None:
-        """Do nothing: workers never paused."""
-
-    def leave(self) -> None:
-        """Do nothing: no policy acts here."""
 
     def end(self) -> None:
         """End the run at the caller's wish."""
@@ -265,29 +285,6 @@ class ShardedLeases:
         post(run.ledger, LedgerEntry(discarded=held, episodes_cut=cut))
         run.ledger.balance(0)
         run.writer.finish(run.ledger, held)
-
-    # --- what it has not --------------------------------------------------------------------------
-
-    def batch(self, size: int | None = None) -> NoReturn:
-        """Refuse: no row comes here."""
-        self._refuse("its rows stay in the shards; call collect(n), and open the storage to read")
-
-    def discard(self, *_: object) -> None:
-        """Do nothing, before `restart_lanes` refuses."""
-
-    def restart_lanes(self, *_: object) -> NoReturn:
-        """Refuse."""
-        self._refuse("workers number their rows; give seed= to another collector")
-
-    @contextmanager
-    def still(self) -> Iterator[Sequence[Held]]:
-        """Refuse: a call between rows of several shards has no place among them."""
-        self._refuse("calls of environments have no place among rows of several shards")
-        yield ()
-
-    def _refuse(self, why: str) -> NoReturn:
-        self._run.intact = True  # the run goes on
-        raise ArgumentError(f"sharded=True: {why}")
 
 
 class GoesOnFromStorage:

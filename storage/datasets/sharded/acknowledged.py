@@ -46,23 +46,27 @@ class Acknowledged:
     shards: list[KeptShard] = field(default_factory=list)
     record: tuple[int, bytes] | None = None
     """The rows that counted when it was written, and its payload."""
-
-    @property
-    def rows(self) -> int:
-        """All rows that count."""
-        return sum(each.rows for each in self.shards)
+    rows: int = 0
+    """All rows that count."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """The number of each shard, by its name."""
 
     def take(self, line: Any) -> None:
         """Take over what a line says; raise ValueError if it cannot be right."""
         if not isinstance(line, dict):
             raise TypeError("a line is no mapping")
-        for shard in line.get("shards", ()):
-            self.shards.append(_shard(shard))
+        for each in line.get("shards", ()):
+            shard = _shard(each)
+            if self.numbers.setdefault(shard.name, len(self.shards)) != len(self.shards):
+                raise ValueError(f"{shard.name} is there twice")
+            self.shards.append(shard)
+            self.rows += shard.rows
         for spelt, rows in line.get("rows", {}).items():
             if not 0 <= (number := int(spelt)) < len(self.shards):
                 raise ValueError(f"no shard {number}")
             before = self.shards[number]
             self.shards[number] = _shard([before.name, before.host, rows])
+            self.rows += rows - before.rows
         if (record := line.get("record")) is not None:
             self.record = self.rows, str(record).encode()
 

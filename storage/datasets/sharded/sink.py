@@ -193,7 +193,7 @@ class ShardedWriter(NoWriter):
             StorageFull, DiskFailed: they do not.
         """
         assert self._lines is not None
-        numbers = {each.name: at for at, each in enumerate(self.reader.said.shards)}
+        numbers = self.reader.said.numbers
         fresh, rows = [], {}
         for each in kept:
             if each.name in numbers:
