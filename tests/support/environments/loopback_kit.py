@@ -12,13 +12,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray.cluster_utils import Cluster
 
-from worker_faults_kit import wait_until
+from tallyroll.collector import RayCollector
+from tallyroll.storage import open_storage, verify
+
+from worker_faults_kit import Fault, Faults, check_lives, factories, wait_until
 
 INSIDE = "TALLYROLL_LOOPBACK"
+LANES = 6
 _ENTER = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -62,6 +69,89 @@ def folder_of_ray() -> Iterator[Path]:
     finally:
         wait_until(lambda: not _called("ray", "gcs_server"), 30, "processes of Ray end")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def own_ray(**options: Any) -> Iterator[None]:
+    """A cluster of one node, that this process is connected to; none outside the namespace."""
+    if INSIDE not in os.environ:
+        yield
+        return
+    with folder_of_ray() as folder:
+        given: dict[str, Any] = {"num_cpus": 12, "object_store_memory": 200 * 2**20, **options}
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+            **given,
+        )
+        yield
+        ray.shutdown()
+
+
+class Nodes:
+    """A head without workers, and nodes that have them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._more = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
+        head = {**self._more, "num_cpus": 0, "temp_dir": str(folder)}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+
+    def add(self, **options: Any) -> Any:
+        """Let another node join."""
+        given = {"num_cpus": 6, "object_store_memory": 100 * 2**20, **options}
+        return self.cluster.add_node(**given)
+
+
+@contextmanager
+def own_nodes(*, connected: bool = True) -> Iterator[Nodes]:
+    """A cluster of several nodes, that this process is connected to."""
+    with folder_of_ray() as folder:
+        made = Nodes(folder)
+        if connected:
+            ray.init(address=made.cluster.address, log_to_driver=False, logging_level="ERROR")
+        yield made
+        ray.shutdown()
+        made.cluster.shutdown()
+
+
+def raylet_of(node: Any) -> psutil.Process:
+    """The process that has the actors of a node for children."""
+    return psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+
+def children_of(node: Any) -> list[psutil.Process]:
+    """Its actors, and others."""
+    found: list[psutil.Process] = raylet_of(node).children(recursive=True)
+    return found
+
+
+def collecting(folder: Path, mode: Any, *planned: Fault, **options: Any) -> RayCollector:
+    """A run of three workers that goes on for ever, whose lanes fail as planned."""
+    given: dict[str, Any] = {
+        "storage": folder / "rows",
+        "on_worker_death": "respawn",
+        "max_respawns": 1000,
+        "frames_per_batch": 50,
+        "total_frames": -1,
+        "seed": 1,
+        **options,
+    }
+    workers = given.pop("workers", 3)
+    lanes = factories(Faults(folder, planned), LANES, workers, slow=given.pop("slow", 0.002))
+    return RayCollector(lanes, None, mode=mode, **given)
+
+
+def assert_whole(folder: Path, stored: int, mode: str) -> list[int]:
+    """The storage has so many rows, each really made; returns how many lives each lane had."""
+    with open_storage(folder / "rows") as storage:
+        assert len(storage) == stored
+        lives = check_lives(storage[:], LANES, gaps=mode == "async")
+    assert verify(folder / "rows").sound
+    return lives
 
 
 def _called(*beginnings: str) -> list[int]:
