@@ -30,7 +30,7 @@ def test_every_environment_is_run() -> None:
         "core": "always",
         "newest": "newest",
         "procgen": "apart",
-        "ray": "apart",
+        "ray": "all",
         "playground": "apart",
         "carl": "apart",
     }

@@ -66,7 +66,7 @@ RUN: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 200, "seed": 3, "
 
 @pytest.mark.timeout(1600)
 def test_in_a_network_namespace() -> None:
-    run_inside(__file__)
+    run_inside(__file__, "in_step or out_of_step or half_of_new or dies_in_a_step")
 
 
 @pytest.fixture(scope="module", autouse=True)
