@@ -19,7 +19,7 @@ from tallyroll.storage import open_storage
 from examples_kit import EXAMPLES
 from fork_server import warm_fork_server
 
-command = runpy.run_path(str(EXAMPLES / "workers_by_command.py"))["CommandTransport"]
+command = runpy.run_path(str(EXAMPLES / "systems/workers_by_command.py"))["CommandTransport"]
 
 
 class TestProcesses(TransportContract):
