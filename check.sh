@@ -229,6 +229,7 @@ fi
 
 if [[ ${TALLYROLL_CHECK_ONCE-} ]]; then rm -rf "$venv"; fi
 
+export TALLYROLL_RAY=short  # whose actors import torch for minutes: all of them by --apart ray
 for other in "${others[@]}"; do
     step "environment $other" ./check.sh --apart "$other" "$@"
 done

@@ -53,6 +53,7 @@ class WorkerPool:
         self.transport, self._supervision = transport, supervision
         self.members: list[Member] = []
         self._owner = os.getpid()
+        self._look_at = 0.0
         # Called by us, or before multiprocessing waits for its children at the interpreter's exit.
         self._finalize = Finalize(self, _kill_all, (self.members,), exitpriority=100)
         try:
@@ -101,8 +102,10 @@ class WorkerPool:
             with admitted() if during is None else during:
                 ready = self.transport.ready(links, patience)
             events = [self._heard(member) for member in busy if member.link in ready]
-            silent = [member for member in busy if member.link not in ready]
-            events += [(member, self._hung(member)) for member in silent if self._hangs(member)]
+            if not ready or time.monotonic() >= self._look_at:  # of a thousand that takes a while
+                self._look_at = time.monotonic() + _LOOK_SECONDS
+                silent = [member for member in busy if member.link not in ready]
+                events += [(member, self._hung(member)) for member in silent if self._hangs(member)]
             if events or time.monotonic() >= until:
                 return events
         return []

@@ -1,7 +1,12 @@
 """Workers that a command of your own starts, here or by ssh elsewhere: a transport in one file.
 
+<<<<<<<< HEAD:examples/cluster/workers_by_command.py
     python examples/cluster/workers_by_command.py --frames 10000
     python examples/cluster/workers_by_command.py --command "ssh node7 python workers_by_command.py"
+========
+    python examples/cluster/workers_by_command.py --frames 10000
+    python examples/cluster/workers_by_command.py --command "ssh node7 python workers_by_command.py"
+>>>>>>>> h-c41:examples/cluster/workers_by_command.py
 
 Each worker is this file, run by the command with the word `serve` behind it. It is asked by its
 standard input and answers by its standard output, with pickled messages: run it on machines that

@@ -15,6 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEEDED = {"cloudpickle", "gymnasium", "numpy", "rich", "tensordict", "torch", "torchrl"}
 TESTING = {"hypothesis", "pytest"}
+PLACES = (
+    ("testing", "storage/testing"),
+    ("testing", "collector/testing/transports"),
+    ("ray", "collector/workers/ray"),
+)
+"""Where modules may import what an extra brings."""
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -38,8 +44,7 @@ def test_what_everybody_needs_is_pinned() -> None:
 def test_modules_import_with_themselves_only_what_everybody_has(wing: str) -> None:
     found: dict[str, set[str]] = {}
     for file in (ROOT / wing).rglob("*.py"):
-        places = {"testing": ROOT / "storage/testing", "ray": ROOT / "collector/workers/ray"}
-        place = next((each for each, at in places.items() if file.is_relative_to(at)), "rest")
+        place = next((each for each, at in PLACES if file.is_relative_to(ROOT / at)), "rest")
         found.setdefault(place, set()).update(imported(file))
     ours = {"tallyroll", *sys.stdlib_module_names}
     assert found["rest"] - ours <= NEEDED

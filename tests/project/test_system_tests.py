@@ -30,7 +30,6 @@ def test_every_environment_is_run() -> None:
         "core": "always",
         "newest": "newest",
         "procgen": "apart",
-        "ray": "apart",
         "playground": "apart",
         "carl": "apart",
     }

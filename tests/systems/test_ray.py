@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 import ray
 import torch
-from loopback_kit import actors, folder_of_ray, inside, nothing_left_behind, run_inside
+from loopback_kit import (
+    LANES,
+    actors,
+    assert_whole,
+    collecting,
+    inside,
+    nothing_left_behind,
+    own_ray,
+    run_inside,
+)
 
 from tallyroll.collector import (
     Actors,
@@ -52,33 +61,18 @@ from worker_kit import (
 __all__ = ["nothing_left_behind"]
 
 KILLS = int(os.environ.get("TALLYROLL_RAY_KILLS", "3"))
-LANES = 6
 RUN: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 200, "seed": 3, "spares": 0}
 
 
 @pytest.mark.timeout(1600)
 def test_in_a_network_namespace() -> None:
-    run_inside(__file__)
+    run_inside(__file__, "in_step or out_of_step or half_of_new or dies_in_a_step")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    if not os.environ.get("TALLYROLL_LOOPBACK"):
+    with own_ray():
         yield
-        return
-    with folder_of_ray() as folder:
-        ray.init(
-            address="local",
-            num_cpus=12,
-            include_dashboard=False,
-            object_store_memory=200 * 2**20,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
-        )
-        yield
-        ray.shutdown()
 
 
 # --- the rows -------------------------------------------------------------------------------------
@@ -174,19 +168,8 @@ def test_a_storage_goes_on_with_another_collector(others: Any, tmp_path: Path) -
 @pytest.mark.timeout(120 + 20 * KILLS)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_actors_killed_at_random(mode: Any, tmp_path: Path) -> None:
-    faults, draws, killed = Faults(tmp_path), random.Random(KILLS), 0
-    total = 1_003
-    with RayCollector(
-        faulty(faults, LANES, 3, slow=0.002),
-        None,
-        mode=mode,
-        storage=tmp_path / "rows",
-        on_worker_death="respawn",
-        max_respawns=1000,
-        frames_per_batch=50,
-        total_frames=-1,
-        seed=1,
-    ) as collector:
+    draws, killed, total = random.Random(KILLS), 0, 1_003
+    with collecting(tmp_path, mode) as collector:
         for _ in collector:
             if killed < KILLS and collector.ledger.respawned == killed:
                 os.kill(draws.choice(collector.worker_pids), signal.SIGKILL)
@@ -197,12 +180,9 @@ def test_actors_killed_at_random(mode: Any, tmp_path: Path) -> None:
     assert killed == KILLS
     assert ledger.respawned >= KILLS
     ledger.check()
-    with open_storage(tmp_path / "rows") as storage:
-        assert len(storage) == ledger.stored
-        lives = check_lives(storage[:], LANES, gaps=mode == "async")
-        assert sum(lives) >= LANES + KILLS
-    assert verify(tmp_path / "rows").sound
-    seeds = faults.noted("seeds")
+    lives = assert_whole(tmp_path, ledger.stored, mode)
+    assert sum(lives) >= LANES + KILLS
+    seeds = Faults(tmp_path).noted("seeds")
     assert len(set(seeds)) == len(seeds)
 
 

@@ -7,23 +7,27 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import ray
-from loopback_kit import actors, folder_of_ray, inside, nothing_left_behind, run_inside
-from ray.cluster_utils import Cluster
+from loopback_kit import (
+    Nodes,
+    actors,
+    assert_whole,
+    children_of,
+    collecting,
+    inside,
+    nothing_left_behind,
+    own_nodes,
+    raylet_of,
+    run_inside,
+)
 
-from tallyroll.collector import RayCollector
-from tallyroll.storage import open_storage, verify
-
-from worker_faults_kit import Faults, check_lives, factories, wait_until
+from worker_faults_kit import wait_until
 
 __all__ = ["nothing_left_behind"]
 
 KILLS = int(os.environ.get("TALLYROLL_RAY_NODES", "1"))
-LANES = 6
 
 
 @pytest.mark.timeout(1600)
@@ -31,56 +35,10 @@ def test_in_a_network_namespace() -> None:
     run_inside(__file__)
 
 
-class Nodes:
-    """A head without workers, and nodes that have them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._more = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
-        head = {**self._more, "num_cpus": 0, "temp_dir": str(folder)}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
-
-    def add(self) -> Any:
-        """Let another node join."""
-        return self.cluster.add_node(num_cpus=6, object_store_memory=100 * 2**20)
-
-
-def raylet_of(node: Any) -> psutil.Process:
-    """The process that has the actors of a node for children."""
-    return psutil.Process(node.all_processes["raylet"][0].process.pid)
-
-
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with folder_of_ray() as folder:
-        made = Nodes(folder)
-        ray.init(address=made.cluster.address, log_to_driver=False, logging_level="ERROR")
+    with own_nodes() as made:
         yield made
-        ray.shutdown()
-        made.cluster.shutdown()
-
-
-def collecting(folder: Path, mode: Any, **options: Any) -> RayCollector:
-    """A run of three workers."""
-    return RayCollector(
-        factories(Faults(folder), LANES, 3, slow=0.002),
-        None,
-        mode=mode,
-        storage=folder / "rows",
-        on_worker_death="respawn",
-        max_respawns=1000,
-        frames_per_batch=50,
-        total_frames=-1,
-        seed=1,
-        **options,
-    )
-
-
-def assert_whole(folder: Path, stored: int, mode: str) -> None:
-    """The storage has so many rows, each really made."""
-    with open_storage(folder / "rows") as storage:
-        assert len(storage) == stored
-        check_lives(storage[:], LANES, gaps=mode == "async")
-    assert verify(folder / "rows").sound
 
 
 @inside
@@ -96,8 +54,7 @@ def test_nodes_that_die_while_others_join(mode: str, nodes: Nodes, tmp_path: Pat
                 victim = next(
                     node
                     for node in alive
-                    if {child.pid for child in raylet_of(node).children(recursive=True)}
-                    & {*collector.worker_pids}
+                    if {child.pid for child in children_of(node)} & {*collector.worker_pids}
                 )
                 raylet_of(victim).kill()
                 alive.remove(victim)
@@ -126,11 +83,9 @@ def test_a_node_that_freezes_and_comes_back(mode: str, nodes: Nodes, tmp_path: P
             if number == 3:
                 pid = collector.worker_pids[0]
                 node = next(
-                    node
-                    for node in alive
-                    if pid in [each.pid for each in raylet_of(node).children(recursive=True)]
+                    node for node in alive if pid in [each.pid for each in children_of(node)]
                 )
-                frozen = [raylet_of(node), *raylet_of(node).children(recursive=True)]
+                frozen = [raylet_of(node), *children_of(node)]
                 for process in frozen:
                     os.kill(process.pid, signal.SIGSTOP)
                 on_it = len({each.pid for each in frozen} & {*collector.worker_pids})

@@ -67,6 +67,8 @@ class Leases(LeasedAtRandom):
         self._queue = SegmentQueue(self._segments, share.of_run)
         self.slabs = [segment.slab for each in self._segments for segment in each]
         self.counts = Decision("by lane", "workers fill the slots")
+        self._hungry = {*range(len(share.lanes))}
+        """Workers that may have a segment which is free."""
         self._stopping = False
         self._missed = False
         """True if an exception came between an answer and its count: what follows has a gap."""
@@ -78,11 +80,14 @@ class Leases(LeasedAtRandom):
         if self._stopping or self._budget.complete:
             return
         for _ in self._segments[0]:  # one each, then another: no worker is left without
-            for member in self._worker_pool.members:
+            for index in sorted(self._hungry):
+                member = self._worker_pool.members[index]
                 if not member.ready and member.failed is None:
                     continue  # it comes in the place of another
-                free = [segment for segment in self._segments[member.index] if segment.free]
-                if free and (lease := self._budget.lease(member, free[0])) is not None:
+                free = [segment for segment in self._segments[index] if segment.free]
+                if not free:
+                    self._hungry.discard(index)
+                elif (lease := self._budget.lease(member, free[0])) is not None:
                     self._worker_pool.ask(member, lease)
 
     @property
@@ -122,6 +127,7 @@ class Leases(LeasedAtRandom):
         """Count what came back or is lost; returns workers that failed."""
         failed = []
         for member, answer in events:
+            self._hungry.add(member.index)
             if isinstance(answer, m.Filled):
                 self._queue.came(self._budget.take_back(member, answer), answer.entry)
                 if self._budget.complete:
@@ -149,6 +155,7 @@ class Leases(LeasedAtRandom):
         self._queue.drop(segment)
         segment.kept, segment.free = kept, not kept
         if not kept:
+            self._hungry.add(segment.member)
             self._grant()
 
     @property
@@ -180,12 +187,14 @@ class Leases(LeasedAtRandom):
         self._settle()
         for segment in self._queue.segments:
             self._budget.take_back_random(segment)
+            self._hungry.add(segment.member)
         lanes, none = self._queue.discard(), np.zeros(self._lanes)
         return Discarded(self._queue.take_entry(), lanes, none, none.astype(np.bool_))
 
     def restart_lanes(self, ledger: Ledger) -> None:
         """Reset every lane before its next slot."""
         self._queue.waiting.clear()
+        self._hungry.update(range(len(self._segments)))
         self._budget.begin(ledger, fresh=True)
         if not self._stopping:
             self._worker_pool.go_on()

@@ -12,13 +12,22 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray.cluster_utils import Cluster
 
-from worker_faults_kit import wait_until
+from tallyroll.collector import RayCollector
+from tallyroll.storage import open_storage, verify
+
+from worker_faults_kit import Fault, Faults, check_lives, factories, wait_until
 
 INSIDE = "TALLYROLL_LOOPBACK"
+SHORT = os.environ.get("TALLYROLL_RAY") == "short"
+"""Only a few tests of these are run, as `check.sh --all` does it."""
+LANES = 6
 _ENTER = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -30,24 +39,32 @@ _SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
 }
 
-inside = pytest.mark.skipif(INSIDE not in os.environ, reason="runs in a network namespace")
+_OUTSIDE = "runs in a network namespace"
+inside = pytest.mark.skipif(INSIDE not in os.environ, reason=_OUTSIDE)
 """Marks tests that :func:`run_inside` runs."""
 
 
-def run_inside(file: str) -> None:
-    """Run the tests of a file that are marked `inside`, in a namespace of their own."""
+def run_inside(file: str, short: str = "") -> None:
+    """Run the tests of a file that are marked `inside`, in a namespace of their own.
+
+    ``short``: names those of the short form, as pytest's ``-k`` has it; "": it has none.
+    """
     if INSIDE in os.environ:
         pytest.skip("this is the namespace")
+    if SHORT and not short:
+        pytest.skip("the short form leaves these out: check.sh --apart ray runs them")
     if subprocess.run([*_ENTER, "true"], capture_output=True, check=False).returncode:
         pytest.skip("network namespaces are not allowed here")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    words += ["-k", short] if SHORT else []
     ours = {**os.environ, **_SETTINGS, INSIDE: "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ours.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(
         [*_ENTER, *words], env=ours, capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.findall(r"(\d+) skipped", done.stdout) == ["1"], "only what starts them is skipped"
+    assert re.search(r"[1-9]\d* passed", done.stdout), done.stdout[-8000:]
+    assert _OUTSIDE not in done.stdout, "what is to run in the namespace was skipped there"
 
 
 @contextmanager
@@ -62,6 +79,94 @@ def folder_of_ray() -> Iterator[Path]:
     finally:
         wait_until(lambda: not _called("ray", "gcs_server"), 30, "processes of Ray end")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def own_ray(**options: Any) -> Iterator[None]:
+    """A cluster of one node, that this process is connected to; none outside the namespace."""
+    if INSIDE not in os.environ:
+        yield
+        return
+    with folder_of_ray() as folder:
+        given: dict[str, Any] = {"num_cpus": 12, "object_store_memory": 200 * 2**20, **options}
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+            **given,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+class Nodes:
+    """A head without workers, and nodes that have them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._more = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
+        head = {**self._more, "num_cpus": 0, "temp_dir": str(folder)}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+
+    def add(self, **options: Any) -> Any:
+        """Let another node join."""
+        given = {"num_cpus": 6, "object_store_memory": 100 * 2**20, **options}
+        return self.cluster.add_node(**given)
+
+
+@contextmanager
+def own_nodes(*, connected: bool = True) -> Iterator[Nodes]:
+    """A cluster of several nodes, that this process is connected to."""
+    with folder_of_ray() as folder:
+        made = Nodes(folder)
+        try:
+            if connected:
+                ray.init(address=made.cluster.address, log_to_driver=False, logging_level="ERROR")
+            yield made
+        finally:
+            ray.shutdown()
+            made.cluster.shutdown()
+
+
+def raylet_of(node: Any) -> psutil.Process:
+    """The process that has the actors of a node for children."""
+    return psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+
+def children_of(node: Any) -> list[psutil.Process]:
+    """Its actors, and others."""
+    found: list[psutil.Process] = raylet_of(node).children(recursive=True)
+    return found
+
+
+def collecting(folder: Path, mode: Any, *planned: Fault, **options: Any) -> RayCollector:
+    """A run of three workers that goes on for ever, whose lanes fail as planned."""
+    given: dict[str, Any] = {
+        "storage": folder / "rows",
+        "on_worker_death": "respawn",
+        "max_respawns": 1000,
+        "start_timeout": 600,  # machines that do much else import for minutes
+        "frames_per_batch": 50,
+        "total_frames": -1,
+        "seed": 1,
+        **options,
+    }
+    workers = given.pop("workers", 3)
+    lanes = factories(Faults(folder, planned), LANES, workers, slow=given.pop("slow", 0.002))
+    return RayCollector(lanes, None, mode=mode, **given)
+
+
+def assert_whole(folder: Path, stored: int, mode: str) -> list[int]:
+    """The storage has so many rows, each really made; returns how many lives each lane had."""
+    with open_storage(folder / "rows") as storage:
+        assert len(storage) == stored
+        lives = check_lives(storage[:], LANES, gaps=mode == "async")
+    assert verify(folder / "rows").sound
+    return lives
 
 
 def _called(*beginnings: str) -> list[int]:
