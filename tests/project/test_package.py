@@ -71,6 +71,7 @@ PUBLIC: dict[str, set[str]] = {
         "H5Storage",
         "HindsightSampler",
         "ImportReport",
+        "LeRobotOptions",
         "Loader",
         "MemmapStorage",
         "MixedSampler",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from fractions import Fraction
@@ -23,6 +24,7 @@ _KEY_FRAMES: Final = "2"
 """A key frame every second frame, as LeRobot has it: any frame is found fast."""
 _SVT_LOG, _ERRORS = "SVT_LOG", "1"
 """The variable by which the encoder of AV1 learns that it shall print errors alone."""
+_BORDER: Final = 256
 _CODECS: Final = {"av1", "h264", "hevc", "vp9", "mpeg4", "ffv1", "libdav1d", "libaom-av1"}
 
 
@@ -113,13 +115,12 @@ class Frames:
 
     def __init__(self, file: IO[bytes], name: str, picture: Picture) -> None:
         self._av = av_module()
-        self._name, self._picture = name, picture
-        container = ENDS.get(Path(name).suffix)
-        if container is None:
-            raise InvalidDataset(f"{name} is no {' or '.join(ENDS)}")
+        self._raw, self._name, self._picture = file, name, picture
+        container = ENDS.get(Path(name).suffix, "mov")
         try:
             self._file = self._av.open(file, "r", format=container)
         except self._errors as error:
+            file.close()
             raise InvalidDataset(f"{name} cannot be opened ({error})") from error
 
     @property
@@ -161,10 +162,11 @@ class Frames:
             raise InvalidDataset(f"{self._name} cannot be decoded ({error})") from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, which PyAV leaves open."""
+        with contextlib.closing(self._raw):
+            self._file.close()
 
 
 def _padded(width: int, height: int) -> int:
-    """Return the pixels of a frame whose sides are multiples of the largest block of a codec."""
-    return (-(-width // 128) * 128) * (-(-height // 128) * 128)
+    """Return the pixels of a frame with the borders that decoders add."""
+    return (width + _BORDER) * (height + _BORDER)
