@@ -25,6 +25,8 @@ _KEY_FRAMES: Final = "2"
 _SVT_LOG, _ERRORS = "SVT_LOG", "1"
 """The variable by which the encoder of AV1 learns that it shall print errors alone."""
 _BORDER: Final = 256
+_STREAMS: Final = 16
+"""Streams of a file whose frames are looked at as it is opened: bounded, too."""
 _CODECS: Final = {"av1", "h264", "hevc", "vp9", "mpeg4", "ffv1", "libdav1d", "libaom-av1"}
 
 
@@ -116,9 +118,13 @@ class Frames:
     def __init__(self, file: IO[bytes], name: str, picture: Picture) -> None:
         self._av = av_module()
         self._raw, self._name, self._picture = file, name, picture
+        # Frames may be larger than the header says: decoders take no memory for those.
+        self._bound = {"max_pixels": str(_padded(picture.width, picture.height))}
         container = ENDS.get(Path(name).suffix, "mov")
         try:
-            self._file = self._av.open(file, "r", format=container)
+            self._file = self._av.open(
+                file, "r", format=container, stream_options=[self._bound] * _STREAMS
+            )
         except self._errors as error:
             file.close()
             raise InvalidDataset(f"{name} cannot be opened ({error})") from error
@@ -144,8 +150,7 @@ class Frames:
                     f"{self._name} has {context.width} x {context.height} pixels of "
                     f"{context.name!s:.40}, expected {size[0]} x {size[1]}"
                 )
-            # Frames may be larger than the header says: the decoder takes no memory for those.
-            context.options = {"max_pixels": str(_padded(*size))}
+            context.options = self._bound
             context.thread_count = 1
             for frame in self._file.decode(stream):
                 if frame.pts is None:
