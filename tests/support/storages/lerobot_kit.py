@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 GOLDEN = Path(__file__).parents[2] / "storage/datasets/exchange/golden_lerobot"
-"""What LeRobot wrote, and what it read of ours: `tests/systems/test_lerobot.py` says how."""
+"""Datasets that LeRobot wrote, or read: `with_lerobot.py` there says how."""
 
 
 def unpacked(name: str, place: Path) -> Path:

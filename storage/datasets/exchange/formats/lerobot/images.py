@@ -15,7 +15,7 @@ from tallyroll.storage.formats.optional_libraries import needed
 _MODES: Final = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _READ: Final = ("PNG", "JPEG")
 _LEVEL: Final = 1
-"""Of zlib: higher ones take several times as long for a tenth less."""
+"""The level of zlib: higher ones take several times as long for a tenth less."""
 
 
 class Pngs:
