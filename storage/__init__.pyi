@@ -5,6 +5,9 @@ from tallyroll.storage.datasets.card.page import Card as Card
 from tallyroll.storage.datasets.copying import CopyReport as CopyReport
 from tallyroll.storage.datasets.exchange.exporting import ExportReport as ExportReport
 from tallyroll.storage.datasets.exchange.following import Follow as Follow
+from tallyroll.storage.datasets.exchange.formats.lerobot.options import (
+    LeRobotOptions as LeRobotOptions,
+)
 from tallyroll.storage.datasets.exchange.importing import ImportReport as ImportReport
 from tallyroll.storage.datasets.exchange.importing import import_dataset as import_dataset
 from tallyroll.storage.datasets.packed.column_writers import FrameStack as FrameStack

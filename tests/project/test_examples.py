@@ -706,6 +706,24 @@ def test_clone_dataloader_learns_the_same_from_two_workers(
         assert list(Path(short).iterdir()) == []  # its temporary directory would be here
 
 
+def test_rows_with_images_become_datasets_of_lerobot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("av")
+    pytest.importorskip("pyarrow")
+    out = run_here("datasets/to_lerobot.py", capsys, out=tmp_path / "data", transitions=203)
+    found = re.findall(
+        r"^(\S+) +203 rows .* (\d+) rows come back the same  (.*)$", out, re.MULTILINE
+    )
+    assert [(name, same) for name, same, _ in found] == [
+        ("images", "203"),
+        ("h264-lossless", "203"),
+        ("av1", "0"),
+    ]
+    assert [lost == "{}" for *_, lost in found] == [True, True, False]
+    assert run_here("datasets/to_lerobot.py", capsys, out=tmp_path / "data", transitions=203) == ""
+
+
 def test_a_dataset_is_made_of_shards_and_learned_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

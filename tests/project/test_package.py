@@ -72,6 +72,7 @@ PUBLIC: dict[str, set[str]] = {
         "H5Storage",
         "HindsightSampler",
         "ImportReport",
+        "LeRobotOptions",
         "Loader",
         "MemmapStorage",
         "MixedSampler",

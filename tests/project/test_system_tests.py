@@ -30,6 +30,7 @@ def test_every_environment_is_run() -> None:
         "core": "always",
         "newest": "newest",
         "procgen": "apart",
+        "lerobot": "apart",
         "playground": "apart",
         "carl": "apart",
     }

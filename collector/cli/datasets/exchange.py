@@ -12,6 +12,7 @@ _KINDS = """
 kinds:
   d4rl     an HDF5 file as D4RL has it           needs tallyroll[hdf5]
   hf       a folder for the Hugging Face Hub     needs tallyroll[arrow]
+  lerobot  a folder of LeRobot                   needs tallyroll[lerobot]
   minari   a folder of Minari                    needs tallyroll[minari]
   npz      an archive of NumPy
   parquet  a file of Parquet                     needs tallyroll[arrow]
@@ -38,6 +39,8 @@ examples:
       --columns observation,action,next/reward
   episodes; without those that were cut:
     tallyroll export runs/pole minari:datasets/pole-v0 --cuts drop
+  images as videos, for LeRobot:
+    tallyroll export runs/pong lerobot:datasets/pong --video av1 --fps 15
   beside a collector, until it ends, or Ctrl-C; what is read is there whole:
     tallyroll export runs/pole hf:datasets/pole --follow
     python train.py --data "$(realpath datasets/pole/current)"
@@ -103,6 +106,15 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
     out.add_argument("--follow", action="store_true", help=_FOLLOW)
     text = "with --follow: seconds from one version to the next, if rows came since (default: 30)"
     out.add_argument("--every", type=float, metavar="S", help=text)
+    of_lerobot = out.add_argument_group("of lerobot")
+    text = "images as videos of this codec; the last two lose nothing (default: PNG)"
+    codecs = ("av1", "h264", "h264-lossless", "ffv1")
+    of_lerobot.add_argument("--video", choices=codecs, help=text)
+    text = "steps a second (default: 30)"
+    of_lerobot.add_argument("--fps", type=int, metavar="N", help=text)
+    text = "quality of av1 and h264, 0 (best) to 51 (default: 30)"
+    of_lerobot.add_argument("--crf", type=int, metavar="N", help=text)
+    of_lerobot.add_argument("--task", metavar="TEXT", help="what was to be done, in a sentence")
     text = "read a copy that was made while a writer had the storage open"
     out.add_argument("--accept-copy", action="store_true", help=text)
     _add_output(out)
@@ -179,6 +191,7 @@ def _exported(args: argparse.Namespace, progress: Any) -> Any:
     source: Any = paths[0] if len(paths) == 1 else paths
     reports: list[Any] = []
     options = {"columns": args.columns, "cuts": args.cuts, "follow": _follow(args, reports.append)}
+    options["options"] = _of_lerobot(args)
     with open_storage(source, accept_copy=args.accept_copy) as storage:
         rows = storage if args.where is None else storage.trajectories.where(args.where)
         try:
@@ -198,6 +211,15 @@ def _follow(args: argparse.Namespace, keep: Callable[[Any], object]) -> Any:
             raise ValueError("--every: expected it with --follow.")
         return None
     return Follow(on_version=keep, **({} if args.every is None else {"every": args.every}))
+
+
+def _of_lerobot(args: argparse.Namespace) -> Any:
+    """Return the options of LeRobot that were given; None without."""
+    from tallyroll.storage import LeRobotOptions
+
+    names = ("video", "fps", "crf", "task")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return LeRobotOptions(**given) if given else None
 
 
 def _imported(args: argparse.Namespace, progress: Any) -> Any:

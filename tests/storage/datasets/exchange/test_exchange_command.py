@@ -47,6 +47,17 @@ def test_options(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["format"] == "zarr"
 
 
+def test_options_of_lerobot(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow")
+    words = ["--fps", "5", "--task", "balance", "--json"]
+    assert main(["export", str(rows), f"lerobot:{rows}-out", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["lost"] == {}
+    info = json.loads(Path(f"{rows}-out/meta/info.json").read_text())
+    assert (info["fps"], info["total_tasks"], info["total_frames"]) == (5, 1, 141)
+    assert main(["import", f"lerobot:{rows}-out", f"{rows}-back"]) == 0
+    assert main(["diff", str(rows), f"{rows}-back"]) == 0
+
+
 def test_the_loss_is_said(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(rows), f"npz:{rows}.npz", "--cuts", "drop"]) == 0
     said = capsys.readouterr().out.splitlines()[1:]
@@ -61,11 +72,13 @@ def test_the_loss_is_said(rows: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "status", "said"),
     [
         (["export", "ROWS", "OUT"], 2, "expected KIND:PATH, as parquet:rows.parquet"),
-        (["export", "ROWS", "rlds:OUT"], 2, "kind is one of d4rl, hf, minari"),
+        (["export", "ROWS", "rlds:OUT"], 2, "kind is one of d4rl, hf, lerobot, minari"),
         (["export", "ROWS", "npz:OUT", "--columns", "x,"], 2, "expected columns"),
         (["export", "ROWS", "npz:OUT", "--columns", "x"], 1, "got x"),
         (["export", "ROWS", "npz:OUT", "--where", "x >"], 2, "--where"),
         (["export", "ROWS", "npz:ROWS"], 1, "is there already"),
+        (["export", "ROWS", "npz:OUT", "--fps", "5"], 2, "npz takes no options"),
+        (["export", "ROWS", "lerobot:OUT", "--crf", "99"], 2, "crf is a whole number of 0 to 51"),
         (["import", "npz:OUT", "BACK"], 1, "does not exist"),
         (["import", "npz:ROWS", "BACK"], 1, "ROWS"),
         (["import", "npz:ROWS", "BACK.h5", "--format", "zarr"], 2, "suffix of hdf5"),

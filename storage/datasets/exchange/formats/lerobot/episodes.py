@@ -97,6 +97,8 @@ def episodes_of(inside: Inside, info: Info, videos: Sequence[str], place: Path) 
 
 
 def _lengths(values: Any) -> np.ndarray:
+    if isinstance(values, list) and not all(type(each) is int for each in values):
+        raise InvalidDataset("an episode's length is no whole number")
     lengths = np.asarray(values, np.int64).reshape(-1)
     if len(lengths) and (lengths.min() < 1 or lengths.max() >= _MOST_ROWS // len(lengths)):
         raise InvalidDataset("an episode has no row, or too many")
@@ -187,6 +189,8 @@ def _read(
             array = column.to_numpy()
             if array.dtype.kind not in ("f" if name.endswith("timestamp") else "iu"):
                 raise InvalidDataset(f"{name} of episodes are {array.dtype}")
+            if len(array) and not (array.min() >= 0 and array.max() < _MOST_ROWS):
+                raise InvalidDataset(f"{name} of an episode is {array.min()} or {array.max()}")
             values.append(array)
     except damage_of(arrow) as error:
         raise refused(place, f"{path.name}: {error}") from error

@@ -35,11 +35,6 @@ class Films:
             for each in self.features
         ]
 
-    @property
-    def ending(self) -> str:
-        """The end of the names of the files."""
-        return "" if self._options.video is None else videos.suffix(self._options.video)
-
     def __enter__(self) -> Films:
         return self
 
@@ -105,11 +100,10 @@ class _FilmOf:
 
     def _path(self) -> Path:
         chunk, file = divmod(self.number, layout.CHUNK)
-        assert self._options.video is not None
         path = layout.filled(
             layout.VIDEOS, video_key=self.feature.name, chunk_index=chunk, file_index=file
         )
-        return self._place / (path + videos.suffix(self._options.video))
+        return self._place / path
 
     def _opened(self) -> Film:
         place = self._path()
@@ -120,7 +114,7 @@ class _FilmOf:
         if begins:
             if self._film is None:
                 self._film = self._opened()
-            elif self._path().stat().st_size >= layout.VIDEO_MB * 2**20:
+            elif self._film.nbytes >= layout.VIDEO_MB * 2**20:
                 self._film.close()
                 self.number += 1
                 self._film = self._opened()

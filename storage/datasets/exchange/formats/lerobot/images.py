@@ -15,18 +15,37 @@ from tallyroll.storage.formats.optional_libraries import needed
 _MODES: Final = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _READ: Final = ("PNG", "JPEG")
 _LEVEL: Final = 1
-"""Of zlib: higher ones take several times as long for a tenth less."""
+"""The level of zlib: higher ones take several times as long for a tenth less."""
 
 
 class Pngs:
-    """Encodes images, each run of equal ones once."""
+    """Encodes images."""
 
     def __init__(self, picture: Picture) -> None:
         self._pillow: Any = needed("PIL.Image", "lerobot", "an image of LeRobot needs")
         self._picture = picture
 
-    def encoded(self, values: np.ndarray) -> list[bytes]:
-        """Return a PNG for each value of a column."""
+    def encoded(
+        self, values: np.ndarray, before: tuple[np.ndarray, list[bytes]] | None = None
+    ) -> list[bytes]:
+        """Return a PNG for each value of a column.
+
+        Args:
+            values: the values.
+            before: those of the column whose next values these are, and their PNGs: most of these
+                are the next row's, and need not be encoded again.
+        """
+        known = np.zeros(len(values), bool)
+        if before is not None:
+            differ = values[:-1] != before[0][1:]
+            known[:-1] = ~differ.reshape(len(differ), -1).any(1) if len(differ) else False
+        new = iter(self._encoded(values[~known]))
+        return [
+            before[1][row + 1] if before is not None and there else next(new)
+            for row, there in enumerate(known)
+        ]
+
+    def _encoded(self, values: np.ndarray) -> list[bytes]:
         images = np.ascontiguousarray(self._picture.out(values))
         if self._picture.channels == 1:
             images = images[..., 0]

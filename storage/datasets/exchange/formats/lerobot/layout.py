@@ -21,7 +21,7 @@ INFO, STATS, TASKS, ABOUT = (
 )
 EPISODES: Final = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-VIDEOS: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}"
+VIDEOS: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 CHUNK: Final = 1000
 """Files of a folder."""
 DATA_MB, VIDEO_MB = 100, 200

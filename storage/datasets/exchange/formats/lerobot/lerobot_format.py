@@ -49,7 +49,7 @@ class LeRobotFormat(ExchangeFormat):
     def read(self, place: Path) -> Iterator[Incoming]:
         """Read the metadata; rows are read from files that are opened one after the other."""
         tables.arrow_module()
-        inside = Inside(place)
+        inside, stack = Inside(place), contextlib.ExitStack()
         try:
             info = Info.of(layout.read_json(inside, layout.INFO, place))
             about = None
@@ -60,16 +60,24 @@ class LeRobotFormat(ExchangeFormat):
                 if os.path.lexists(place / name):
                     os.close(inside.open(place / name, os.O_RDONLY))
             incoming = (
-                _theirs(inside, info, place)
+                _theirs(inside, info, place, stack)
                 if said is None
-                else _ours(inside, info, place, said, about)
+                else _ours(inside, info, place, said, about, stack)
             )
         except (OSError, InvalidDataset) as error:
             raise refused(place, str(error)) from error
-        yield incoming
+        with stack:
+            yield incoming
 
 
-def _ours(inside: Inside, info: Info, place: Path, schema: Schema, about: Any) -> Incoming:
+def _ours(
+    inside: Inside,
+    info: Info,
+    place: Path,
+    schema: Schema,
+    about: Any,
+    stack: contextlib.ExitStack,
+) -> Incoming:
     said = about.get("lerobot")
     video = said.get("video") if isinstance(said, dict) else None
     if video is not None and video not in get_args(Video):
@@ -79,6 +87,7 @@ def _ours(inside: Inside, info: Info, place: Path, schema: Schema, about: Any) -
     names = [each.name for each in features if each.kind == "video"]
     episodes = episodes_of(inside, info, names, place)
     source = Source(inside, features, episodes, info.fps, place, schema.row_nbytes)
+    stack.callback(source.close)
 
     def blocks() -> Iterator[Block]:
         for block, _, _ in _named(source, place):
@@ -87,7 +96,7 @@ def _ours(inside: Inside, info: Info, place: Path, schema: Schema, about: Any) -
     return Incoming(schema, episodes.rows, blocks(), about, info.version)
 
 
-def _theirs(inside: Inside, info: Info, place: Path) -> Incoming:
+def _theirs(inside: Inside, info: Info, place: Path, stack: contextlib.ExitStack) -> Incoming:
     features, lost = features_said(info.features)
     if not features:
         raise InvalidDataset("it has no feature that a storage can hold")
@@ -96,6 +105,7 @@ def _theirs(inside: Inside, info: Info, place: Path) -> Incoming:
     derived = Derived(features)
     derived.lost |= {"columns": lost, "tasks": info.tasks}
     source = Source(inside, features, episodes, info.fps, place, derived.schema.row_nbytes)
+    stack.callback(source.close)
     return Incoming(
         derived.schema,
         episodes.rows,

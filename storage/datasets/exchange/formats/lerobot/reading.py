@@ -62,6 +62,7 @@ class Source:
             for each in features
             if each.kind == "video"
         ]
+        self._opened = contextlib.ExitStack()
         self._size = max(1, min(_PIECE_ROWS, BLOCK_NBYTES // row_nbytes))
 
     def blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
@@ -74,23 +75,26 @@ class Source:
         try:
             for path, group in groupby(self._episodes.data):
                 count = len(list(group))
-                with contextlib.ExitStack() as stack:
-                    yield from self._of_file(path, number, number + count, stack)
+                yield from self._of_file(path, number, number + count)
+                self._opened.close()
                 number += count
         except damage_of(arrow) as error:
             raise refused(self._place, str(error)) from error
-        finally:
+
+    def close(self) -> None:
+        """Close the files that are open."""
+        with self._opened:
             for reel in self._reels:
-                reel.close()
+                self._opened.callback(reel.close)
 
     def _of_file(
-        self, path: str, first: int, last: int, stack: contextlib.ExitStack
+        self, path: str, first: int, last: int
     ) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
         """Yield the rows of the episodes from ``first`` on, before ``last``."""
         stops = np.cumsum(self._episodes.lengths[first:last])
         starts = stops - self._episodes.lengths[first:last]
         descriptor = self._inside.open(self._place / path, os.O_RDONLY)
-        file = opened_parquet(descriptor, path, self._place, stack)
+        file = opened_parquet(descriptor, path, self._place, self._opened)
         if file.metadata.num_rows != stops[-1]:
             raise InvalidDataset(
                 f"{path} has {file.metadata.num_rows:,} rows, and its episodes have {stops[-1]:,}"
@@ -168,9 +172,10 @@ class _Reel:
             self._open(path)
         near = 0.5 / self._fps
         wanted = float(self._begins[number]) + step / self._fps
-        while not self._time > wanted - near:
-            self._time, self._frame = next(self._rest, (np.inf, self._frame))
-        if not self._time < wanted + near:
+        while self._time <= wanted - near:
+            found = next(self._rest, None)
+            self._time, self._frame = (np.inf, self._frame) if found is None else found
+        if self._time >= wanted + near:
             raise InvalidDataset(f"{path} has no frame at {wanted:.4f} s, of episode {number}")
         return self._frame
 

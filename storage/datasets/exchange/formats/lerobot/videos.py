@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -20,12 +22,12 @@ ENDS: Final = {".mp4": "mov", ".mkv": "matroska"}
 
 _KEY_FRAMES: Final = "2"
 """A key frame every second frame, as LeRobot has it: any frame is found fast."""
+_SVT_LOG, _ERRORS = "SVT_LOG", "1"
+"""The variable by which the encoder of AV1 learns that it shall print errors alone."""
+_BORDER: Final = 256
+_STREAMS: Final = 16
+"""Streams of a file whose frames are looked at as it is opened: bounded, too."""
 _CODECS: Final = {"av1", "h264", "hevc", "vp9", "mpeg4", "ffv1", "libdav1d", "libaom-av1"}
-
-
-def suffix(video: str) -> str:
-    """Return the end of the names of a codec's files."""
-    return ".mkv" if video == "ffv1" else ".mp4"
 
 
 def av_module() -> Any:
@@ -40,6 +42,7 @@ class Film:
         self._av = av_module()
         assert options.video is not None
         encoder, form, settings = _encoder(options, picture)
+        os.environ.setdefault(_SVT_LOG, _ERRORS)
         self._file = self._av.open(str(place), "w")
         try:
             stream = self._file.add_stream(encoder, rate=options.fps, options=settings)
@@ -51,7 +54,7 @@ class Film:
             raise
         self._stream, self._options = stream, options
         self._gray = form == "gray"
-        self.frames = 0
+        self.frames = self.nbytes = 0
 
     def write(self, images: np.ndarray) -> None:
         """Append images [n, height, width, 1 or 3]."""
@@ -61,13 +64,18 @@ class Film:
         for image in np.ascontiguousarray(images):
             frame = self._av.VideoFrame.from_ndarray(image, format=form)
             frame.pts, frame.time_base = self.frames, Fraction(1, self._options.fps)
-            self._file.mux(self._stream.encode(frame))
+            self._mux(frame)
             self.frames += 1
+
+    def _mux(self, frame: Any) -> None:
+        packets = self._stream.encode(frame)
+        self.nbytes += sum(each.size for each in packets)
+        self._file.mux(packets)
 
     def close(self) -> None:
         """Write the frames that the encoder has, and the index of the file."""
         try:
-            self._file.mux(self._stream.encode(None))
+            self._mux(None)
         finally:
             self._file.close()
 
@@ -82,7 +90,16 @@ def _encoder(options: LeRobotOptions, picture: Picture) -> tuple[str, str, dict[
             return "libx264", "yuv420p", {**crf, "preset": "superfast"}
         case "h264-lossless":
             return "libx264rgb", "rgb24", {"qp": "0", "g": _KEY_FRAMES, "preset": "ultrafast"}
-    return "ffv1", "gray" if picture.channels == 1 else "gbrp", {"level": "3", "coder": "0"}
+    return (
+        "ffv1",
+        "gray" if picture.channels == 1 else "bgr0",
+        {
+            "level": "3",
+            "coder": "0",
+            "slices": "1",
+            "g": _KEY_FRAMES,
+        },
+    )
 
 
 def codec_of(video: str) -> tuple[str, str]:
@@ -91,7 +108,7 @@ def codec_of(video: str) -> tuple[str, str]:
         "av1": ("av1", "yuv420p"),
         "h264": ("h264", "yuv420p"),
         "h264-lossless": ("h264", "gbrp"),
-        "ffv1": ("ffv1", "gbrp"),
+        "ffv1": ("ffv1", "bgr0"),
     }[video]
 
 
@@ -100,13 +117,16 @@ class Frames:
 
     def __init__(self, file: IO[bytes], name: str, picture: Picture) -> None:
         self._av = av_module()
-        self._name, self._picture = name, picture
-        container = ENDS.get(Path(name).suffix)
-        if container is None:
-            raise InvalidDataset(f"{name} is no {' or '.join(ENDS)}")
+        self._raw, self._name, self._picture = file, name, picture
+        # Frames may be larger than the header says: decoders take no memory for those.
+        self._bound = {"max_pixels": str(_padded(picture.width, picture.height))}
+        container = ENDS.get(Path(name).suffix, "mov")
         try:
-            self._file = self._av.open(file, "r", format=container)
+            self._file = self._av.open(
+                file, "r", format=container, stream_options=[self._bound] * _STREAMS
+            )
         except self._errors as error:
+            file.close()
             raise InvalidDataset(f"{name} cannot be opened ({error})") from error
 
     @property
@@ -130,8 +150,7 @@ class Frames:
                     f"{self._name} has {context.width} x {context.height} pixels of "
                     f"{context.name!s:.40}, expected {size[0]} x {size[1]}"
                 )
-            # Frames may be larger than the header says: the decoder takes no memory for those.
-            context.options = {"max_pixels": str(_padded(*size))}
+            context.options = self._bound
             context.thread_count = 1
             for frame in self._file.decode(stream):
                 if frame.pts is None:
@@ -148,10 +167,11 @@ class Frames:
             raise InvalidDataset(f"{self._name} cannot be decoded ({error})") from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, which PyAV leaves open."""
+        with contextlib.closing(self._raw):
+            self._file.close()
 
 
 def _padded(width: int, height: int) -> int:
-    """Return the pixels of a frame whose sides are multiples of the largest block of a codec."""
-    return (-(-width // 128) * 128) * (-(-height // 128) * 128)
+    """Return the pixels of a frame with the borders that decoders add."""
+    return (width + _BORDER) * (height + _BORDER)

@@ -23,7 +23,7 @@ from tallyroll.storage.datasets.exchange.formats.lerobot.images import Pngs
 from tallyroll.storage.datasets.exchange.formats.lerobot.options import LeRobotOptions
 from tallyroll.storage.datasets.exchange.formats.lerobot.statistics import Numbers, Pixels
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing
-from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.keys import NEXT, Key
 
 _PIECE_ROWS: Final = 2**14
 _WIDEST: Final = 1024
@@ -96,7 +96,6 @@ class Folder:
         for each in self._films.features:
             said[each.name]["info"] = self._films.said(each)
         said |= {name: {"dtype": d, "shape": [1], "names": None} for name, d in OWN.items()}
-        ending = self._films.ending
         info = {
             "codebase_version": layout.VERSION,
             "robot_type": None,
@@ -109,7 +108,7 @@ class Folder:
             "fps": fps,
             "splits": {"train": f"0:{count}"},
             "data_path": layout.DATA,
-            "video_path": layout.VIDEOS + ending if self._films.features else None,
+            "video_path": layout.VIDEOS if self._films.features else None,
             "features": said,
         }
         about = {**self._rows.about, "lerobot": {"video": self._options.video}}
@@ -157,15 +156,28 @@ class _DataFiles:
         return dict.fromkeys(begins.tolist(), divmod(self._number, layout.CHUNK))
 
     def _batch(self, piece: Rows, own: Mapping[str, np.ndarray]) -> Any:
-        arrow, arrays = tables.arrow_module(), []
+        arrow, arrays, pngs = tables.arrow_module(), [], self._encoded(piece)
         for feature in self._features:
             values = piece[feature.column.key]
             if feature.kind == "numbers":
                 arrays.append(tables.numbers_array(values, feature))
             else:
-                arrays.append(tables.images_array(self._pngs[feature.name].encoded(values)))
+                arrays.append(tables.images_array(pngs[feature.name]))
         arrays += [arrow.array(own[name]) for name in OWN]
         return arrow.RecordBatch.from_arrays(arrays, schema=self._kinds)
+
+    def _encoded(self, piece: Rows) -> dict[str, list[bytes]]:
+        """Return the images of rows, by the names of features: next ones after the others."""
+        found, made = dict[str, list[bytes]](), dict[Key, tuple[np.ndarray, list[bytes]]]()
+        images = [each for each in self._features if each.kind == "image"]
+        for feature in sorted(images, key=lambda each: each.column.key[0] == NEXT):
+            key = feature.column.key
+            before = made.get(key[1:]) if key[0] == NEXT else None
+            if before is not None and before[0].shape != piece[key].shape:
+                before = None
+            found[feature.name] = self._pngs[feature.name].encoded(piece[key], before)
+            made[key] = piece[key], found[feature.name]
+        return found
 
     def close(self) -> None:
         """Write the end of the last file."""

@@ -1,0 +1,54 @@
+"""LeRobot's own loader reads what is exported."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lerobot_kit import GOLDEN, pictured
+
+from tallyroll.storage import LeRobotOptions, MemmapStorage, open_storage
+
+if importlib.util.find_spec("lerobot") is None:
+    pytest.skip("lerobot is not installed", allow_module_level=True)
+
+
+def read(place: Path, found: Path) -> dict[str, np.ndarray]:
+    """Return all that LeRobot gives of a dataset, read in a process apart.
+
+    Its progress bars leave a semaphore.
+    """
+    words = [sys.executable, GOLDEN / "with_lerobot.py", "read", place, found]
+    subprocess.run([*map(str, words)], check=True, timeout=100)
+    with np.load(found, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def test_lerobot_reads_numbers_and_images(tmp_path: Path) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend(pictured(23, 5, pixels=(16, 12, 3), plan=(9, 11, 1), stack=(8, 8, 4)))
+        storage.export(tmp_path / "out", "lerobot", options=LeRobotOptions(task="balance"))
+    found = read(tmp_path / "out", tmp_path / "found.npz")
+    with open_storage(tmp_path / "rows") as storage:
+        rows = storage.get(slice(None))
+    names = {
+        "observation.state": "observation",
+        "next.observation.state": ("next", "observation"),
+        "action": "action",
+        "collector.traj_ids": ("collector", "traj_ids"),
+    }
+    for name, key in names.items():
+        np.testing.assert_array_equal(found[name], rows[key])
+    for name in ("reward", "done", "terminated"):
+        np.testing.assert_array_equal(found[f"next.{name}"], rows["next", name][:, 0])
+    pictures = {"images.pixels": "pixels", "images.plan": "plan", "stack": "stack"}
+    for name, key in pictures.items():
+        for begin, column in (("", rows[key]), ("next.", rows["next", key])):
+            images = np.round(found[f"{begin}observation.{name}"] * 255).astype(np.uint8)
+            np.testing.assert_array_equal(images, np.moveaxis(column.numpy(), -1, 1))
+    np.testing.assert_array_equal(found["episode_index"], np.arange(23) // 5)
+    assert {*found["task"]} == {"balance"}
