@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from tallyroll.collector.cli import texts
 from tallyroll.collector.cli.datasets import copy as copying
-from tallyroll.collector.cli.datasets import exchange, pack, split, stats, store
+from tallyroll.collector.cli.datasets import exchange, pack, repair, split, stats, store
 from tallyroll.collector.cli.output import emit, shortened, visible
 from tallyroll.storage.package.near_names import did_you_mean, in_words
 
@@ -442,6 +442,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add(inspect, "--hash", "--accept-copy")
     _add_output(inspect, "--json")
     pack.add_to(commands, _path, _FILE)
+    repair.add_to(commands, _path, _FILE)
     replay = command("replay", "step stored trajectories again, and compare them bit for bit")
     _add_paths(replay)
     _add(replay.add_mutually_exclusive_group(), "--trajectory", "--sample", "--all")

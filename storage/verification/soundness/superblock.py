@@ -37,3 +37,18 @@ def superblock_of(file: Any) -> Superblock | None:
             return Superblock(at, head[8], head[11] if head[8] >= 2 else 0)
         at = max(_FIRST, 2 * at)
     return None
+
+
+def end_said(file: Any) -> int | None:
+    """Return the end of the file that the superblock of an open file names; None without one."""
+    block = superblock_of(file)
+    if block is None:
+        return None
+    at = {0: 40, 1: 44}.get(block.version, 28)
+    file.seek(block.at + (9 if block.version >= 2 else 13))
+    width = file.read(1)
+    if width != b"\x08":
+        return None  # addresses of another width, which no writer of today makes
+    file.seek(block.at + at)
+    end = int.from_bytes(file.read(8), "little")
+    return block.at + end if end < 2**62 else None

@@ -237,7 +237,7 @@ class TransitionChecks:
 
 def equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return which rows [n] of two arrays [n, ...] are equal, a NaN to a NaN, too."""
-    differ: np.ndarray = one != other
+    differ: np.ndarray = np.asarray(one != other)
     if one.dtype.kind in "fc":
         differ &= ~(np.isnan(one) & np.isnan(other))
     equal: np.ndarray = ~flat_rows(differ).any(1)

@@ -17,7 +17,7 @@ _MOST_PACKETS: Final = 2**26
 
 
 @dataclass(frozen=True)
-class _Frames:
+class Frames:
     """What a film says of its frames."""
 
     times: np.ndarray
@@ -47,12 +47,12 @@ def check_videos(
             if f"/{camera}/" in f"/{name}" and name not in by_file:
                 found.add("files", "no episode is in a film", Where(name))
         for name, episodes in by_file.items():
-            frames = _frames(av, folder, name, found)
+            frames = frames_of(av, folder, name, found)
             if frames is not None:
                 _Film(name, camera, frames, info, found).check(episodes)
 
 
-def _frames(av: Any, folder: Folder, name: str, found: Gathered) -> _Frames | None:
+def frames_of(av: Any, folder: Folder, name: str, found: Gathered) -> Frames | None:
     """Return what a film says of its frames; None, and a finding, if it cannot be read."""
     raw = folder.opened(name, "videos")
     if raw is None:
@@ -73,14 +73,14 @@ def _frames(av: Any, folder: Folder, name: str, found: Gathered) -> _Frames | No
             message = "a film cannot be read"
             found.add("videos", message, Where(name), f"{error!s:.200}")
             return None
-    return _Frames(np.sort(np.asarray(times)), *size)
+    return Frames(np.sort(np.asarray(times)), *size)
 
 
 class _Film:
     """A film, and the episodes in it."""
 
     def __init__(
-        self, name: str, camera: str, frames: _Frames, info: Mapping[str, Any], found: Gathered
+        self, name: str, camera: str, frames: Frames, info: Mapping[str, Any], found: Gathered
     ) -> None:
         self._where, self._frames, self._found = Where(name), frames, found
         self._name, self._rate = name, info["fps"]
