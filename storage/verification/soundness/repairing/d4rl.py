@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -191,5 +192,5 @@ class _Rows:
         for start, stop in runs(good):
             ends = (np.flatnonzero(ended[start:stop]) + start + 1).tolist()
             edges = [start, *(end for end in ends if end < stop), stop]
-            pieces += list(zip(edges[:-1], edges[1:], strict=True))
+            pieces += pairwise(edges)
         return pieces

@@ -142,14 +142,26 @@ class LerobotRepair:
             rows = file.metadata.row_group(group).num_rows
             try:
                 table = file.read_row_group(group, use_threads=False)
-                lacking = [each for each in _OWN[:3] if each not in table.column_names]
-                if lacking:
-                    raise ValueError(f"there is no {', '.join(lacking)}")
-                yield from self._cut(table)
+                table = self._fitting(arrow, table)
             except damage(arrow) as error:
                 message = "rows are damaged"
                 self._losses.add(message, rows, file=name, row=row, what=f"{error!s:.150}")
+            else:
+                yield from self._cut(table)
             row += rows
+
+    def _fitting(self, arrow: Any, table: Any) -> Any:
+        """Return the columns that are named, as they are named; raise ValueError without one."""
+        kinds = self._kinds(arrow)
+        if lacking := [each for each in (*kinds.names, *_OWN) if each not in table.column_names]:
+            raise ValueError(f"there is no {', '.join(lacking)}")
+        columns = []
+        for kind in kinds:
+            column = table.column(kind.name)
+            if column.null_count:
+                raise ValueError(f"{kind.name} has rows without a value")
+            columns.append(column if arrow.types.is_struct(kind.type) else column.cast(kind.type))
+        return arrow.table(columns, names=kinds.names)
 
     def _cut(self, table: Any) -> Iterator[_Piece]:
         """Yield the episodes of a table, and the parts of one that has gaps."""
@@ -279,7 +291,7 @@ class LerobotRepair:
                 frames = np.arange(len(piece))
                 table = self._renumbered(arrow, piece.table, frames, number, index)
                 writer = writer or parquet.ParquetWriter(path, table.schema)
-                writer.write_table(table.cast(writer.schema))
+                writer.write_table(table)
                 index += len(piece)
         finally:
             if writer is not None:

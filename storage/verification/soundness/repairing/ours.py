@@ -188,7 +188,7 @@ class _Rows:
             wrong = np.zeros(len(good), bool)
             wrong[at[(at >= 0) & (at < len(wrong))]] = True
             if check == "observations" and self._numbered:
-                wrong |= self._followers(wrong)
+                wrong |= self._before(wrong)
             self._lose(good, wrong, f"rows that contradict others: {message}")
 
     def _order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -199,16 +199,16 @@ class _Rows:
         order = np.lexsort((steps, ids))
         return order, ids[order], steps[order]
 
-    def _followers(self, wrong: np.ndarray) -> np.ndarray:
-        """Return the rows that come after others in their trajectories."""
+    def _before(self, wrong: np.ndarray) -> np.ndarray:
+        """Return the rows that come before others in their trajectories: either may be wrong."""
         order, ids, _ = self._order()
-        after = np.zeros(len(wrong), bool)
+        before = np.zeros(len(wrong), bool)
         same = ids[1:] == ids[:-1]
-        after[order[1:][same & wrong[order[:-1]]]] = True
-        return after
+        before[order[:-1][same & wrong[order[1:]]]] = True
+        return before
 
     def _renumbered(self, good: np.ndarray) -> dict[Key, np.ndarray]:
-        """Return ids and steps [n] of which those after a gap are a trajectory of their own."""
+        """Return ids and steps [n] by which rows after a gap are a trajectory of their own."""
         order, ids, steps = self._order()
         kept = good[order]
         order, ids, steps = order[kept], ids[kept], steps[kept]
@@ -223,10 +223,12 @@ class _Rows:
         cut = begins & ~(first_of_id & ((steps == 0) | ringed))
         piece = np.cumsum(begins) - 1
         where = np.flatnonzero(begins)
-        new_ids, base = ids[where].copy(), steps[where].copy()
-        moved = cut[where]
-        new_ids[moved] = int(ids.max()) + 1 + np.arange(int(moved.sum()))
-        base[~moved] = 0
+        if not cut.any():
+            return {}
+        # Ids of a lane only grow: all are numbered again, by the first rows of trajectories.
+        new_ids = np.empty(len(where), np.int64)
+        new_ids[np.argsort(order[where])] = np.arange(len(where))
+        base = np.where(cut[where], steps[where], 0)
         out_ids, out_steps = np.zeros(len(good), np.int64), np.zeros(len(good), np.int64)
         out_ids[order] = new_ids[piece]
         out_steps[order] = steps - base[piece]

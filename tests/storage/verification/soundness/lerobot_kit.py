@@ -50,7 +50,7 @@ def features() -> dict[str, Any]:
             "info": {
                 "video.height": 32,
                 "video.width": 48,
-                "video.codec": "mpeg4",
+                "video.codec": "h264",
                 "video.pix_fmt": "yuv420p",
                 "video.is_depth_map": False,
                 "video.fps": FPS,
@@ -103,7 +103,7 @@ def write_video(
     """Write a small film."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=fps)
+        stream = container.add_stream("libx264", rate=fps)
         stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
         for number in range(frames):
             picture = np.full((*size, 3), number % 250, np.uint8)
