@@ -54,4 +54,9 @@ from tallyroll.storage.verification.differences import DifferentRow as Different
 from tallyroll.storage.verification.differences import diff as diff
 from tallyroll.storage.verification.findings import Finding as Finding
 from tallyroll.storage.verification.findings import Report as Report
+from tallyroll.storage.verification.soundness.checking import verify_dataset as verify_dataset
+from tallyroll.storage.verification.soundness.repairing.repair import (
+    RepairReport as RepairReport,
+)
+from tallyroll.storage.verification.soundness.repairing.repair import repair as repair
 from tallyroll.storage.verification.storage_checks import verify as verify

@@ -2,6 +2,7 @@
 
 Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP.
 ``verify``: 0 sound, 1 something is wrong with the storage, 2 usage or it could not be checked.
+``repair``: 0 whole, 1 something was lost, 2 usage or nothing could be repaired.
 ``diff``: 0 the same, 1 different, 2 usage or they could not be compared.
 ``replay``: 0 equal, 1 something differs, 2 usage or something could not be replayed.
 """
@@ -35,7 +36,7 @@ _OF_DATASETS = {
     **dict.fromkeys(copying.NAMES, "copy"),
     **dict.fromkeys(store.NAMES, "store"),
     **dict.fromkeys(("export", "import"), "exchange"),
-    **{name: name for name in ("card", "pack", "split", "stats")},
+    **{name: name for name in ("card", "pack", "repair", "split", "stats")},
 }
 """Commands whose modules are in `datasets`, and these."""
 
@@ -58,7 +59,7 @@ def _main(argv: Sequence[str] | None) -> int:
             emit("")  # what --help and --version have left in the buffer
             raise
         show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
-        status = 2 if args.command in ("diff", "replay", "verify") else 1
+        status = 2 if args.command in ("diff", "repair", "replay", "verify") else 1
         with visible_warnings():
             # Each command has a module, imported now: torch takes seconds, and --help none.
             module = args.command

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from tallyroll.collector.cli import texts
-from tallyroll.collector.cli.datasets import card, exchange, pack, split, stats, store
+from tallyroll.collector.cli.datasets import card, exchange, pack, repair, split, stats, store
 from tallyroll.collector.cli.datasets import copy as copying
 from tallyroll.collector.cli.output import emit, shortened, visible
 from tallyroll.storage.package.near_names import did_you_mean, in_words
@@ -19,6 +19,8 @@ _CHECKS = (
     "files, metadata, runs, record, lanes, ids, steps, ends, versions, observations, finals, nan, "
     "zeros, episodes, checksums"
 )
+_CHECKS_OF_OTHERS = "columns, rows, timestamps, tasks, spaces, videos, statistics"
+"""Those of datasets of other libraries, which have some of the others, too."""
 SHELLS = ("bash", "zsh", "tcsh")
 """Shells whose completion `tallyroll completion` prints."""
 _FILE = "file"
@@ -151,11 +153,11 @@ def _mapping(text: str) -> dict[str, Any]:
 
 
 def _checks(text: str) -> list[str]:
-    names = _names(text)
-    if unknown := [name for name in names if name not in _CHECKS.split(", ")]:
-        near = did_you_mean(unknown[0], _CHECKS.split(", "))
+    names, known = _names(text), f"{_CHECKS}, {_CHECKS_OF_OTHERS}".split(", ")
+    if unknown := [name for name in names if name not in known]:
+        near = did_you_mean(unknown[0], known)
         raise argparse.ArgumentTypeError(
-            f"no check is called {unknown[0]!r}; there are {_CHECKS}{near}"
+            f"no check is called {unknown[0]!r}; there are {', '.join(known)}{near}"
         )
     return names
 
@@ -357,7 +359,8 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--where": (str, "EXPR", stats.WHERE),
     "--rows": (_count, "R", "rows to show (default: 5)"),
     "--skip": (_checks, "A,B",
-        f"checks to skip because the data violates them on purpose: {_CHECKS}"),
+        f"checks to skip because the data violates them on purpose: {_CHECKS}; of datasets of "
+        f"other libraries also {_CHECKS_OF_OTHERS}"),
     "--ids": (("kept", "relative"), "",
         "trajectories that belong together. kept: those of the same id; relative: the first of "
         "each, the second of each and so on, by their ids, as in copies with ids of their own "
@@ -443,6 +446,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add(inspect, "--hash", "--accept-copy")
     _add_output(inspect, "--json")
     pack.add_to(commands, _path, _FILE)
+    repair.add_to(commands, _path, _FILE)
     replay = command("replay", "step stored trajectories again, and compare them bit for bit")
     _add_paths(replay)
     _add(replay.add_mutually_exclusive_group(), "--trajectory", "--sample", "--all")
@@ -463,7 +467,7 @@ def make_parser() -> argparse.ArgumentParser:
     split.add_to(commands, _path, _FILE)
     stats.add_to(commands, _path, _FILE)
     store.add_to(commands, _path, _FILE)
-    verify = command("verify", "check that every row of a storage is as it was written")
+    verify = command("verify", "check a storage, or a dataset of another library, row by row")
     _add_paths(verify)
     _add(verify, "--skip", "--accept-copy")
     _add_output(verify, "--json", "--quiet")

@@ -216,7 +216,7 @@ exit status:
   2  a wrong argument
 """
 
-VERIFY_USAGE = "%(prog)s PATH [PATH ...] [options]"
+VERIFY_USAGE = "%(prog)s PATH [PATH ...] [options]\n       %(prog)s [KIND:]PATH [options]"
 VERIFY = """\
 Read every row of a storage, and report rows that are inconsistent: counts that
 do not match, ids and steps with gaps or repeats, rows after an end, next
@@ -225,6 +225,12 @@ observations, NaN, rows that were never written, a ledger that does not
 balance, bytes that changed since the storage was finalized. Each finding names
 its row. Another process may write meanwhile. Of several storages, each is
 checked, that no two have the same rows, and that no shard of a run is missing.
+
+A dataset of another library is checked alike, one at a time: counts against its
+metadata, episodes and their borders, indices, timestamps, next observations,
+ends, NaN, spaces, frames of films against rows, statistics against data, files
+that are missing. KIND is d4rl, hf, lerobot, minari, npz, parquet or torchrl; it
+can be left out where the files say it. Nothing in it is unpickled or executed.
 """
 VERIFY_EXAMPLES = """\
 examples:
@@ -232,9 +238,11 @@ examples:
   tallyroll verify runs/pole.h5 --skip nan,zeros
   tallyroll verify runs/pole --json | jq .findings
   tallyroll verify runs/shard-*
+  tallyroll verify minari:datasets/pole-v0
+  tallyroll verify lerobot:datasets/pusht --skip videos
 
 exit status:
   0  sound
-  1  something is wrong with the storage
+  1  something is wrong with the storage, or the dataset
   2  it could not be checked: no storage, not readable, or a wrong argument
 """

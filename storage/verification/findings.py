@@ -24,9 +24,15 @@ class Place:
     """The column's name in messages, such as ``next/observation``."""
     what: str = ""
     """The value that is there, and the expected one."""
+    file: str | None = None
+    """The file, in a dataset of another library."""
+    episode: int | None = None
+    """The episode, in a dataset of another library; ``row`` counts within it, then."""
 
     def __str__(self) -> str:
-        parts = [] if self.row is None else [f"row {self.row:,}"]
+        parts = [] if self.file is None else [self.file]
+        parts += [] if self.episode is None else [f"episode {self.episode}"]
+        parts += [] if self.row is None else [f"row {self.row:,}"]
         for name in ("lane", "trajectory", "step", "column"):
             if (value := getattr(self, name)) is not None:
                 parts.append(f"{name} {value}")

@@ -1,27 +1,52 @@
-"""``tallyroll verify``: read every row of a storage, and say what is wrong with it."""
+"""``tallyroll verify``: read every row of a storage or a dataset, and say what is wrong with it."""
 
 import argparse
 import dataclasses
 import json
+import os
 import time
+from typing import Any
 
-from tallyroll.collector.cli.output import emit
+from tallyroll.collector.cli.output import CommandError, emit
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.storage import Finding, Report, verify
+from tallyroll.storage import Finding, NotAStorage, Report, verify, verify_dataset
+from tallyroll.storage.verification.soundness.checking import kind_at, kinds
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``tallyroll verify``; returns the exit status."""
     began = time.monotonic()
-    path = args.path[0] if len(args.path) == 1 else args.path
     with shown_progress("verified", args.quiet) as progress:
-        report = verify(path, skip=args.skip or (), progress=progress, accept_copy=args.accept_copy)
+        report = _report(args, progress)
     if args.json:
         emit(json.dumps(as_json(report), indent=2) + "\n")
     elif not args.quiet:
         emit(as_text(report, time.monotonic() - began))
     return 0 if report.sound else 1
+
+
+def _report(args: argparse.Namespace, progress: Any) -> Report:
+    skip, paths = args.skip or (), args.path
+    if any(_parts(path) for path in paths) and len(paths) > 1:
+        raise CommandError("datasets of other libraries are checked one at a time. Give one path.")
+    if (there := _parts(paths[0])) is not None:
+        kind, path = there
+        return verify_dataset(path, kind, skip=skip, progress=progress)
+    one = paths[0] if len(paths) == 1 else paths
+    try:
+        return verify(one, skip=skip, progress=progress, accept_copy=args.accept_copy)
+    except NotAStorage:
+        found = None if len(paths) > 1 else kind_at(paths[0])
+        if found is None:
+            raise
+        return verify_dataset(paths[0], found, skip=skip, progress=progress)
+
+
+def _parts(path: str) -> tuple[str, str] | None:
+    """Return the kind and the path of a dataset; None of a storage, whatever its name."""
+    kind, colon, rest = path.partition(":")
+    return (kind, rest) if colon and kind in kinds() and not os.path.lexists(path) else None
 
 
 def as_json(report: Report) -> dict[str, object]:

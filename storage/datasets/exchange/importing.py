@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -78,7 +78,23 @@ def import_dataset(
         NotEnoughMemory: a few rows do not fit into memory.
         ValueError: an argument is none of its values.
     """
-    door, place, whence = format_named(kind), user_path(destination), user_path(source)
+    return imported(format_named(kind), source, destination, format=format, progress=progress)
+
+
+def imported(
+    door: ExchangeFormat,
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    progress: Progress | None = None,
+    said: Mapping[str, str] | None = None,
+) -> ImportReport:
+    """Write what a door reads of a source to a new storage, as `import_dataset` does.
+
+    ``said`` is what the manifest says of the source where it is another one than ``source``.
+    """
+    place, whence = user_path(destination), user_path(source)
     name = format_at(place, format)
     refuse_nothing(whence, "Give the path of a dataset.")
     require_free(place)
@@ -90,8 +106,8 @@ def import_dataset(
         files = FILES[name](Path(os.path.abspath(place)))
         files.check(schema)
         require_room(files, schema, total)
-        said = {"kind": kind, "path": os.path.abspath(whence), "version": incoming.version}
-        entry = entry_of(incoming.about, said)
+        own = {"kind": door.name, "path": os.path.abspath(whence), "version": incoming.version}
+        entry = entry_of(incoming.about, own | dict(said or {}))
         with written_aside(place) as target:
             opened = OpenedFiles(
                 FileReader(FILES[name](target), target, "create"),
@@ -117,7 +133,7 @@ def import_dataset(
     return ImportReport(
         str(place),
         name,
-        kind,
+        door.name,
         total,
         tuple(map(spell, schema.keys)),
         numbering.needed and has_numbers(schema),

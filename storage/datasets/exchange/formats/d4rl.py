@@ -138,7 +138,7 @@ def _foreign(datasets: dict[Key, Any], place: Path) -> Incoming:
     """Return the rows of a file that another program made."""
     columns, sources, lost = dict[Key, Column](), dict[Key, Any](), 0
     for path, data in datasets.items():
-        key = _key_of(path)
+        key = key_of(path)
         column = None if key is None or path[0] == _NEXT else column_of(key, data)
         if column is not None:
             columns[column.key], sources[column.key] = column, data
@@ -157,7 +157,8 @@ def _foreign(datasets: dict[Key, Any], place: Path) -> Incoming:
     return _Foreign(datasets, columns, sources, rows, place).incoming(lost)
 
 
-def _key_of(path: Key) -> Key | None:
+def key_of(path: Key) -> Key | None:
+    """Return the column of a dataset that another program wrote; None if it is none."""
     match path:
         case ("observations", *rest):
             return ("observation", *rest)

@@ -14,7 +14,7 @@ from tallyroll.storage.trajectories.by_lane import MOST_LANES
 from tallyroll.storage.verification.findings import Findings, Place
 from tallyroll.storage.verification.lane_checks import CheckedRows
 from tallyroll.storage.verification.record_checks import RunEntry
-from tallyroll.storage.verification.self_reset_detection import (
+from tallyroll.storage.verification.self_resets.detection import (
     Ends,
     SelfResets,
     Verdict,

@@ -1,0 +1,108 @@
+"""``tallyroll repair``: what is readable of a damaged dataset becomes a new storage."""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+_USAGE = "%(prog)s [KIND:]SRC DST [options]"
+_ABOUT = """\
+Write what is readable of a damaged or unfinished dataset to a new storage: a
+recording of LeRobot or in HDF5 that was killed, a storage after a fault of the
+disk. What was lost is listed with its place. A row is there whole, or not at
+all; rows after a gap are a trajectory of their own. SRC stays as it is, nothing
+in it is executed or unpickled, and no link in it is followed. DST is there
+whole, or not at all.
+
+KIND is d4rl, lerobot, minari or tallyroll (a storage); it can be left out where
+the files say it.
+"""
+_EXAMPLES = """\
+examples:
+  tallyroll repair recordings/killed runs/saved
+  tallyroll repair d4rl:hopper.hdf5 hopper.zarr
+  tallyroll repair runs/pole runs/pole-repaired --json | jq .lost
+
+exit status:
+  0  whole: nothing was lost
+  1  something was lost, which is listed; the rest is in DST
+  2  nothing was written: the message says why; or a wrong argument
+"""
+_SHOWN = 20
+
+
+def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
+    """Add the command to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    added = commands.add_parser(
+        "repair",
+        help="write what is readable of a damaged dataset to a new storage",
+        usage=_USAGE,
+        description=_ABOUT,
+        epilog=_EXAMPLES,
+    )
+    text = "the damaged dataset, or storage"
+    source = added.add_argument("source", type=path, metavar="SRC", help=text)
+    text = "the new storage; nothing may be there"
+    there = added.add_argument("destination", type=path, metavar="DST", help=text)
+    source.complete = there.complete = complete
+    text = "format of DST (default: by the end of its path, as tallyroll copy)"
+    added.add_argument("--format", choices=("memmap", "hdf5", "zarr"), help=text)
+    added.set_defaults(usage_error=added.error)
+    output = added.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_argument("--quiet", action="store_true", help="no progress, no report")
+    output.add_argument("--traceback", action="store_true", help="print the traceback of an error")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    from tallyroll.collector.cli.output import emit
+    from tallyroll.collector.cli.progress import shown_progress
+    from tallyroll.storage import repair
+    from tallyroll.storage.verification.soundness.repairing.repair import kinds
+
+    kind, colon, rest = args.source.partition(":")
+    named = bool(colon) and kind in kinds() and not os.path.lexists(args.source)
+    source = rest if named else args.source
+    with shown_progress("repaired", args.quiet) as progress:
+        report = repair(
+            source,
+            args.destination,
+            kind if named else None,
+            format=args.format,
+            progress=progress,
+        )
+    if args.json:
+        emit(json.dumps(_as_json(report), indent=2) + "\n")
+    elif not args.quiet:
+        emit(_as_text(report, source))
+    return 0 if report.whole else 1
+
+
+def _as_json(report: Any) -> dict[str, object]:
+    """Return the report as JSON values; places without what does not apply."""
+    value = dataclasses.asdict(report) | {"whole": report.whole, "lost_rows": report.lost_rows}
+    for each in value["lost"]:
+        place = each["place"]
+        each["place"] = {name: part for name, part in place.items() if part not in (None, "")}
+    return value
+
+
+def _as_text(report: Any, source: str) -> str:
+    from tallyroll.collector.cli.output import visible
+
+    lines = [
+        f"{report.path}: {report.rows:,} rows of {source} written ({report.format}, "
+        f"{len(report.columns)} columns)"
+    ]
+    if report.whole:
+        lines.append("nothing was lost")
+    else:
+        count = "" if report.lost_rows is None else f": {report.lost_rows:,} rows"
+        lines.append(f"lost{count}")
+    lines += [f"    {each}" for each in report.lost[:_SHOWN]]
+    if len(report.lost) > _SHOWN:
+        lines.append(f"    and {len(report.lost) - _SHOWN:,} more: --json has all")
+    return "".join(f"{visible(line)}\n" for line in lines)

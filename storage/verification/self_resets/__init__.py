@@ -1,0 +1,1 @@
+"""Environments that reset themselves within a step: found in the rows that they left."""

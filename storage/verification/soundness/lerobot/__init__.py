@@ -1,0 +1,1 @@
+"""Checks of datasets of LeRobot, versions 2 and 3."""

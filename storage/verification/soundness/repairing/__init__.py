@@ -1,0 +1,1 @@
+"""`repair`: what is readable of a damaged or unfinished dataset becomes a new storage."""

@@ -1,0 +1,196 @@
+"""Repair of HDF5 files as D4RL has them: the rows of which every column can be read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+
+from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming
+from tallyroll.storage.datasets.exchange.formats.d4rl import key_of
+from tallyroll.storage.datasets.exchange.formats.hdf5_files import column_of, read_rows
+from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
+from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED, Key
+from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.verification.soundness import hdf5
+from tallyroll.storage.verification.soundness.checker import Gathered, Where
+from tallyroll.storage.verification.soundness.repairing.hdf5 import (
+    lose_gaps,
+    opened_damaged,
+    readable_rows,
+    runs,
+)
+from tallyroll.storage.verification.soundness.repairing.losses import Losses
+
+_AFTER: Final = "next_observations"
+_NEEDED: Final = ("observation", "action")
+
+
+class D4rlRepair(ExchangeFormat):
+    """Reads what is readable; rows after a gap are a trajectory of their own."""
+
+    name: ClassVar[str] = "d4rl"
+
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
+
+    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+        """Refuse: a repair only reads."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def read(self, place: Path) -> Iterator[Incoming]:
+        """Look at all rows, and find those that can be read."""
+        with opened_damaged(place.parent, place.name) as (file, size):
+            found = Gathered()
+            datasets = hdf5.datasets_in(file, found, Where(place.name))
+            for each in found.findings:
+                for where in each.places:
+                    message = "a column cannot be read"
+                    self._losses.add(message, 0, file=place.name, column=where.column)
+            yield _Rows(place, size, datasets, self._losses).incoming()
+
+
+class _Rows:
+    def __init__(self, place: Path, size: int, datasets: Mapping[str, Any], losses: Losses) -> None:
+        self._place, self._size, self._losses = place, size, losses
+        self._data: dict[Key, Any] = {}
+        self._columns: dict[Key, Column] = {}
+        self._after: dict[Key, Any] = {}
+        for name, data in datasets.items():
+            path = tuple(name.split("/"))
+            key = ("observation", *path[1:]) if path[0] == _AFTER else key_of(path)
+            column = None if key is None else column_of(key, data)
+            if key is None or column is None:
+                continue
+            if path[0] == _AFTER:
+                self._after[key] = data
+            else:
+                if key in (REWARD, TERMINATED, TRUNCATED):
+                    column = Column(key, column.dtype, column.shape or (1,))
+                self._data[key], self._columns[key] = data, column
+        lacking = [name for name in _NEEDED if not any(key[0] == name for key in self._data)]
+        lacking += [key[-1] for key in (REWARD, TERMINATED) if key not in self._data]
+        if lacking:
+            raise InvalidDataset(
+                f"{place} cannot be repaired: nothing of {', '.join(lacking)} can be read."
+            )
+
+    def incoming(self) -> Incoming:
+        good = self._good()
+        if not good.any():
+            raise InvalidDataset(f"{self._place} cannot be repaired: no row can be read.")
+        pieces = self._pieces(good)
+        schema, own = self._schema(), self._after
+        observed = [key for key in self._columns if key[0] == "observation"]
+        size = max(1, BLOCK_NBYTES // schema.row_nbytes)
+
+        def blocks() -> Iterator[Block]:
+            for number, (start, stop) in enumerate(pieces):
+                for begin in range(start, stop, size):
+                    end = min(begin + size, stop)
+                    block = {
+                        key: read_rows(data, begin, end, self._columns[key], self._place)
+                        for key, data in self._data.items()
+                    }
+                    for key in observed:
+                        data = own.get(key)
+                        block[(NEXT, *key)] = (
+                            self._shifted(key, begin, end, stop)
+                            if data is None
+                            else read_rows(data, begin, end, self._columns[key], self._place)
+                        )
+                    if not own:
+                        block[NEXT_VALID] = np.arange(begin, end) < stop - 1
+                    ids = np.full(end - begin, number)
+                    yield block | numbers(ids, np.arange(begin, end) - start)
+
+        return Incoming(schema, int(good.sum()), blocks(), None, "d4rl")
+
+    def _schema(self) -> Schema:
+        columns = [*self._columns.values()]
+        columns += [
+            Column((NEXT, *key), each.dtype, each.shape)
+            for key, each in self._columns.items()
+            if key[0] == "observation"
+        ]
+        if not self._after:
+            columns.append(Column(NEXT_VALID, torch.bool, ()))
+        return numbered(Schema(tuple(columns)))
+
+    def _shifted(self, key: Key, begin: int, end: int, stop: int) -> np.ndarray:
+        """Return the observations of the rows that come next; the last row's is lost."""
+        data, column = self._data[key], self._columns[key]
+        values = read_rows(data, begin + 1, min(end + 1, stop), column, self._place)
+        if len(values) < end - begin:
+            last = read_rows(data, stop - 1, stop, column, self._place)
+            values = np.concatenate([values, last])
+        return values
+
+    def _good(self) -> np.ndarray:
+        """Return which rows can be read in all columns; leave infos out that have fewer."""
+        name = self._place.name
+        rows = max(data.shape[0] for key, data in self._data.items() if key[0] != "infos")
+        of_each = {key: self._readable(data, rows) for key, data in self._data.items()}
+        for key in [*self._data]:
+            if key[0] == "infos" and of_each[key].sum() < of_each[REWARD].sum():
+                message = "an info of which fewer rows can be read"
+                self._losses.add(message, 0, file=name, column="/".join(key))
+                del self._data[key], self._columns[key], of_each[key]
+        after = {key: self._readable(data, rows) for key, data in self._after.items()}
+        base = np.logical_and.reduce([*of_each.values()])
+        observed = {key for key in self._data if key[0] == "observation"}
+        if self._after and (
+            {*self._after} != observed
+            or any((base & ~each).sum() > base.sum() / 2 for each in after.values())
+            or any(self._data[key].shape[1:] != data.shape[1:] for key, data in self._after.items())
+        ):
+            message = "next observations: fewer rows of them can be read"
+            self._losses.add(message, 0, file=name, column=_AFTER)
+            self._after, after = {}, {}
+        good: np.ndarray = np.logical_and.reduce([base, *after.values()])
+        lose_gaps(self._losses, good, "rows cannot be read", name)
+        return self._without_zeros(good)
+
+    def _readable(self, data: Any, rows: int) -> np.ndarray:
+        good = readable_rows(data, self._size)
+        return np.concatenate([good, np.zeros(rows, bool)])[:rows]
+
+    def _without_zeros(self, good: np.ndarray) -> np.ndarray:
+        """Leave out rows at the end that are zero in all columns: they were never written."""
+        where = np.flatnonzero(good)
+        last = len(where)
+        while last:
+            row = int(where[last - 1])
+            if any(np.any(data[row]) for key, data in self._data.items() if key[0] != "infos"):
+                break
+            last -= 1
+        if last < len(where):
+            message, first = "rows that were never written", int(where[last])
+            rows = len(where) - last
+            self._losses.add(message, rows, file=self._place.name, row=first)
+            good = good.copy()
+            good[first:] = False
+        return good
+
+    def _pieces(self, good: np.ndarray) -> list[tuple[int, int]]:
+        """Return the runs of rows that are of one trajectory."""
+        ended = np.zeros(len(good), bool)
+        for key in (TERMINATED, TRUNCATED):
+            if key in self._data:
+                for start, stop in runs(good):
+                    values = np.asarray(self._data[key][start:stop])
+                    ended[start:stop] |= values.reshape(stop - start).astype(bool)
+        pieces = []
+        for start, stop in runs(good):
+            ends = (np.flatnonzero(ended[start:stop]) + start + 1).tolist()
+            edges = [start, *(end for end in ends if end < stop), stop]
+            pieces += pairwise(edges)
+        return pieces

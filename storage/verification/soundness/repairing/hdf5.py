@@ -1,0 +1,147 @@
+"""HDF5 files that are cut, or whose writer was killed: which rows of a dataset can be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tallyroll.storage.datasets.exchange.formats.hdf5_files import DAMAGE
+from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.formats.hdf5.datasets import h5py_module
+from tallyroll.storage.verification.soundness.checker import Folder, Gathered
+from tallyroll.storage.verification.soundness.repairing.losses import Losses
+from tallyroll.storage.verification.soundness.superblock import end_said
+
+
+class Padded:
+    """An open file, with zeros up to the end that its superblock names.
+
+    HDF5 refuses a file that is shorter. It does not look at the flags of a killed writer in a file
+    that Python reads for it. Nothing is written.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self.size = raw.seek(0, 2)
+        """The bytes that there are."""
+        self._end = max(self.size, end_said(raw) or 0)
+        self._at = 0
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        """Go to a byte."""
+        self._at = {0: 0, 1: self._at, 2: self._end}[whence] + at
+        return self._at
+
+    def tell(self) -> int:
+        """Return the byte that comes next."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer."""
+        view = memoryview(buffer).cast("B")
+        self._raw.seek(self._at)
+        found = self._raw.readinto(view) or 0
+        more = max(0, min(len(view), self._end - self._at) - found)
+        view[found : found + more] = bytes(more)
+        self._at += found + more
+        return int(found + more)
+
+    def read(self, count: int) -> bytes:
+        """Return the bytes that come next."""
+        content = bytearray(max(0, min(count, self._end - self._at)))
+        self.readinto(content)
+        return bytes(content)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def opened_damaged(place: Path, name: str) -> Iterator[tuple[Any, int]]:
+    """Yield an HDF5 file as far as it can be read, and the bytes that it has.
+
+    Raises:
+        InvalidDataset: nothing of it can be read.
+    """
+    h5py = h5py_module()
+    raw = Folder(place, Gathered()).opened(name)
+    if raw is None:
+        raise InvalidDataset(f"{place / name} cannot be repaired: it is missing, or a link.")
+    with raw:
+        try:
+            padded = Padded(raw)
+            file = h5py.File(padded, "r", rdcc_nbytes=2**24)
+        except (*DAMAGE, OverflowError) as error:
+            raise InvalidDataset(
+                f"{place / name} cannot be repaired: HDF5 cannot open it ({error!s:.200}). A "
+                "writer that flushes after each episode leaves a file that can be."
+            ) from error
+        with file:
+            yield file, padded.size
+
+
+def readable_rows(data: Any, size: int) -> np.ndarray:
+    """Return which rows [n] of a dataset can be read, of a file of ``size`` bytes."""
+    rows = data.shape[0]
+    try:
+        good = _stored(data, size)
+    except DAMAGE:
+        return np.zeros(rows, bool)
+    row = max(1, math.prod(data.shape[1:]) * data.dtype.itemsize)
+    step = data.chunks[0] if data.chunks else max(1, BLOCK_NBYTES // row)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        if good[start:stop].any():
+            try:
+                data[start:stop]
+            except DAMAGE:
+                good[start:stop] = False
+    return good
+
+
+def _stored(data: Any, size: int) -> np.ndarray:
+    """Return which rows lie in the file."""
+    h5py = h5py_module()
+    rows = data.shape[0]
+    good = np.zeros(rows, bool)
+    layout = data.id.get_create_plist().get_layout()
+    if layout == h5py.h5d.COMPACT:
+        good[:] = True
+    elif layout == h5py.h5d.CONTIGUOUS:
+        offset = data.id.get_offset()
+        row = max(1, math.prod(data.shape[1:]) * data.dtype.itemsize)
+        if offset is not None:
+            good[: max(0, (size - offset) // row)] = True
+    elif layout == h5py.h5d.CHUNKED:
+        shape, chunk = data.shape, data.chunks
+        wanted = math.prod(-(-n // c) for n, c in zip(shape[1:], chunk[1:], strict=True))
+        counts = np.zeros(-(-rows // chunk[0]), np.int64)
+
+        def count(info: Any) -> None:
+            number = info.chunk_offset[0] // chunk[0]
+            if info.byte_offset + info.size <= size and number < len(counts):
+                counts[number] += 1
+
+        data.id.chunk_iter(count)
+        good = np.repeat(counts >= wanted, chunk[0])[:rows]
+    return good
+
+
+def runs(good: np.ndarray) -> list[tuple[int, int]]:
+    """Return the runs of True [n], each by its first row and one more than its last."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]]).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def lose_gaps(
+    losses: Losses, good: np.ndarray, message: str, file: str, episode: int | None = None
+) -> None:
+    """List the rows [n] that are not good."""
+    for start, stop in runs(~good):
+        losses.add(message, stop - start, file=file, episode=episode, row=start)

@@ -1,0 +1,271 @@
+"""Repair of a storage of ours after a fault of the disk: the rows of which nothing says otherwise.
+
+Blocks whose checksums differ are left out; without checksums, rows that contradict others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from tallyroll.storage.datasets.exchange.about import about_rows
+from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming
+from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.errors import CorruptStorage, InvalidDataset, InvalidSchema
+from tallyroll.storage.files.checksums import mismatches
+from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.formats.memmap import place_of
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, spell
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.storages import open_storage
+from tallyroll.storage.trajectories.columns import WHOSE, missing
+from tallyroll.storage.verification.findings import Findings, Place
+from tallyroll.storage.verification.record_checks import check_runs
+from tallyroll.storage.verification.row_checks import RowChecks
+from tallyroll.storage.verification.soundness.repairing.hdf5 import runs
+from tallyroll.storage.verification.soundness.repairing.losses import Losses
+
+_TRUSTED: Final = ("zeros", "ids", "steps", "lanes", "ends", "observations")
+"""Checks whose rows are left out where there are no checksums."""
+_MANIFEST: Final = "manifest.json"
+
+
+class OurRepair(ExchangeFormat):
+    """Reads rows that are as they were written; those after a gap are a trajectory of their own."""
+
+    name: ClassVar[str] = "tallyroll"
+
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
+
+    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+        """Refuse: a repair only reads."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def read(self, place: Path) -> Iterator[Incoming]:
+        """Open the storage, or a copy whose short files are as long as the others."""
+        with contextlib.ExitStack() as stack:
+            short: dict[str, int] = {}
+            try:
+                storage = stack.enter_context(open_storage(place, accept_copy=True))
+            except CorruptStorage as error:
+                folder = stack.enter_context(_lengthened(place, short, error))
+                storage = stack.enter_context(open_storage(folder, accept_copy=True))
+            yield _Rows(storage.reader, self._losses, short).incoming()
+
+
+@contextlib.contextmanager
+def _lengthened(place: Path, short: dict[str, int], error: CorruptStorage) -> Iterator[Path]:
+    """Yield a folder with the same files, of which those that are too short end in zeros.
+
+    ``short`` gets the rows of the columns that are too short.
+    """
+    refused = InvalidDataset(f"{place} cannot be repaired: {error!s:.400}")
+    inside = Inside(place)
+    try:
+        schema = Schema.from_json(json.loads(inside.read(place / _MANIFEST, 2**25))["schema"])
+        sizes = {
+            each.key: (os.stat(place / place_of(each.key, leaf=True)).st_size, each.row_nbytes)
+            for each in schema.columns
+        }
+    except (OSError, ValueError, KeyError, TypeError, InvalidSchema) as why:
+        raise refused from why
+    most = max((size // row for size, row in sizes.values()), default=0)
+    lengths = {place_of(key, leaf=True): most * row for key, (_, row) in sizes.items()}
+    short |= {spell(k): size // row for k, (size, row) in sizes.items() if size // row < most}
+    if not short:
+        raise refused
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as folder:
+        target = Path(folder, "rows")
+        for above, folders, files in os.walk(place):
+            for each in folders:
+                if os.path.islink(os.path.join(above, each)):
+                    raise refused
+            here = target / os.path.relpath(above, place)
+            here.mkdir(exist_ok=True)
+            for each in files:
+                path = Path(above, each)
+                name = path.relative_to(place)
+                with open(inside.open(path, os.O_RDONLY), "rb") as source:
+                    if lengths.get(name, 0) > os.fstat(source.fileno()).st_size:
+                        with (here / each).open("xb") as out:
+                            shutil.copyfileobj(source, out)
+                            out.truncate(lengths[name])
+                    else:
+                        os.link(path, here / each, follow_symlinks=False)
+        try:
+            yield target
+        except CorruptStorage as why:
+            raise refused from why
+
+
+class _Rows:
+    def __init__(self, reader: RowReader, losses: Losses, short: Mapping[str, int]) -> None:
+        self._reader, self._losses, self._short = reader, losses, short
+        self._span = reader.span
+        self._numbered = not missing(reader.schema, WHOSE)
+
+    def incoming(self) -> Incoming:
+        good = self._good()
+        schema = self._reader.schema
+        rows = np.flatnonzero(good) + self._span.start
+        fresh = self._renumbered(good) if self._numbered else {}
+        size = max(1, BLOCK_NBYTES // max(1, schema.row_nbytes))
+
+        def blocks() -> Iterator[Block]:
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                block = dict(zip(schema.keys, self._reader.copies(part), strict=True))
+                for key, values in fresh.items():
+                    new = values[part - self._span.start].astype(block[key].dtype)
+                    block[key] = new.reshape(block[key].shape)
+                yield block
+
+        return Incoming(schema, len(rows), blocks(), about_rows(self._reader, schema), "tallyroll")
+
+    def _good(self) -> np.ndarray:
+        """Return which rows [n] are as they were written, as far as is known."""
+        good = np.ones(len(self._span), bool)
+        for column, rows in self._short.items():
+            lost = good.copy()
+            lost[: max(0, rows - self._span.start)] = False
+            self._lose(good, lost, "rows beyond the end of a file that is too short", column)
+        sums = self._sums()
+        if sums is not None:
+            self._by_checksums(good, sums)
+        else:
+            self._by_checks(good)
+        return good
+
+    def _lose(
+        self, good: np.ndarray, wrong: np.ndarray, message: str, column: str | None = None
+    ) -> None:
+        """Leave rows [n] out, and list those that were good until now."""
+        for start, stop in runs(wrong & good):
+            row = start + self._span.start
+            self._losses.add(message, stop - start, row=row, column=column)
+        good &= ~wrong
+
+    def _sums(self) -> Any:
+        done = self._reader.manifest.get("finalized")
+        return done.get("checksums") if isinstance(done, dict) else None
+
+    def _by_checksums(self, good: np.ndarray, sums: Any) -> None:
+        reader = self._reader
+        columns = {key: _SlotColumn(reader, key) for key in reader.keys}
+        try:
+            for each in mismatches(columns, sums):
+                wrong = np.zeros(len(good), bool)
+                rows = reader.rows_in(np.arange(each.start, each.stop)) - self._span.start
+                wrong[rows[(rows >= 0) & (rows < len(wrong))]] = True
+                message = "a block of rows whose checksum differs"
+                self._lose(good, wrong, message, spell(each.key))
+        except CorruptStorage as error:
+            self._losses.add("checksums cannot be used", 0, what=f"{error!s:.200}")
+            self._by_checks(good)
+
+    def _by_checks(self, good: np.ndarray) -> None:
+        reader = self._reader
+        for column, what in reader.damaged_chunks(lambda nbytes: None) or ():
+            raise InvalidDataset(
+                f"{reader.path} cannot be repaired: {column}: {what}. Packed rows are not."
+            )
+        gathered = _Gathered()
+        entries = check_runs(reader.manifest["runs"], reader.head, Findings())
+        RowChecks(reader, entries, nan=False).run(gathered, lambda nbytes: None)
+        for check, message, rows in gathered.rows:
+            at = rows - self._span.start
+            wrong = np.zeros(len(good), bool)
+            wrong[at[(at >= 0) & (at < len(wrong))]] = True
+            if check == "observations" and self._numbered:
+                wrong |= self._before(wrong)
+            self._lose(good, wrong, f"rows that contradict others: {message}")
+
+    def _order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return rows by trajectory and step, and both of them."""
+        ids, steps = (
+            self._reader.shown(key).reshape(len(self._span), -1)[:, 0] for key in (TRAJ_IDS, STEP)
+        )
+        order = np.lexsort((steps, ids))
+        return order, ids[order], steps[order]
+
+    def _before(self, wrong: np.ndarray) -> np.ndarray:
+        """Return the rows that come before others in their trajectories: either may be wrong."""
+        order, ids, _ = self._order()
+        before = np.zeros(len(wrong), bool)
+        same = ids[1:] == ids[:-1]
+        before[order[:-1][same & wrong[order[1:]]]] = True
+        return before
+
+    def _renumbered(self, good: np.ndarray) -> dict[Key, np.ndarray]:
+        """Return ids and steps [n] by which rows after a gap are a trajectory of their own."""
+        order, ids, steps = self._order()
+        kept = good[order]
+        order, ids, steps = order[kept], ids[kept], steps[kept]
+        if not len(order):
+            return {}
+        begins = np.ones(len(order), bool)
+        begins[1:] = (ids[1:] != ids[:-1]) | (steps[1:] != steps[:-1] + 1)
+        first_of_id = np.ones(len(order), bool)
+        first_of_id[1:] = ids[1:] != ids[:-1]
+        ringed = bool(self._span.start)
+        # A trajectory that lost its beginning is another one, unless a ring took it.
+        cut = begins & ~(first_of_id & ((steps == 0) | ringed))
+        piece = np.cumsum(begins) - 1
+        where = np.flatnonzero(begins)
+        if not cut.any():
+            return {}
+        # Ids of a lane only grow: all are numbered again, by the first rows of trajectories.
+        new_ids = np.empty(len(where), np.int64)
+        new_ids[np.argsort(order[where])] = np.arange(len(where))
+        base = np.where(cut[where], steps[where], 0)
+        out_ids, out_steps = np.zeros(len(good), np.int64), np.zeros(len(good), np.int64)
+        out_ids[order] = new_ids[piece]
+        out_steps[order] = steps - base[piece]
+        return {TRAJ_IDS: out_ids, STEP: out_steps}
+
+
+class _Gathered(Findings):
+    """Keeps all rows of the checks that are trusted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[str, str, np.ndarray]] = []
+
+    def add(self, check: str, message: str, *places: Place, count: int = 1) -> None:
+        """Keep rows of a finding that names them."""
+        if check in _TRUSTED and places and places[0].row is not None:
+            rows = np.arange(places[0].row, places[0].row + count)
+            self.rows.append((check, message, rows))
+
+    def add_rows(
+        self, check: str, message: str, rows: np.ndarray, place_of: Callable[[int], Place]
+    ) -> None:
+        """Keep the rows."""
+        if check in _TRUSTED and len(rows):
+            self.rows.append((check, message, np.asarray(rows)))
+
+
+class _SlotColumn:
+    """A column by slots, for checksums."""
+
+    def __init__(self, reader: RowReader, key: Key) -> None:
+        self._reader, self._key, self._array = reader, key, reader.column(key).array
+
+    def __len__(self) -> int:
+        return len(self._reader.span) if self._array is None else len(self._array)
+
+    def __getitem__(self, slots: slice) -> np.ndarray:
+        if self._array is not None:
+            return self._array[slots]
+        return self._reader.in_slots(self._key, slots.start, slots.stop)

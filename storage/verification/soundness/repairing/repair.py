@@ -1,0 +1,152 @@
+"""`repair`: what is readable of a damaged or unfinished dataset becomes a new storage."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tallyroll.storage.datasets.aside import require_free
+from tallyroll.storage.datasets.exchange.door import ExchangeFormat
+from tallyroll.storage.datasets.exchange.importing import ImportReport, imported
+from tallyroll.storage.datasets.exchange.registry import format_named
+from tallyroll.storage.errors import CorruptStorage, InvalidDataset, NotAStorage
+from tallyroll.storage.files.paths import make_directory, refuse_nothing, translated, user_path
+from tallyroll.storage.storages import open_storage
+from tallyroll.storage.verification.soundness.checking import kind_at
+from tallyroll.storage.verification.soundness.repairing.d4rl import D4rlRepair
+from tallyroll.storage.verification.soundness.repairing.lerobot import LerobotRepair
+from tallyroll.storage.verification.soundness.repairing.losses import Loss, Losses
+from tallyroll.storage.verification.soundness.repairing.minari import MinariRepair
+from tallyroll.storage.verification.soundness.repairing.ours import OurRepair
+
+OURS: Final = "tallyroll"
+"""The kind of our own storages."""
+_KINDS: Final[dict[str, Callable[[Losses], ExchangeFormat]]] = {
+    "d4rl": D4rlRepair,
+    "minari": MinariRepair,
+    OURS: OurRepair,
+}
+
+Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What was read of a damaged dataset, and what was lost."""
+
+    path: str
+    format: str
+    """The short name: ``memmap``, ``hdf5`` or ``zarr``."""
+    kind: str
+    """Of the source; ``tallyroll``: a storage of ours."""
+    rows: int
+    columns: tuple[str, ...]
+    lost: tuple[Loss, ...]
+    """In the order of the source."""
+
+    @property
+    def whole(self) -> bool:
+        """True if nothing was lost."""
+        return not self.lost
+
+    @property
+    def lost_rows(self) -> int | None:
+        """The number of rows that were lost; None if it is not known of all."""
+        counts = [each.rows for each in self.lost]
+        known = [each for each in counts if each is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+
+def kinds() -> list[str]:
+    """Return the kinds of datasets that can be repaired."""
+    return sorted([*_KINDS, "lerobot"])
+
+
+def repair(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    kind: str | None = None,
+    *,
+    format: str | None = None,
+    progress: Progress | None = None,
+) -> RepairReport:
+    """Write what is readable of a damaged or unfinished dataset to a new storage.
+
+    For a recording of LeRobot or in HDF5 that was killed, and for storages after a fault of the
+    disk. The source stays as it is; nothing in it is executed or unpickled, and no link in it is
+    followed. A row is there whole or not at all. Rows after a gap are a trajectory of their own.
+    What was lost is listed with its place. The new storage is there whole, or not at all.
+
+    Args:
+        source: a file or a folder.
+        destination: where the storage will be; nothing may be there.
+        kind: ``"lerobot"``, ``"minari"``, ``"d4rl"``, or ``"tallyroll"``, a storage; None: its
+            files say it.
+        format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``; None: by the suffix of ``destination``.
+        progress: called now and then with the bytes that were written, and with all.
+
+    Raises:
+        InvalidDataset: nothing of it can be read, or its kind is not known.
+        MissingLibrary: a library is not installed.
+        OpenError: a path cannot be opened, or is taken.
+        StorageFull: the rows do not fit on the disk.
+        ValueError: an argument is none of its values.
+    """
+    whence, place = user_path(source), user_path(destination)
+    if kind is not None and kind not in kinds():
+        raise ValueError(f"kind is one of {', '.join(kinds())}, got {kind!r:.80}.")
+    refuse_nothing(whence, "Give the path of a dataset.")
+    require_free(place)
+    wanted = kind or _kind_of(whence)
+    losses = Losses()
+    said = {"kind": wanted, "path": os.path.abspath(whence), "repaired": "True"}
+    if wanted == "lerobot":
+        report = _by_folder(whence, place, losses, format, progress, said)
+    else:
+        door = _KINDS[wanted](losses)
+        report = imported(door, whence, place, format=format, progress=progress, said=said)
+    return RepairReport(
+        report.path, report.format, wanted, report.rows, report.columns, tuple(losses)
+    )
+
+
+def _kind_of(whence: Path) -> str:
+    try:
+        open_storage(whence, accept_copy=True).close()
+        return OURS
+    except CorruptStorage:
+        return OURS
+    except NotAStorage as error:
+        found = kind_at(whence)
+        if found in (*_KINDS, "lerobot"):
+            assert found is not None
+            return found
+        raise InvalidDataset(
+            f"{whence} cannot be repaired: its files do not say of which library it is, or it is "
+            f"of one whose datasets are not repaired. Give its kind, one of {', '.join(kinds())}."
+        ) from error
+
+
+def _by_folder(
+    whence: Path,
+    place: Path,
+    losses: Losses,
+    format: str | None,
+    progress: Progress | None,
+    said: dict[str, str],
+) -> ImportReport:
+    """Repair a dataset of LeRobot by one in a folder beside ``place``, which is imported."""
+    make_directory(place.parent)
+    with (
+        translated(place.parent),
+        tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as folder,
+    ):
+        target = Path(folder, "repaired")
+        target.mkdir()
+        LerobotRepair(whence, losses).write(target)
+        door = format_named("lerobot")
+        return imported(door, target, place, format=format, progress=progress, said=said)
