@@ -329,7 +329,7 @@ def test_dqn_says_solved_from_475_on(name: str) -> None:
 @pytest.mark.slow
 def test_sequence_batches_learns_what_one_observation_does_not_show(tmp_path: Path) -> None:
     out = run(
-        "sequence_batches.py",
+        "batches/sequence_batches.py",
         tmp_path,
         frames=5000,
         frames_per_batch=800,
@@ -364,7 +364,7 @@ def test_sequence_batches_learns_what_one_observation_does_not_show(tmp_path: Pa
 def test_sequence_batches_notices_a_slice_of_two_trajectories(
     key: tuple[str, ...], wrong: torch.Tensor
 ) -> None:
-    check = names_of("sequence_batches.py")["check"]
+    check = names_of("batches/sequence_batches.py")["check"]
     values = torch.tensor([[0.0], [1.0], [2.0]])
     slices = TensorDict(
         {

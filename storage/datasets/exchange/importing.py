@@ -14,7 +14,13 @@ import numpy as np
 
 from tallyroll.storage.datasets.aside import require_free, written_aside
 from tallyroll.storage.datasets.exchange.about import entry_of
-from tallyroll.storage.datasets.exchange.door import Block, Incoming, opened_source, refused
+from tallyroll.storage.datasets.exchange.door import (
+    Block,
+    ExchangeFormat,
+    Incoming,
+    opened_source,
+    refused,
+)
 from tallyroll.storage.datasets.exchange.numbering import Numbering, has_numbers
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Progress
 from tallyroll.storage.datasets.exchange.registry import format_named

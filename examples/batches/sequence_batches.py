@@ -1,6 +1,6 @@
 """Slices of trajectories from a TorchRL replay buffer teach a recurrent model what it cannot see.
 
-    python examples/sequence_batches.py
+    python examples/batches/sequence_batches.py
 
 64 lanes of CartPole write batch after batch into a storage, so that each trajectory lies in pieces
 between those of the others. ``TrajectorySliceSampler`` puts them together: a slice is 50 steps that
