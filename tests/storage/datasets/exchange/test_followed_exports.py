@@ -308,6 +308,20 @@ def test_the_last_two_versions_stay(source: Path, tmp_path: Path) -> None:
     assert names_in(place) == {"00000004.npz", "00000005.npz", "current.npz"}
 
 
+def test_parts_that_a_kill_left_are_removed(source: Path, tmp_path: Path) -> None:
+    """And hidden files of others are not."""
+    place = tmp_path / "out"
+    with open_storage(source) as storage:
+        storage.export(place, "npz", follow=NOW)
+        (place / ".00000007.npz.written-aside").mkdir()
+        (place / ".00000007.npz.written-aside" / "rows.npz").write_text("half")
+        (place / ".00000003.npz.removed").write_text("half")
+        (place / ".hidden").write_text("mine")
+        storage.export(place, "npz", follow=NOW)
+    wanted = {"00000001.npz", "00000002.npz", "current.npz", ".hidden"}
+    assert names_in(place) == wanted
+
+
 def test_no_version_without_new_rows(source: Path, tmp_path: Path) -> None:
     """And none before its time; the end is noticed at once."""
     with MemmapStorage(source, mode="append") as writer, open_storage(source) as storage:
