@@ -24,6 +24,7 @@ from tallyroll.storage import (
 from tallyroll.storage.datasets.exchange import outgoing
 from tallyroll.storage.datasets.exchange.formats.lerobot import layout, statistics
 
+pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 pytest.importorskip("PIL")
 av = pytest.importorskip("av")
@@ -238,6 +239,40 @@ def test_one_that_lerobot_made(tmp_path: Path, name: str) -> None:
         here, after = rows["observation", *key], rows["next", "observation", *key]
         np.testing.assert_array_equal(after[:-1][valid[:-1]], here[1:][valid[:-1]])
     assert rows["task_index"][:, 0].tolist() == [0] * 4 + [1] * 3 + [0] * 5
+
+
+def test_an_episode_whose_end_is_not_said_was_stopped(tmp_path: Path) -> None:
+    place = unpacked("theirs_v30", tmp_path)
+    info = json.loads((place / layout.INFO).read_text())
+    del info["features"]["next.done"]
+    info["features"]["action.left"] = info["features"].pop("action") | {"dtype": "string"}
+    info["features"]["observation"] = {"dtype": "float32", "shape": [1], "names": None}
+    (place / layout.INFO).write_text(json.dumps(info))
+    (file,) = place.glob("data/*/*.parquet")
+    table = parquet.read_table(file)
+    parquet.write_table(table.append_column("observation", table["next.reward"]), file)
+    report = import_dataset(place, tmp_path / "back", "lerobot")
+    assert report.lost == {"columns": 1, "final_observations": 3, "tasks": 2}
+    assert "observation" in report.columns
+    assert "observation.state" in report.columns, "no column is below another"
+    assert verify(tmp_path / "back").sound
+    with open_storage(tmp_path / "back") as back:
+        assert {*back.trajectories.ends} == {"truncated"}
+        assert back.get(slice(None))["next", "done"].sum() == 3
+
+
+def test_an_end_within_an_episode_is_counted(tmp_path: Path) -> None:
+    place = unpacked("theirs_v30", tmp_path)
+    (file,) = place.glob("data/*/*.parquet")
+    table = parquet.read_table(file)
+    at = table.schema.get_field_index("next.done")
+    done = [number in (1, 2, 6) for number in range(12)]
+    parquet.write_table(table.set_column(at, "next.done", pyarrow.array(done)), file)
+    report = import_dataset(place, tmp_path / "back", "lerobot")
+    assert report.lost["dones_within_episodes"] == 2
+    assert verify(tmp_path / "back").sound
+    with open_storage(tmp_path / "back") as back:
+        assert back.trajectories.ends.tolist() == ["truncated", "terminated", "truncated"]
 
 
 def test_rows_wait_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

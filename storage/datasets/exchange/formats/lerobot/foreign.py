@@ -13,7 +13,15 @@ from tallyroll.storage.datasets.exchange.formats.lerobot.features import Feature
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.dtypes import NAMES
-from tallyroll.storage.rows.keys import COLLECTOR, DONE, NEXT, NEXT_VALID, TERMINATED, Key
+from tallyroll.storage.rows.keys import (
+    COLLECTOR,
+    DONE,
+    NEXT,
+    NEXT_VALID,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+)
 from tallyroll.storage.rows.schema import Column, Schema
 
 _NUMBERED: Final = ("frame_index", "episode_index", "index")
@@ -90,13 +98,13 @@ class Derived:
         ]
         if self._observed:
             more.append(Column(NEXT_VALID, torch.bool, ()))
-        self._done = columns.get(DONE)
-        if self._done is not None and (self._done.dtype, self._done.shape) != (torch.bool, (1,)):
-            self._done = None
-        self._flags = [key for key in (DONE, TERMINATED) if key not in columns]
-        more += [Column(key, torch.bool, (1,)) for key in self._flags]
+        flag = {key: Column(key, torch.bool, (1,)) for key in (TERMINATED, TRUNCATED, DONE)}
+        self._said = [key for key in flag if columns.get(key) == flag[key]]
+        """Flags that the source has, one bool a row."""
+        more += [flag[key] for key in flag if key not in columns]
+        self._flags = [key for key in flag if key in self._said or key not in columns]
         self.schema = numbered(Schema((*columns.values(), *more)))
-        self.lost = {"final_observations": 0}
+        self.lost = {"final_observations": 0, "dones_within_episodes": 0}
 
     def blocks(self, rows: Iterator[tuple[Block, np.ndarray, np.ndarray]]) -> Iterator[Block]:
         """Yield rows with these columns: a row waits until the next one is there."""
@@ -126,9 +134,19 @@ class Derived:
         if self._observed:
             found[NEXT_VALID] = ~ends
             self.lost["final_observations"] += int(ends.sum())
-        over = np.zeros((count, 1), bool)
-        if self._done is not None:
-            over |= found[DONE].reshape(count, 1)
-        for key in self._flags:
-            found[key] = over
+        found |= self._ends(found, ends[:, None])
         return found | numbers(episodes[:count], steps[:count])
+
+    def _ends(self, found: Block, last: np.ndarray) -> Block:
+        """Return the flags of ends, bool [rows, 1]; ``last`` are the last rows of episodes.
+
+        LeRobot's own flag is ``next.done``. An episode that ends without it was stopped there.
+        """
+        said = {key: found[key] for key in self._said}
+        none = np.zeros_like(last)
+        done = said.get(DONE, none)
+        self.lost["dones_within_episodes"] += int((done & ~last).sum())
+        terminated = said.get(TERMINATED, done & last & ~said.get(TRUNCATED, none))
+        truncated = said.get(TRUNCATED, last & ~terminated)
+        flags = {TERMINATED: terminated, TRUNCATED: truncated, DONE: terminated | truncated}
+        return {key: flags[key] for key in self._flags}
