@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from functools import partial
@@ -70,6 +71,8 @@ def measured(name: str, sharded: bool, ray: bool, rows: int) -> tuple[float, flo
             total_frames=-1,
             seed=0,
             storage=folder / "rows",
+            start_timeout=600,
+            **({} if ray else {"mp_start_method": "forkserver"}),
         ) as collector:
             collector.collect(2048)
             thread, whole = time.thread_time(), time.process_time()
@@ -96,6 +99,7 @@ def main() -> None:
                 rows = getattr(args, name)
                 each = measured(name, sharded, args.ray, rows)
                 found.setdefault((name, sharded), []).append(each)
+                print(f"{name} {sharded} {each}", file=sys.stderr, flush=True)
     for (name, sharded), times in found.items():
         thread, whole = (statistics.median(each) for each in zip(*times, strict=True))
         where = "in shards" if sharded else "by the collector"
