@@ -37,6 +37,9 @@ _VERSIONS = (
 )
 
 
+_LITTLE_NBYTES = 2**24
+
+
 def require_memory(
     nbytes: int, what: str, instead: str = "Use a smaller storage, or another machine."
 ) -> None:
@@ -53,6 +56,14 @@ def require_memory(
             f"expected {-(-nbytes // 2**20):,} MiB of memory for {what}, got "
             f"{available // 2**20:,} MiB available. {instead}"
         )
+
+
+def is_little(nbytes: int) -> bool:
+    """Return whether so few bytes are taken without a look at how many are left.
+
+    To look takes half a millisecond, and there may be very many storages.
+    """
+    return nbytes <= _LITTLE_NBYTES
 
 
 def available_bytes(root: Path = Path("/")) -> int:

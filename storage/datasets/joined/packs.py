@@ -186,7 +186,9 @@ class JoinedPacks:
         sizes = [each.layout.chunks * each.layout.chunk_nbytes for each in chunks]
         arrays = [
             CachedArray(each, nbytes, self._workers)
-            for each, nbytes in zip(chunks, budgets(sizes, usual_cache_nbytes()), strict=True)
+            for each, nbytes in zip(
+                chunks, budgets(sizes, usual_cache_nbytes(sum(sizes))), strict=True
+            )
         ]
         return dict(zip(parts, arrays, strict=True))
 

@@ -14,7 +14,7 @@ import numpy as np
 from tallyroll.storage.datasets.packed.chunk_cache import CachedArray
 from tallyroll.storage.datasets.packed.layout import StatesLayout
 from tallyroll.storage.datasets.packed.stacks import frames_of, stacked, state_of, what_is_wrong
-from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.engine.memory_left import is_little, require_memory
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.schema import Column
@@ -134,8 +134,9 @@ class States:
         if place is None:
             return None
         array = self._array(place)
-        count, nbytes = array.layout.rows, array.layout.row_nbytes
-        require_memory(3 * count * nbytes, f"where the {count:,} states of {self.path} begin")
+        count = array.layout.rows
+        if not is_little(nbytes := 3 * count * array.layout.row_nbytes):
+            require_memory(nbytes, f"where the {count:,} states of {self.path} begin")
         found = array.slice(0, count)
         array.let_go()  # they are not read again
         return found

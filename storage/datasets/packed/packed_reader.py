@@ -20,7 +20,7 @@ from tallyroll.storage.datasets.packed.columns import (
     copied,
 )
 from tallyroll.storage.datasets.packed.layout import Layout
-from tallyroll.storage.engine.memory_left import available_bytes
+from tallyroll.storage.engine.memory_left import available_bytes, is_little
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.row_reader import RowReader
@@ -34,9 +34,10 @@ CACHE_NBYTES: Final = 2**29
 """The bytes of decompressed chunks that a reader keeps, where a tenth of the memory is as much."""
 
 
-def usual_cache_nbytes() -> int:
-    """Return the bytes of decompressed chunks that are kept where a caller does not say."""
-    return min(CACHE_NBYTES, available_bytes() // 10)
+def usual_cache_nbytes(wanted: int) -> int:
+    """Return how many of ``wanted`` bytes are kept where a caller does not say."""
+    most = min(wanted, CACHE_NBYTES)
+    return most if is_little(most) else min(most, available_bytes() // 10)
 
 
 class PackedReader(RowReader):
@@ -68,7 +69,7 @@ class PackedReader(RowReader):
         self.layout = Layout.from_json(self._manifest.get("packed"), self._schema, self.path)
         self.trajectory_index = TrajectoryIndex()  # made now, since threads share it
         self._workers = Workers(threads)
-        self._arrays = self._opened(usual_cache_nbytes() if cache_nbytes is None else cache_nbytes)
+        self._arrays = self._opened(cache_nbytes)
         self._states = [
             States(self.path, each, self._arrays.__getitem__, self.layout.rows)
             for each in self.layout.states
@@ -79,9 +80,10 @@ class PackedReader(RowReader):
         archive = ZarrArchive(path) if path.is_dir() else Hdf5Archive(path)
         return cls(archive) if archive.is_there() else None
 
-    def _opened(self, nbytes: int) -> list[CachedArray]:
+    def _opened(self, nbytes: int | None) -> list[CachedArray]:
         layouts = self.layout.arrays
-        kept = budgets([each.chunks * each.chunk_nbytes for each in layouts], nbytes)
+        sizes = [each.chunks * each.chunk_nbytes for each in layouts]
+        kept = budgets(sizes, usual_cache_nbytes(sum(sizes)) if nbytes is None else nbytes)
         arrays = []
         try:
             for each, some in zip(layouts, kept, strict=True):
