@@ -40,6 +40,9 @@ def _actors() -> Actors:
 
 @inside
 class TestRay(TransportContract):
+    start_seconds = 300
+    notice_seconds = 30
+
     def transport(self, jobs: Sequence[bytes]) -> Transport[Any]:
         return RayTransport(jobs, _actors())
 

@@ -51,11 +51,13 @@ def test_nodes_that_die_while_others_join(mode: str, nodes: Nodes, tmp_path: Pat
         for _ in collector:
             ledger = collector.ledger
             if killed < KILLS and ledger.respawned >= seen:
-                victim = next(
-                    node
-                    for node in alive
-                    if {child.pid for child in children_of(node)} & {*collector.worker_pids}
-                )
+                pids = {*collector.worker_pids}
+                with_workers = [
+                    node for node in alive if pids & {child.pid for child in children_of(node)}
+                ]
+                if not with_workers:
+                    continue  # those in the place of others are not ready yet
+                victim = with_workers[0]
                 raylet_of(victim).kill()
                 alive.remove(victim)
                 alive.append(nodes.add())
