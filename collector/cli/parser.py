@@ -20,7 +20,7 @@ _CHECKS = (
     "zeros, episodes, checksums"
 )
 _CHECKS_OF_OTHERS = "columns, rows, timestamps, tasks, spaces, videos, statistics"
-"""Those of datasets of other libraries, which have some of the others, too."""
+"""Checks of datasets of other libraries, which have some of the others, too."""
 SHELLS = ("bash", "zsh", "tcsh")
 """Shells whose completion `tallyroll completion` prints."""
 _FILE = "file"

@@ -102,7 +102,7 @@ class Checker(ABC):
     """The word before the colon, as in ``minari:PATH``."""
 
     checks: ClassVar[tuple[str, ...]]
-    """Those of `CHECKS` that it makes."""
+    """The names in `CHECKS` of those that it makes."""
 
     @classmethod
     @abstractmethod

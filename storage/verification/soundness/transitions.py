@@ -237,9 +237,9 @@ class TransitionChecks:
 
 def equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return which rows [n] of two arrays [n, ...] are equal, a NaN to a NaN, too."""
-    differ: np.ndarray = np.asarray(one != other)
+    differ = np.asarray(one != other)
     if one.dtype.kind in "fc":
-        differ &= ~(np.isnan(one) & np.isnan(other))
+        differ = np.logical_and(differ, ~(np.isnan(one) & np.isnan(other)))
     equal: np.ndarray = ~flat_rows(differ).any(1)
     return equal
 

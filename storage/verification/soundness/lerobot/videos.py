@@ -18,7 +18,7 @@ _MOST_PACKETS: Final = 2**26
 
 @dataclass(frozen=True)
 class Frames:
-    """What a film says of its frames."""
+    """The frames of a film, as it says."""
 
     times: np.ndarray
     """Seconds, sorted."""

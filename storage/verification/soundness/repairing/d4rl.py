@@ -100,6 +100,9 @@ class _Rows:
                         key: read_rows(data, begin, end, self._columns[key], self._place)
                         for key, data in self._data.items()
                     }
+                    for key in (TERMINATED, TRUNCATED):  # which some writers store as numbers
+                        if key in block:
+                            block[key] = block[key].astype(bool)
                     for key in observed:
                         data = own.get(key)
                         block[(NEXT, *key)] = (
@@ -115,7 +118,10 @@ class _Rows:
         return Incoming(schema, int(good.sum()), blocks(), None, "d4rl")
 
     def _schema(self) -> Schema:
-        columns = [*self._columns.values()]
+        columns = [
+            Column(key, torch.bool, each.shape) if key in (TERMINATED, TRUNCATED) else each
+            for key, each in self._columns.items()
+        ]
         columns += [
             Column((NEXT, *key), each.dtype, each.shape)
             for key, each in self._columns.items()

@@ -43,7 +43,7 @@ class _Piece:
     """Rows of an episode that follow one another."""
 
     number: int
-    """Of the episode in the source."""
+    """The episode in the source."""
     first: int
     """The frame with which it begins."""
     table: Any

@@ -13,7 +13,7 @@ class Loss:
     """Something that could not be read."""
 
     message: str
-    """What was lost, and why, in one sentence."""
+    """The thing that was lost, and why, in one sentence."""
     place: Place
     rows: int | None
     """The number of rows; 0: none, but something beside them; None: it is not known."""

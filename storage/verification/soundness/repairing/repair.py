@@ -36,13 +36,13 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What was read of a damaged dataset, and what was lost."""
+    """Rows that were read of a damaged dataset, and a list of what was lost."""
 
     path: str
     format: str
     """The short name: ``memmap``, ``hdf5`` or ``zarr``."""
     kind: str
-    """Of the source; ``tallyroll``: a storage of ours."""
+    """The kind of the source; ``tallyroll``: a storage of ours."""
     rows: int
     columns: tuple[str, ...]
     lost: tuple[Loss, ...]

@@ -118,7 +118,7 @@ def _value_written(kind: int, value: Any) -> bytes:
         case 7:
             return struct.pack("<d", value)
         case 8:
-            return _varint(len(value)) + value
+            return _varint(len(value)) + bytes(value)
         case 9 | 10:
             inner, values = value
             count = len(values)
