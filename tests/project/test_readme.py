@@ -21,7 +21,7 @@ ALL = "".join(PAGES)
 
 def test_the_map_names_files_that_are_there() -> None:
     named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", MAP))
-    found = (path for top in ("[cst]*", "docs") for path in ROOT.glob(f"{top}/**/*"))
+    found = (path for top in ("[cest]*", "docs") for path in ROOT.glob(f"{top}/**/*"))
     there = {path.relative_to(ROOT).as_posix() for path in found}
     there = {path + "/" * (ROOT / path).is_dir() for path in there} | {
         "setup.py",
