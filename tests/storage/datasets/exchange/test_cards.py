@@ -121,10 +121,10 @@ def test_without_a_licence(source: DiskStorage) -> None:
     assert "Unknown: no licence was given" in page
 
 
-@pytest.mark.parametrize("kind", ["npz", "torchrl", "d4rl", "parquet", "hf"])
+@pytest.mark.parametrize("kind", ["npz", "torchrl", "d4rl", "parquet", "hf", "lerobot"])
 def test_the_card_of_an_export(source: DiskStorage, tmp_path: Path, kind: str) -> None:
     """What it says of rows, runs and statistics is as the storage's card has it."""
-    if kind in ("parquet", "hf"):
+    if kind in ("parquet", "hf", "lerobot"):
         pytest.importorskip("pyarrow")
     place = tmp_path / "out"
     report = source.export(place, kind)
@@ -144,6 +144,16 @@ def test_the_card_of_an_export(source: DiskStorage, tmp_path: Path, kind: str) -
         words = "find * -type f ! -path README.md | LC_ALL=C sort | xargs sha256sum | sha256sum"
         done = subprocess.run(["bash", "-c", words], cwd=place, capture_output=True, check=True)
         assert card.hashes == {"files": done.stdout.decode().split()[0]}
+
+
+def test_the_card_of_lerobots_names_its_features(source: DiskStorage, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    source.export(tmp_path / "robot", "lerobot")
+    card = export_card(tmp_path / "robot", "lerobot")
+    info = json.loads((tmp_path / "robot/meta/info.json").read_text())
+    assert {each["name"] for each in card.columns} <= {*info["features"]}
+    assert "observation.state" in {each["name"] for each in card.columns}
+    assert [*(tmp_path / "robot").glob(card.data_files)]
 
 
 def test_an_export_for_the_hub_has_its_card(source: DiskStorage, tmp_path: Path) -> None:

@@ -35,6 +35,15 @@ class LeRobotFormat(ExchangeFormat):
 
     name, extra, sorted, compressed = "lerobot", "lerobot", True, True
     options = LeRobotOptions
+    loading = (
+        "from lerobot.datasets.lerobot_dataset import LeRobotDataset\n\n"
+        'rows = LeRobotDataset("me/rows", root=PATH)'
+    )
+    data_files = "data/*/*.parquet"
+
+    def names(self, schema: Schema) -> list[str]:
+        """Return the names of features."""
+        return [each.name for each in features_of(schema, video=False)]
 
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write rows, metadata and videos."""
