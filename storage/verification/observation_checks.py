@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -153,9 +153,15 @@ class ObservationChecks:
     Args:
         observations: the observations of these rows.
         values: of all columns.
+        gather: makes the collection of rows that may be found to be zeros at the end.
     """
 
-    def __init__(self, observations: Sequence[Column], values: Mapping[Key, ColumnReader]) -> None:
+    def __init__(
+        self,
+        observations: Sequence[Column],
+        values: Mapping[Key, ColumnReader],
+        gather: Callable[[], Findings] = Findings,
+    ) -> None:
         self._observations = [
             _Observation(
                 column,
@@ -171,7 +177,7 @@ class ObservationChecks:
         """True if an episode comes to a state in which all is zero, or leaves it."""
         self._torn = False
         """True if a row of zeros differs from what the row before or after it says."""
-        self._zeros = Findings()
+        self._zeros = gather()
 
     def check_links(self, chunk: CheckedRows, links: RowPairs, findings: Findings) -> np.ndarray:
         """Compare rows that follow one another; the later ones are in ``chunk``.

@@ -55,6 +55,7 @@ class RowChecks:
         runs: the runs that wrote its rows, by their first rows.
         nan: look for NaN, too.
         table: the table of episodes that the rows are to be compared with.
+        gather: makes the collections of findings that are merged into the caller's.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class RowChecks:
         *,
         nan: bool = True,
         table: np.ndarray | None = None,
+        gather: Callable[[], Findings] = Findings,
     ) -> None:
-        self._reader, self.span = reader, reader.span
+        self._reader, self.span, self._gather = reader, reader.span, gather
         self._runs = runs
         self._columns = {column.key: column for column in reader.schema.columns}
         self._values = {key: reader.column(key) for key in self._columns}
@@ -81,7 +83,7 @@ class RowChecks:
         observed = observations_of(self._columns)
         self._observed = {key for each in observed for key in (each.key, (NEXT, *each.key))}
         self._followed = self._look_at_columns()
-        self._observations = ObservationChecks(observed, self._values)
+        self._observations = ObservationChecks(observed, self._values, gather)
         self._resets = ResetChecks(observed, self._values)
         self._finite = [c for c in self._columns.values() if nan and holds_numbers(c)]
         self._unwritten = UnwrittenRows(() if self._followed else self._values.values())
@@ -130,7 +132,7 @@ class RowChecks:
                 late = run.first_row < rows.start
                 lanes = LaneChecks(run.lanes, floor=self.largest_id, late=late)
             for part in self._chunks(rows):
-                found = Findings()
+                found = self._gather()
                 oldest = self._check(run, part, lanes, found)
                 if self._reader.span.start > oldest:
                     self.overtaken = True

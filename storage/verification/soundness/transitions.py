@@ -240,8 +240,7 @@ def equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     differ = np.asarray(one != other)
     if one.dtype.kind in "fc":
         differ = np.logical_and(differ, ~(np.isnan(one) & np.isnan(other)))
-    equal: np.ndarray = ~flat_rows(differ).any(1)
-    return equal
+    return ~np.asarray(flat_rows(differ).any(1))
 
 
 def _flat(values: np.ndarray) -> np.ndarray:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -22,12 +22,15 @@ from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.verification.soundness import hdf5
 from tallyroll.storage.verification.soundness.checker import Gathered, Where
 from tallyroll.storage.verification.soundness.repairing.hdf5 import (
+    cut_after,
     lose_gaps,
     opened_damaged,
     readable_rows,
     runs,
 )
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
+from tallyroll.storage.verification.soundness.values import LONG_RUN, zero_rows
+from tallyroll.storage.verification.value_checks import words
 
 _AFTER: Final = "next_observations"
 _NEEDED: Final = ("observation", "action")
@@ -84,16 +87,15 @@ class _Rows:
             )
 
     def incoming(self) -> Incoming:
-        good = self._good()
-        if not good.any():
+        pieces = self._pieces(self._good())
+        if not pieces:
             raise InvalidDataset(f"{self._place} cannot be repaired: no row can be read.")
-        pieces = self._pieces(good)
         schema, own = self._schema(), self._after
         observed = [key for key in self._columns if key[0] == "observation"]
         size = max(1, BLOCK_NBYTES // schema.row_nbytes)
 
         def blocks() -> Iterator[Block]:
-            for number, (start, stop) in enumerate(pieces):
+            for number, (start, stop, seen) in enumerate(pieces):
                 for begin in range(start, stop, size):
                     end = min(begin + size, stop)
                     block = {
@@ -106,16 +108,17 @@ class _Rows:
                     for key in observed:
                         data = own.get(key)
                         block[(NEXT, *key)] = (
-                            self._shifted(key, begin, end, stop)
+                            self._shifted(key, begin, end, seen)
                             if data is None
                             else read_rows(data, begin, end, self._columns[key], self._place)
                         )
                     if not own:
-                        block[NEXT_VALID] = np.arange(begin, end) < stop - 1
+                        block[NEXT_VALID] = np.arange(begin, end) < seen - 1
                     ids = np.full(end - begin, number)
                     yield block | numbers(ids, np.arange(begin, end) - start)
 
-        return Incoming(schema, int(good.sum()), blocks(), None, "d4rl")
+        rows = sum(stop - start for start, stop, _ in pieces)
+        return Incoming(schema, rows, blocks(), None, "d4rl")
 
     def _schema(self) -> Schema:
         columns = [
@@ -131,12 +134,12 @@ class _Rows:
             columns.append(Column(NEXT_VALID, torch.bool, ()))
         return numbered(Schema(tuple(columns)))
 
-    def _shifted(self, key: Key, begin: int, end: int, stop: int) -> np.ndarray:
-        """Return the observations of the rows that come next; the last row's is lost."""
+    def _shifted(self, key: Key, begin: int, end: int, seen: int) -> np.ndarray:
+        """Return the observations of the rows that come next; that of an episode's end is lost."""
         data, column = self._data[key], self._columns[key]
-        values = read_rows(data, begin + 1, min(end + 1, stop), column, self._place)
+        values = read_rows(data, begin + 1, min(end + 1, seen), column, self._place)
         if len(values) < end - begin:
-            last = read_rows(data, stop - 1, stop, column, self._place)
+            last = read_rows(data, seen - 1, seen, column, self._place)
             values = np.concatenate([values, last])
         return values
 
@@ -156,7 +159,10 @@ class _Rows:
         if self._after and (
             {*self._after} != observed
             or any((base & ~each).sum() > base.sum() / 2 for each in after.values())
-            or any(self._data[key].shape[1:] != data.shape[1:] for key, data in self._after.items())
+            or any(
+                (self._data[key].shape[1:], self._data[key].dtype) != (data.shape[1:], data.dtype)
+                for key, data in self._after.items()
+            )
         ):
             message = "next observations: fewer rows of them can be read"
             self._losses.add(message, 0, file=name, column=_AFTER)
@@ -170,33 +176,66 @@ class _Rows:
         return np.concatenate([good, np.zeros(rows, bool)])[:rows]
 
     def _without_zeros(self, good: np.ndarray) -> np.ndarray:
-        """Leave out rows at the end that are zero in all columns: they were never written."""
+        """Leave out rows that are zero in all columns, at the end or many: never written."""
+        zero = np.zeros(len(good), bool)
+        compared = [data for key, data in self._data.items() if key[0] != "infos"]
+        for start, stop in self._parts(good):
+            zero[start:stop] = zero_rows([np.asarray(data[start:stop]) for data in compared])
+        floats = any(data.dtype.kind == "f" for data in compared)
         where = np.flatnonzero(good)
-        last = len(where)
-        while last:
-            row = int(where[last - 1])
-            if any(np.any(data[row]) for key, data in self._data.items() if key[0] != "infos"):
-                break
-            last -= 1
-        if last < len(where):
-            message, first = "rows that were never written", int(where[last])
-            rows = len(where) - last
-            self._losses.add(message, rows, file=self._place.name, row=first)
+        alike = runs(zero[where])  # with no regard to gaps
+        for first, stop in alike:
+            if stop < len(where) and not (floats and stop - first >= LONG_RUN):
+                continue
+            message, rows = "rows that were never written", where[first:stop]
+            self._losses.add(message, len(rows), file=self._place.name, row=int(rows[0]))
             good = good.copy()
-            good[first:] = False
+            good[rows] = False
         return good
 
-    def _pieces(self, good: np.ndarray) -> list[tuple[int, int]]:
-        """Return the runs of rows that are of one trajectory."""
+    def _parts(self, good: np.ndarray) -> Iterator[tuple[int, int]]:
+        """Yield runs of good rows, none of them larger than a block."""
+        nbytes = sum(
+            math.prod(data.shape[1:]) * data.dtype.itemsize for data in self._data.values()
+        )
+        size = max(1, BLOCK_NBYTES // max(1, nbytes))
+        for start, stop in runs(good):
+            for begin in range(start, stop, size):
+                yield begin, min(begin + size, stop)
+
+    def _pieces(self, good: np.ndarray) -> list[tuple[int, int, int]]:
+        """Return the runs of rows of one trajectory: start, stop, and stop of the observations.
+
+        Without next observations, the row before a gap has none: in mid-episode it is lost.
+        """
         ended = np.zeros(len(good), bool)
         for key in (TERMINATED, TRUNCATED):
             if key in self._data:
                 for start, stop in runs(good):
                     values = np.asarray(self._data[key][start:stop])
                     ended[start:stop] |= values.reshape(stop - start).astype(bool)
-        pieces = []
-        for start, stop in runs(good):
-            ends = (np.flatnonzero(ended[start:stop]) + start + 1).tolist()
-            edges = [start, *(end for end in ends if end < stop), stop]
-            pieces += pairwise(edges)
+        pieces = list[tuple[int, int, int]]()
+        for start, seen in cut_after(runs(good), ended | self._contradicted(good, ended)):
+            stop = seen if self._after or ended[seen - 1] else seen - 1
+            if stop < seen:
+                message = "a row whose next observation is not there"
+                self._losses.add(message, 1, file=self._place.name, row=stop)
+            if stop > start:
+                pieces.append((start, stop, seen))
         return pieces
+
+    def _contradicted(self, good: np.ndarray, ended: np.ndarray) -> np.ndarray:
+        """Return which rows say another next observation than the row that follows."""
+        wrong = np.zeros(len(good), bool)
+        for start, stop in self._parts(good):
+            stop = min(stop + 1, len(good)) if good[stop : stop + 1].any() else stop
+            for key, data in self._after.items():
+                after, here = data[start : stop - 1], self._data[key][start + 1 : stop]
+                differ = words(np.ascontiguousarray(after)) != words(np.ascontiguousarray(here))
+                wrong[start : stop - 1] |= differ.any(1)
+        wrong &= ~ended
+        if wrong.any():
+            message = "next observations contradict the rows that follow: trajectories are cut"
+            what, row = f"{wrong.sum():,} places", int(np.flatnonzero(wrong)[0])
+            self._losses.add(message, 0, file=self._place.name, row=row, what=what)
+        return wrong

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,15 @@ def runs(good: np.ndarray) -> list[tuple[int, int]]:
     """Return the runs of True [n], each by its first row and one more than its last."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def cut_after(pieces: Iterable[tuple[int, int]], last: np.ndarray) -> list[tuple[int, int]]:
+    """Return runs of rows, cut after each row [n] that is the last of its trajectory."""
+    found = list[tuple[int, int]]()
+    for start, stop in pieces:
+        ends = (np.flatnonzero(last[start : stop - 1]) + start + 1).tolist()
+        found += pairwise([start, *ends, stop])
+    return found
 
 
 def lose_gaps(

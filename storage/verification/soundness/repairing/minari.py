@@ -21,6 +21,7 @@ from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.verification.soundness import hdf5
 from tallyroll.storage.verification.soundness.checker import Gathered, Where
 from tallyroll.storage.verification.soundness.repairing.hdf5 import (
+    cut_after,
     lose_gaps,
     opened_damaged,
     readable_rows,
@@ -167,7 +168,24 @@ class _Episodes:
             good &= np.concatenate([each, np.zeros(count, bool)])[:count]
         message = "steps cannot be read"
         lose_gaps(self._losses, good, message, _FILE, number)
-        return runs(good)
+        found = runs(good)
+        cut = cut_after(found, self._ended(found, datasets, count))
+        if len(cut) > len(found):
+            message = "steps follow the end of an episode: they are a trajectory of their own"
+            self._losses.add(message, 0, file=_FILE, episode=number)
+        return cut
+
+    def _ended(
+        self, good: list[tuple[int, int]], datasets: Mapping[Key, Any], count: int
+    ) -> np.ndarray:
+        """Return which of the steps that can be read are marked as ends."""
+        ended = np.zeros(count, bool)
+        for key in (TERMINATED, TRUNCATED):
+            column = self._kinds[key][1]
+            for start, stop in good:
+                values = read_rows(datasets[key], start, stop, column, self._place)
+                ended[start:stop] |= values.reshape(stop - start).astype(bool)
+        return ended
 
     def _blocks(
         self, pieces: list[tuple[int, int, int]], episodes: Mapping[int, Mapping[Key, Any]]

@@ -117,6 +117,8 @@ class _Rows:
 
     def incoming(self) -> Incoming:
         good = self._good()
+        if len(good) and not good.any():
+            raise InvalidDataset(f"{self._reader.path} cannot be repaired: no row can be read.")
         schema = self._reader.schema
         rows = np.flatnonzero(good) + self._span.start
         fresh = self._renumbered(good) if self._numbered else {}
@@ -182,7 +184,7 @@ class _Rows:
             )
         gathered = _Gathered()
         entries = check_runs(reader.manifest["runs"], reader.head, Findings())
-        RowChecks(reader, entries, nan=False).run(gathered, lambda nbytes: None)
+        RowChecks(reader, entries, nan=False, gather=_Gathered).run(gathered, lambda nbytes: None)
         for check, message, rows in gathered.rows:
             at = rows - self._span.start
             wrong = np.zeros(len(good), bool)
@@ -247,6 +249,13 @@ class _Gathered(Findings):
         if check in _TRUSTED and places and places[0].row is not None:
             rows = np.arange(places[0].row, places[0].row + count)
             self.rows.append((check, message, rows))
+
+    def merge(self, other: Findings) -> None:
+        """Add the rows of others, which keep all of theirs, too."""
+        if isinstance(other, _Gathered):
+            self.rows += other.rows
+        else:
+            super().merge(other)
 
     def add_rows(
         self, check: str, message: str, rows: np.ndarray, place_of: Callable[[int], Place]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fault_kit import ENDS, LENGTHS, ROWS, actions, halve, rewrite, walk
+from repair_kit import repair
 
 from tallyroll.storage import (
     InvalidDataset,
@@ -20,7 +21,6 @@ from tallyroll.storage import (
     StorageMissing,
     import_dataset,
     open_storage,
-    repair,
     verify,
 )
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
@@ -99,12 +99,16 @@ def test_a_file_that_was_cut(tmp_path: Path) -> None:
     with place.open("r+b") as raw:
         raw.truncate(end + 2)
     report = repair(place, tmp_path / "out", "d4rl")
-    assert (report.rows, report.lost_rows) == (20, ROWS - 20)
+    # The row before the cut is in mid-episode, and its next observation is not there.
+    assert (report.rows, report.lost_rows) == (19, ROWS - 19)
+    assert {(each.place.row, each.rows) for each in report.lost} == {(20, ROWS - 20), (19, 1)}
     assert column(tmp_path / "out", "next", "reward")[:, 0].tolist() == pytest.approx(
-        walk(50, ROWS, 1)[:20, 0].tolist()
+        walk(50, ROWS, 1)[:19, 0].tolist()
     )
-    lost = column(tmp_path / "out", "collector", "next_valid")
-    assert np.flatnonzero(~lost).tolist() == [ENDS[0], 19]
+    valid = column(tmp_path / "out", "collector", "next_valid")
+    assert np.flatnonzero(~valid).tolist() == [ENDS[0]]
+    after = column(tmp_path / "out", "next", "observation")[18]
+    assert after.tobytes() == columns["observations"][19].tobytes()
     assert sound(tmp_path / "out")
 
 
