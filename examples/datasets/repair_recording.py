@@ -1,5 +1,7 @@
 """Save a recording whose recorder was killed.
 
+    python examples/datasets/repair_recording.py
+
 A child process records CartPole in an HDF5 file, as many scripts do: it flushes after each episode.
 It is killed with SIGKILL in the middle. `repair` writes what is readable to a new storage, and
 lists what was lost. Needs h5py: pip install 'tallyroll[hdf5]'
@@ -10,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from tallyroll.storage import open_storage, repair, verify
@@ -18,15 +20,19 @@ from tallyroll.storage import open_storage, repair, verify
 RECORDER = """
 import sys, gymnasium, h5py
 
-env = gymnasium.make("CartPole-v1")
-with h5py.File(sys.argv[1], "w", libver="latest") as file:
-    shapes = {"observations": (4,), "next_observations": (4,), "actions": (), "rewards": (),
+path, env_id, seed, chunk = sys.argv[1:]
+env = gymnasium.make(env_id)
+env.action_space.seed(int(seed))
+width = env.observation_space.shape
+with h5py.File(path, "w", libver="latest") as file:
+    shapes = {"observations": width, "next_observations": width, "actions": (), "rewards": (),
               "terminals": (), "timeouts": ()}
     data = {name: file.create_dataset(name, (0, *shape), "f4", maxshape=(None, *shape),
-                                      chunks=(64, *shape)) for name, shape in shapes.items()}
+                                      chunks=(int(chunk), *shape))
+            for name, shape in shapes.items()}
     file.flush()
     for episode in range(1_000_000):
-        observation, _ = env.reset(seed=episode)
+        observation, _ = env.reset(seed=int(seed) + episode)
         ended = False
         while not ended:
             action = env.action_space.sample()
@@ -46,8 +52,24 @@ with h5py.File(sys.argv[1], "w", libver="latest") as file:
 class Args:
     """Arguments of the script."""
 
-    out: str = "data/recording"
-    rows: int = 2000
+    out: str = field(default="data/recording", metadata={"help": "a folder that is not there"})
+    env_id: str = field(
+        default="CartPole-v1", metadata={"help": "of Gymnasium, with discrete actions"}
+    )
+    rows: int = field(default=2000, metadata={"help": "rows that are flushed before the kill"})
+    chunk: int = field(default=64, metadata={"help": "rows a chunk of the file"})
+    seed: int = field(default=0, metadata={"help": "of the environment and its actions"})
+
+
+def parse() -> Args:
+    """Read the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    for each in fields(Args):
+        name, kind = each.name.replace("_", "-"), type(each.default)
+        text = f"{each.metadata['help']} (default: {each.default})"
+        parser.add_argument(f"--{name}", type=kind, default=each.default, help=text)
+    return Args(**vars(parser.parse_args()))
 
 
 def main(args: Args) -> None:
@@ -55,7 +77,8 @@ def main(args: Args) -> None:
     folder = Path(args.out)
     folder.mkdir(parents=True)
     recording = folder / "recording.hdf5"
-    command = [sys.executable, "-c", RECORDER, str(recording)]
+    words = [str(recording), args.env_id, str(args.seed), str(args.chunk)]
+    command = [sys.executable, "-c", RECORDER, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as recorder:
         assert recorder.stdout is not None
         flushed = 0
@@ -76,7 +99,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=Args.out)
-    parser.add_argument("--rows", type=int, default=Args.rows)
-    main(Args(**vars(parser.parse_args())))
+    main(parse())
