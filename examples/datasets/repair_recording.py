@@ -1,5 +1,7 @@
 """Save a recording whose recorder was killed.
 
+    python examples/datasets/repair_recording.py --out data/recording
+
 A child process records CartPole in an HDF5 file, as many scripts do: it flushes after each episode.
 It is killed with SIGKILL in the middle. `repair` writes what is readable to a new storage, and
 lists what was lost. Needs h5py: pip install 'tallyroll[hdf5]'
@@ -76,7 +78,10 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=Args.out)
-    parser.add_argument("--rows", type=int, default=Args.rows)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    text = f"folder of the recording, and of what is saved (default: {Args.out})"
+    parser.add_argument("--out", default=Args.out, help=text)
+    text = f"kill the recorder after so many rows (default: {Args.rows})"
+    parser.add_argument("--rows", type=int, default=Args.rows, help=text)
     main(Args(**vars(parser.parse_args())))
