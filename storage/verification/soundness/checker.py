@@ -61,6 +61,8 @@ class Gathered:
     findings: Findings = field(default_factory=Findings)
     skipped: dict[str, str] = field(default_factory=dict)
     rows: int = 0
+    room: int = 2**62
+    """Bytes that further datasets of a file may have, by the bytes that the file has."""
     tell: Callable[[int, int], object] = lambda done, total: None
     """Called with the bytes that were read, and with all."""
 

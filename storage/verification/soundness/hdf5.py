@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -18,6 +20,11 @@ _DEEPEST: Final = 24
 _MOST_OBJECTS: Final = 2**22
 _FILTERS: Final = frozenset({1, 2, 3, 32000})
 """deflate, shuffle, fletcher32 and lzf: those that are a part of h5py."""
+_MOST_PACKED: Final = 1032
+"""Bytes that deflate, which packs best, unpacks from one."""
+_SMALL: Final = 2**28
+"""Bytes of values that are read of any file: that takes seconds."""
+_MOST_HOLES: Final = 2**16
 
 
 @contextmanager
@@ -34,8 +41,27 @@ def opened(raw: Any, found: Gathered, where: Where) -> Iterator[Any]:
         found.add("files", "HDF5 cannot open the file", where, f"{error!s:.200}")
         yield None
         return
+    found.room = max(_SMALL, _MOST_PACKED * _bytes_there(raw))
     with file:
         yield file
+
+
+def _bytes_there(raw: Any) -> int:
+    """Return the bytes of an open file that are not in holes, or its size if it has many."""
+    file = raw.fileno()
+    size, before = os.fstat(file).st_size, os.lseek(file, 0, os.SEEK_CUR)
+    at = total = holes = 0
+    try:
+        while at < size and holes < _MOST_HOLES:
+            begin = os.lseek(file, at, os.SEEK_DATA)
+            at = os.lseek(file, begin, os.SEEK_HOLE)
+            total, holes = total + at - begin, holes + 1
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # that there are no data up to the end
+            return size
+    finally:
+        os.lseek(file, before, os.SEEK_SET)  # where the buffer of the file expects it
+    return size if holes == _MOST_HOLES else total
 
 
 def datasets_in(
@@ -62,20 +88,31 @@ def datasets_in(
                     raise ValueError("it is nested too deep")
                 datasets |= datasets_in(each, found, where, f"{path}/", deep + 1)
             elif isinstance(each, h5py.Dataset):
-                datasets[path] = _readable(each)
+                datasets[path] = _readable(each, found)
         except DAMAGE as error:
             found.add("files", "a dataset cannot be read", where, f"{error!s:.200}", path)
     return datasets
 
 
-def _readable(data: Any) -> Any:
-    """Return a dataset whose values are in its own file; raise ValueError for others."""
+def _readable(data: Any, found: Gathered) -> Any:
+    """Return a dataset whose values are in its own file; raise ValueError for others.
+
+    A file of some bytes can claim a terabyte, of which nothing was written: it is not read.
+    """
     if data.is_virtual or data.external:
         raise ValueError("its values are in other files")
     plist = data.id.get_create_plist()
     filters = {plist.get_filter(each)[0] for each in range(plist.get_nfilters())}
     if filters - _FILTERS:
         raise ValueError(f"it is compressed by the filters {sorted(filters - _FILTERS)}")
+    shape = data.shape or ()
+    claimed = math.prod(shape[:1]) * max(1, math.prod(shape[1:]) * data.dtype.itemsize)
+    room = found.room
+    if claimed > _SMALL:
+        room = min(room, max(_SMALL, _MOST_PACKED * data.id.get_storage_size()))
+    if claimed > room:
+        raise ValueError(f"it claims {claimed:,} bytes, and so many are not in the file")
+    found.room -= claimed
     if data.chunks is not None:
         require_memory_for(
             2 * math.prod(data.chunks) * data.dtype.itemsize, f"a chunk of {data.name}"

@@ -19,7 +19,7 @@ class Loss:
     """The number of rows; 0: none, but something beside them; None: it is not known."""
 
     def __str__(self) -> str:
-        count = "" if self.rows is None else f" ({self.rows:,} rows)"
+        count = "" if self.rows is None else f" ({self.rows:,} row{'s' * (self.rows != 1)})"
         where = str(self.place)
         return f"{where}: {self.message}{count}" if where else f"{self.message}{count}"
 
