@@ -7,17 +7,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from tallyroll.storage.datasets.exchange.formats.hdf5_files import DAMAGE
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 from tallyroll.storage.verification.soundness.checker import Folder, Gathered
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
 from tallyroll.storage.verification.soundness.superblock import end_said
+
+_WORDS: Final = 16
+"""Bytes that are taken for each row of which it is looked up whether it can be read."""
 
 
 class Padded:
@@ -88,14 +92,21 @@ def opened_damaged(place: Path, name: str) -> Iterator[tuple[Any, int]]:
 
 
 def readable_rows(data: Any, size: int) -> np.ndarray:
-    """Return which rows [n] of a dataset can be read, of a file of ``size`` bytes."""
+    """Return which rows [n] of a dataset can be read, of a file of ``size`` bytes.
+
+    Raises:
+        NotEnoughMemory: it claims too many of them, or has chunks that are too large.
+    """
     rows = data.shape[0]
+    row = max(1, math.prod(data.shape[1:]) * data.dtype.itemsize)
+    step = data.chunks[0] if data.chunks else max(1, BLOCK_NBYTES // row)
+    instead = "Nothing was written."
+    require_memory(_WORDS * rows, f"the {rows:,} rows that it claims to have", instead)
+    require_memory(step * row, f"a chunk of {step:,} rows", instead)
     try:
         good = _stored(data, size)
     except DAMAGE:
         return np.zeros(rows, bool)
-    row = max(1, math.prod(data.shape[1:]) * data.dtype.itemsize)
-    step = data.chunks[0] if data.chunks else max(1, BLOCK_NBYTES // row)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         if good[start:stop].any():

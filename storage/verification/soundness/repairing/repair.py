@@ -92,6 +92,7 @@ def repair(
     Raises:
         InvalidDataset: nothing of it can be read, or its kind is not known.
         MissingLibrary: a library is not installed.
+        NotEnoughMemory: it claims more rows than memory has room for, or larger ones.
         OpenError: a path cannot be opened, or is taken.
         StorageFull: the rows do not fit on the disk.
         ValueError: an argument is none of its values.

@@ -11,7 +11,8 @@ import minari_faults
 import numpy as np
 import pytest
 
-from tallyroll.storage import verify_dataset
+from tallyroll.storage import repair, verify_dataset
+from tallyroll.storage.errors import InvalidDataset, NotEnoughMemory
 
 pytestmark = pytest.mark.timeout(30)
 TERABYTE = 2**40
@@ -57,6 +58,20 @@ def test_columns_that_were_never_written(
     _columns(path, TERABYTE // 24, make)
     assert path.stat().st_size < 2**20
     assert claims_in(path, "d4rl") == {*COLUMNS}
+    with pytest.raises(InvalidDataset, match="nothing of observation, action, reward, terminated"):
+        repair(path, tmp_path / "saved", "d4rl")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_memory_is_there_before_rows_are_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.hdf5"
+    _columns(path, 64, lambda file, name, shape: file.create_dataset(name, data=np.ones(shape)))
+    monkeypatch.setattr("tallyroll.storage.engine.memory_left.available_bytes", lambda: 1000)
+    with pytest.raises(NotEnoughMemory, match="the 64 rows that it claims to have"):
+        repair(path, tmp_path / "saved", "d4rl")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_file_that_is_a_hole(tmp_path: Path) -> None:
