@@ -539,8 +539,9 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error(f"--reset: {twice[0]} is given twice; give it once")
     # What a resumed run leaves out stands in its manifest.
     plan = Plan.of(args)
-    faults = (wrong_shard(plan), wrong_workers(plan, args), wrong_sharded(plan, args))
-    if not args.resume and (wrong := next(filter(None, faults), None)):
+    if not args.resume and (
+        wrong := wrong_shard(plan) or wrong_workers(plan, args) or wrong_sharded(plan, args)
+    ):
         args.usage_error(wrong)
     for name in _CHECKPOINTS[1:]:
         if getattr(args, name) is not None and args.checkpoint is None:

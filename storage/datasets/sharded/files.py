@@ -22,7 +22,7 @@ from tallyroll.storage.datasets.sharded.acknowledged import (
     KeptShard,
     read_acknowledged,
 )
-from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageMissing
+from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageError, StorageMissing
 from tallyroll.storage.files.manifest import Manifest, parse_manifest, read_manifest
 from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.safe_files import Inside, close_all
@@ -51,7 +51,7 @@ class ShardedFiles:
         try:
             content = files.inside.read(files.manifest_path, 2**25)
             return bool(parse_manifest(content, files.manifest_path)["format"] == FORMAT)
-        except (OSError, NotAStorage):
+        except (OSError, StorageError):  # which those say who open it
             return False
 
     def manifest(self) -> Manifest:

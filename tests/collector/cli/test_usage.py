@@ -55,7 +55,7 @@ MISTYPED = {
     "info --out x": "unrecognized option --out",
     "info torch": "unrecognized argument torch",
     "inspect a --row 5": "unrecognized option --row; did you mean --rows?",
-    "verify a --skip nans": "finals, nan, zeros, episodes, checksums; did you mean nan?",
+    "verify a --skip nans": "tasks, spaces, videos, statistics; did you mean nan?",
     "verify --skip -- a": "argument --skip: expected one argument",
 }
 

@@ -274,7 +274,7 @@ def test_the_collectors_of_torchrls_names_have_them_too() -> None:
     [
         (
             {"transport": "fiber"},
-            r"transport: expected one of \['process', 'thread'\], got 'fiber'",
+            r"transport: expected one of \['process', 'thread'\], or a function .*, got 'fiber'",
         ),
         ({"threads_per_worker": 2}, 'threads_per_worker needs transport="process"'),
         ({"mp_start_method": "forkserver"}, "mp_start_method='forkserver' needs transport"),

@@ -241,7 +241,8 @@ def test_a_parquet_that_claims_too_much(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="kind is one of d4rl, hf, minari, npz, parquet, torchrl"):
+    kinds = "d4rl, hf, lerobot, minari, npz, parquet, torchrl"
+    with pytest.raises(ValueError, match=f"kind is one of {kinds}"):
         import_dataset(tmp_path, tmp_path / "back", "rlds")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fault_kit import LENGTHS, ROWS, Faults, halve, rewrite
-from lerobot_kit import (
+from lerobot_recordings import (
     CAMERA,
     EPISODES,
     FPS,

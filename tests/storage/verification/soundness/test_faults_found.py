@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +26,13 @@ def formats() -> dict[str, tuple[str, Sound, list[Fault]]]:
         "minari": ("minari", minari_faults.sound, minari_faults.FAULTS),
         "torchrl": ("torchrl", torchrl_faults.sound, torchrl_faults.FAULTS),
     }
-    try:
-        import lerobot_faults
-        import lerobot_kit
-    except ImportError:  # pyarrow or PyAV is not installed
+    if not all(map(importlib.util.find_spec, ("av", "pyarrow"))):
         return found
-    found["lerobot-v2"] = ("lerobot", lerobot_kit.sound_v2, lerobot_faults.V2)
-    found["lerobot-v3"] = ("lerobot", lerobot_kit.sound_v3, lerobot_faults.V3)
+    import lerobot_faults
+    import lerobot_recordings
+
+    found["lerobot-v2"] = ("lerobot", lerobot_recordings.sound_v2, lerobot_faults.V2)
+    found["lerobot-v3"] = ("lerobot", lerobot_recordings.sound_v3, lerobot_faults.V3)
     return found
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fault_kit import LENGTHS, ROWS, halve, rewrite, walk
 from lerobot_faults import V2, V3
-from lerobot_kit import EPISODES, VIDEO_V3, data_v2, data_v3, sound_v2, sound_v3
+from lerobot_recordings import EPISODES, VIDEO_V3, data_v2, data_v3, sound_v2, sound_v3
 from repair_kit import repair
 
 from tallyroll.storage import InvalidDataset, open_storage, verify
