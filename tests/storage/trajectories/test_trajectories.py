@@ -481,6 +481,7 @@ def write_on(connection: Connection, path: Path, seconds: float, ring: int) -> N
                 if storage.head == 2 * (ring or 2000):
                     connection.send("full")
                     assert connection.poll(30)
+                    assert connection.recv() == "go on"
                     until = time.monotonic() + seconds
             lap += 1
         connection.send("done")
