@@ -414,7 +414,7 @@ class _Verification:
 
     def _check_sums(self, recorded: Any) -> None:
         reader = self._reader
-        columns = {key: _SlotColumn(reader, key) for key in reader.keys}
+        columns = {key: SlotColumn(reader, key) for key in reader.keys}
         message = "the bytes of a block of rows are not those that were finalized"
         try:
             for each in mismatches(columns, recorded, self._tell):
@@ -426,7 +426,7 @@ class _Verification:
             self._findings.add("checksums", str(error))
 
 
-class _SlotColumn:
+class SlotColumn:
     """A column by slots, for checksums."""
 
     def __init__(self, reader: RowReader, key: Key) -> None:

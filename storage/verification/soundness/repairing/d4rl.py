@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 
-from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming
+from tallyroll.storage.datasets.exchange.door import Block, Incoming
 from tallyroll.storage.datasets.exchange.formats.d4rl import key_of
 from tallyroll.storage.datasets.exchange.formats.hdf5_files import column_of, read_rows
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
-from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED, Key
 from tallyroll.storage.rows.schema import Column, Schema
@@ -29,6 +29,7 @@ from tallyroll.storage.verification.soundness.repairing.hdf5 import (
     runs,
 )
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
+from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
 from tallyroll.storage.verification.soundness.values import LONG_RUN, zero_rows
 from tallyroll.storage.verification.value_checks import words
 
@@ -36,17 +37,10 @@ _AFTER: Final = "next_observations"
 _NEEDED: Final = ("observation", "action")
 
 
-class D4rlRepair(ExchangeFormat):
+class D4rlRepair(RowsRepair):
     """Reads what is readable; rows after a gap are a trajectory of their own."""
 
     name: ClassVar[str] = "d4rl"
-
-    def __init__(self, losses: Losses) -> None:
-        self._losses = losses
-
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
-        """Refuse: a repair only reads."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 
-from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming
+from tallyroll.storage.datasets.exchange.door import Block, Incoming
 from tallyroll.storage.datasets.exchange.formats.hdf5_files import column_of, read_rows
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
-from tallyroll.storage.datasets.exchange.outgoing import Outgoing
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.rows.keys import NEXT, RESET_SEED, REWARD, TERMINATED, TRUNCATED, Key
 from tallyroll.storage.rows.schema import Column, Schema
@@ -28,6 +27,7 @@ from tallyroll.storage.verification.soundness.repairing.hdf5 import (
     runs,
 )
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
+from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
 
 _FILE: Final = "main_data.hdf5"
 _FLAGS: Final = {"rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
@@ -36,17 +36,10 @@ _EPISODE: Final = re.compile(r"episode_([0-9]{1,18})")
 _Kind = tuple[np.dtype[Any], tuple[int, ...]]
 
 
-class MinariRepair(ExchangeFormat):
+class MinariRepair(RowsRepair):
     """Reads what is readable; steps after a gap are a trajectory of their own. Infos are left."""
 
     name: ClassVar[str] = "minari"
-
-    def __init__(self, losses: Losses) -> None:
-        self._losses = losses
-
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
-        """Refuse: a repair only reads."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from tallyroll.storage.datasets.exchange.about import about_rows
-from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming
-from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.datasets.exchange.door import Block, Incoming
+from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.errors import CorruptStorage, InvalidDataset, InvalidSchema
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.safe_files import Inside
@@ -33,23 +33,18 @@ from tallyroll.storage.verification.record_checks import check_runs
 from tallyroll.storage.verification.row_checks import RowChecks
 from tallyroll.storage.verification.soundness.repairing.hdf5 import runs
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
+from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
+from tallyroll.storage.verification.storage_checks import SlotColumn
 
 _TRUSTED: Final = ("zeros", "ids", "steps", "lanes", "ends", "observations")
 """Checks whose rows are left out where there are no checksums."""
 _MANIFEST: Final = "manifest.json"
 
 
-class OurRepair(ExchangeFormat):
+class OurRepair(RowsRepair):
     """Reads rows that are as they were written; those after a gap are a trajectory of their own."""
 
     name: ClassVar[str] = "tallyroll"
-
-    def __init__(self, losses: Losses) -> None:
-        self._losses = losses
-
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
-        """Refuse: a repair only reads."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
@@ -164,7 +159,7 @@ class _Rows:
 
     def _by_checksums(self, good: np.ndarray, sums: Any) -> None:
         reader = self._reader
-        columns = {key: _SlotColumn(reader, key) for key in reader.keys}
+        columns = {key: SlotColumn(reader, key) for key in reader.keys}
         try:
             for each in mismatches(columns, sums):
                 wrong = np.zeros(len(good), bool)
@@ -263,18 +258,3 @@ class _Gathered(Findings):
         """Keep the rows."""
         if check in _TRUSTED and len(rows):
             self.rows.append((check, message, np.asarray(rows)))
-
-
-class _SlotColumn:
-    """A column by slots, for checksums."""
-
-    def __init__(self, reader: RowReader, key: Key) -> None:
-        self._reader, self._key, self._array = reader, key, reader.column(key).array
-
-    def __len__(self) -> int:
-        return len(self._reader.span) if self._array is None else len(self._array)
-
-    def __getitem__(self, slots: slice) -> np.ndarray:
-        if self._array is not None:
-            return self._array[slots]
-        return self._reader.in_slots(self._key, slots.start, slots.stop)
