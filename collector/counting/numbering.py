@@ -210,12 +210,12 @@ def number_slot(
     if taken is None:
         state.step += 1
         state.length += 1
-        state.returns += reward
     else:
         state.step += taken
         state.length += taken
-        np.add(state.returns, reward, out=state.returns, where=taken)
         ended = ended & taken
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite rewards of both signs
+        np.add(state.returns, reward, out=state.returns, where=True if taken is None else taken)
     if not np.count_nonzero(ended):
         return begun, None
     at = ended.nonzero()[0]
@@ -261,7 +261,8 @@ def number(
     # Sums over a part, to which the first of a lane adds what earlier blocks had.
     ids = state.traj_id[own] + ordinal * state.lanes
     offset = np.where(carries_on, state.step[own], 0)
-    returns = np.add.reduceat(reward, begin) + np.where(carries_on, state.returns[own], 0.0)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite rewards of both signs
+        returns = np.add.reduceat(reward, begin) + np.where(carries_on, state.returns[own], 0.0)
     before = np.where(carries_on, state.length[own], 0)
     lengths = size + before
     first_version = np.where(before > 0, state.first_version[own], version[begin])

@@ -34,3 +34,9 @@ SIGNED: Final = {
 """Signed dtypes of the same width as unsigned ones, for which torch has few operations."""
 NAMES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in NUMPY}
 """The dtypes by their names in manifests, such as ``float32``."""
+
+
+def in_float64(values: np.ndarray) -> np.ndarray:
+    """Return numbers as float64; NumPy warns of signalling NaNs, which are values like others."""
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float64)

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tallyroll.storage.rows.dtypes import in_float64
 from tallyroll.storage.trajectories.by_lane import (
     MOST_LANES,
     NOBODY,
@@ -190,7 +191,9 @@ class Episodes:
         # No line comes twice, so that sums can be added by index.
         lines = self._lines
         lines["length"][line] += stretches.length
-        lines["return"][line] += np.add.reduceat(rows.reward[at].astype(np.float64), start, axis=0)
+        reward = in_float64(rows.reward[at])
+        with np.errstate(invalid="ignore", over="ignore"):  # infinite rewards of both signs
+            lines["return"][line] += np.add.reduceat(reward, start, axis=0)
         lines["last_row"][line] = last + rows.start
         lines["version_last"][line] = rows.version[last]
         lines["end"][line] = np.where(

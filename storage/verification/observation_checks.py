@@ -98,7 +98,7 @@ class _Observation:
             # By value: the bytes of -0.0 are not zero.
             self.by_design = (
                 not (turns & ~terminated).any()
-                and not self._values(self.next.take(start + others)).any()
+                and not (self._values(self.next.take(start + others)) != 0).any()
             )
         self.truncated += int((final & ~terminated & ~turns).sum())
 

@@ -18,6 +18,7 @@ from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.rows.dtypes import in_float64
 from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
@@ -159,7 +160,7 @@ class SlabRows:
 
     def _number_block(self, block: Block, state: LaneState) -> Numbered:
         index, over = block.index, self.columns[DONE].reshape(-1)
-        reward = self._reward(block.used).reshape(-1).take(index).astype(np.float64)
+        reward = in_float64(self._reward(block.used).reshape(-1).take(index))
         version = self.columns[POLICY_VERSION].take(index)
         numbers = number(state, block.lane, over.take(index), reward, version)
         self.columns[TRAJ_IDS][index] = numbers.traj_ids
@@ -178,7 +179,7 @@ class SlabRows:
             return self._payoff[:used]
         total = np.zeros((used, self.slab.lanes))
         for reward in self._rewards:
-            total += reward[:used].astype(np.float64).sum(axis=2)
+            total += in_float64(reward[:used]).sum(axis=2)
         return total
 
 

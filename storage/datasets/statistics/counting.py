@@ -23,6 +23,7 @@ from tallyroll.storage.datasets.statistics.moments import (
 from tallyroll.storage.datasets.views.splitting import hashed
 from tallyroll.storage.datasets.views.trajectory_columns import run_of
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.dtypes import in_float64
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.columns import floats_of
 
@@ -190,4 +191,4 @@ def _values_of_bytes(column: Column) -> np.ndarray:
     """Return the number that each byte is, float64 [256]."""
     every = np.arange(BYTES).astype(np.uint8)
     kind = np.uint8 if column.numpy_dtype == np.bool_ else column.numpy_dtype
-    return every.view(kind).astype(np.float64)
+    return in_float64(every.view(kind))

@@ -35,6 +35,7 @@ from tallyroll.storage.datasets.statistics.moments import BYTES, MOMENTS, QUANTI
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.dtypes import in_float64
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.columns import floats_of
@@ -203,7 +204,7 @@ def _fits(reader: RowReader, column: Column, counted: Counted) -> bool:
         return True
     some = reader.column(column.key).take(sampled(range(rows), _LOOKED_AT))
     values = floats_of(some) if column.dtype_name == "bfloat16" else some
-    values = values.reshape(-1, numbers_each(column)).astype(np.float64)
+    values = in_float64(values.reshape(-1, numbers_each(column)))
     total = counted.total()
     out = (values < total["least"]) | (values > total["most"])
     out |= np.isnan(values) & (total["nans"] == 0)

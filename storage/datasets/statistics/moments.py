@@ -10,6 +10,8 @@ from typing import Final
 
 import numpy as np
 
+from tallyroll.storage.rows.dtypes import in_float64
+
 MOMENTS: Final = np.dtype(
     [
         ("count", "<i8"),
@@ -37,7 +39,7 @@ def nothing(*shape: int) -> np.ndarray:
 def moments_of(values: np.ndarray) -> np.ndarray:
     """Return the moments [columns] of numbers [n, columns], n above 0."""
     found = nothing(values.shape[1])
-    values = values.astype(np.float64)
+    values = in_float64(values)
     is_nan = np.isnan(values)
     with np.errstate(all="ignore"):
         if is_nan.any():
@@ -105,7 +107,7 @@ def quantiles_of(values: np.ndarray) -> np.ndarray:
     Each is the smallest of the numbers that has such a share of them at or below it.
     """
     found = np.full((len(QUANTILES), values.shape[1]), np.nan)
-    for place, column in enumerate(values.T.astype(np.float64)):
+    for place, column in enumerate(in_float64(values.T)):
         there = np.sort(column)  # NaNs come last
         if count := len(there) - int(np.isnan(there).sum()):
             found[:, place] = there[_ranks(count)]

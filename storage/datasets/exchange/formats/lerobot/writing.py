@@ -214,14 +214,14 @@ class _Episodes:
         count = len(own["index"])
         found = np.empty((count, sum(map(tables.width, self._shapes.values()))))
         at = 0
-        for values in (
-            *(numbers_out(piece[each.column.key], each) for each in self._numbers),
-            *(own[name] for name in OWN),
-        ):
-            flat = values.reshape(count, -1)
-            found[:, at : at + flat.shape[1]] = flat
-            at += flat.shape[1]
         with np.errstate(all="ignore"):  # what is infinite, or no number, is said as it is
+            for values in (
+                *(numbers_out(piece[each.column.key], each) for each in self._numbers),
+                *(own[name] for name in OWN),
+            ):
+                flat = values.reshape(count, -1)
+                found[:, at : at + flat.shape[1]] = flat
+                at += flat.shape[1]
             self._all.add(found)
         return found
 
