@@ -1161,28 +1161,74 @@ static PyObject *store_slots(PyObject *self, PyObject *const *args, Py_ssize_t g
     return PyLong_FromLongLong(ended);
 }
 
+/* Open buffers of which the last is written to; the caller must release them. Return -1, with none of
+   them open, if one cannot be. */
+static int open_buffers(PyObject *const *objects, Py_buffer *buffers, int count)
+{
+    for (int i = 0; i < count; i++) {
+        const int flags = i == count - 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+        if (PyObject_GetBuffer(objects[i], &buffers[i], flags) < 0) {
+            while (i-- > 0)
+                PyBuffer_Release(&buffers[i]);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static void release_buffers(Py_buffer *buffers, int count)
+{
+    while (count-- > 0)
+        PyBuffer_Release(&buffers[count]);
+}
+
+/* same_rows(one, other, same, skip): write to `same`, one byte each, whether rows of two arrays have
+   the same bytes, but for the first `skip` of a row of `one` and the last of a row of `other`. The
+   arrays belong to the caller; their buffers are held until the end of the call. */
+static PyObject *same_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Py_buffer buffers[3];
+    if (want(given, 4) < 0)
+        return NULL;
+    const int64_t skip = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred() || open_buffers(args, buffers, 3) < 0)
+        return NULL;
+    const int64_t rows = buffers[2].len, row = rows ? buffers[0].len / rows : 0;
+    const int fit = buffers[0].len == rows * row && buffers[1].len == rows * row && skip >= 0 &&
+                    (rows == 0 || skip <= row);
+    if (fit) {
+        const char *one = (const char *)buffers[0].buf + skip, *other = (const char *)buffers[1].buf;
+        char *same = (char *)buffers[2].buf;
+        PyThreadState *others = rows * row > (1 << 16) ? PyEval_SaveThread() : NULL;
+        for (int64_t i = 0; i < rows; i++, one += row, other += row)
+            same[i] = memcmp(one, other, (size_t)(row - skip)) == 0;
+        if (others)
+            PyEval_RestoreThread(others);
+    }
+    release_buffers(buffers, 3);
+    if (!fit) {
+        PyErr_SetString(PyExc_ValueError, "rows and marks differ in number or bytes");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 /* nth_marked(marks, uniform, chosen): write to `chosen`, int64, for each row of marks, one byte
    each, the index of a marked entry, drawn by a double in [0, 1); of any entry if none is marked.
    The arrays belong to the caller; their buffers are held until the end of the call. */
 static PyObject *nth_marked(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     (void)self;
-    Py_buffer marks, uniform, chosen;
-    if (want(given, 3) < 0 || PyObject_GetBuffer(args[0], &marks, PyBUF_SIMPLE) < 0)
+    Py_buffer buffers[3];
+    if (want(given, 3) < 0 || open_buffers(args, buffers, 3) < 0)
         return NULL;
-    if (PyObject_GetBuffer(args[1], &uniform, PyBUF_SIMPLE) < 0) {
-        PyBuffer_Release(&marks);
-        return NULL;
-    }
-    if (PyObject_GetBuffer(args[2], &chosen, PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(&uniform);
-        PyBuffer_Release(&marks);
-        return NULL;
-    }
-    const int64_t rows = chosen.len / (Py_ssize_t)sizeof(int64_t);
-    const int64_t choices = rows ? marks.len / rows : 0;
-    const int fit = choices * rows == marks.len && (Py_ssize_t)(rows * sizeof(double)) == uniform.len;
-    const uint8_t *row = (const uint8_t *)marks.buf;
+    const Py_buffer *marks = &buffers[0], *uniform = &buffers[1], *chosen = &buffers[2];
+    const int64_t rows = chosen->len / (Py_ssize_t)sizeof(int64_t);
+    const int64_t choices = rows ? marks->len / rows : 0;
+    const int fit =
+        choices * rows == marks->len && (Py_ssize_t)(rows * sizeof(double)) == uniform->len;
+    const uint8_t *row = (const uint8_t *)marks->buf;
     for (int64_t i = 0; fit && i < rows; i++, row += choices) {
         int64_t count = 0, index = 0;
         for (int64_t k = 0; k < choices; k++)
@@ -1190,17 +1236,15 @@ static PyObject *nth_marked(PyObject *self, PyObject *const *args, Py_ssize_t gi
         const int any = count == 0;
         if (any)
             count = choices;
-        int64_t left = (int64_t)(((const double *)uniform.buf)[i] * (double)count);
+        int64_t left = (int64_t)(((const double *)uniform->buf)[i] * (double)count);
         if (left > count - 1) /* rounding may make the product as large as the count itself */
             left = count - 1;
         for (; index < choices - 1; index++)
             if ((any || row[index]) && left-- == 0)
                 break;
-        ((int64_t *)chosen.buf)[i] = index;
+        ((int64_t *)chosen->buf)[i] = index;
     }
-    PyBuffer_Release(&chosen);
-    PyBuffer_Release(&uniform);
-    PyBuffer_Release(&marks);
+    release_buffers(buffers, 3);
     if (!fit) {
         PyErr_SetString(PyExc_ValueError, "marks, numbers and choices differ in their rows");
         return NULL;
@@ -1842,6 +1886,7 @@ static PyMethodDef functions[] = {
     {"put_step", (PyCFunction)(void (*)(void))put_step, METH_FASTCALL, NULL},
     {"put_entry", (PyCFunction)(void (*)(void))put_entry, METH_FASTCALL, NULL},
     {"step_lanes", (PyCFunction)(void (*)(void))step_lanes, METH_FASTCALL, NULL},
+    {"same_rows", (PyCFunction)(void (*)(void))same_rows, METH_FASTCALL, NULL},
     {"nth_marked", (PyCFunction)(void (*)(void))nth_marked, METH_FASTCALL, NULL},
     {"put_leaves", (PyCFunction)(void (*)(void))put_leaves, METH_FASTCALL, NULL},
     {"renew_sums", (PyCFunction)(void (*)(void))renew_sums, METH_FASTCALL, NULL},

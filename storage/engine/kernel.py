@@ -300,6 +300,16 @@ class Kernel(TreeKernel, Protocol):
                 from a step, or two from a reset.
         """
 
+    def same_rows(self, one: np.ndarray, other: np.ndarray, same: np.ndarray, skip: int, /) -> None:
+        """Write to ``same``, bool [n], which rows [n, ...] of two arrays have the same bytes.
+
+        All are contiguous. The first ``skip`` bytes of a row of ``one``, and the last of one of the
+        ``other``, are not looked at.
+
+        Raises:
+            ValueError: the arrays differ in their bytes, or have rows of fewer.
+        """
+
     def nth_marked(self, marks: np.ndarray, uniform: np.ndarray, chosen: np.ndarray, /) -> None:
         """Write one of the marked entries of each row of ``marks`` ``[*rows, n]`` to ``chosen``.
 

@@ -19,22 +19,33 @@ from typing import Final
 
 import numpy as np
 
+from tallyroll.storage.engine.kernel import compiled
+
 REPEATS: Final = 0
 ZEROS: Final = 1
 
 
-def as_bits(values: np.ndarray) -> np.ndarray:
-    """Return rows [n, ...] as [n, words], of the widest unsigned words that a row has."""
+def as_bits(values: np.ndarray, skip: int = 0) -> np.ndarray:
+    """Return rows [n, ...] as words [n, k], the widest that divide a row and ``skip`` bytes."""
     nbytes = values.itemsize * math.prod(values.shape[1:])
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(len(values), nbytes)
-    width = next(each for each in (8, 4, 2, 1) if nbytes % each == 0)
+    width = next(each for each in (8, 4, 2, 1) if nbytes % each == skip % each == 0)
     return flat.view(f"u{width}")
 
 
-def same_bits(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return which rows [n, ...] of two arrays have the same bits, bool [n]."""
-    found: np.ndarray = (as_bits(one) == as_bits(other)).all(1)
-    return found
+def same_bits(one: np.ndarray, other: np.ndarray, skip: int = 0) -> np.ndarray:
+    """Return which rows [n, ...] of two arrays have the same bits, bool [n].
+
+    The first ``skip`` bytes of a row of ``one``, and the last of one of ``other``, may differ.
+    """
+    if kernel := compiled():
+        found = np.empty(len(one), np.bool_)
+        kernel.same_rows(np.ascontiguousarray(one), np.ascontiguousarray(other), found, skip)
+        return found
+    left, right = as_bits(one, skip), as_bits(other, skip)
+    first = skip // left.itemsize
+    same: np.ndarray = (left[:, first:] == right[:, : left.shape[1] - first]).all(1)
+    return same
 
 
 def by_frame(stacks: np.ndarray, n: int, axis: int) -> np.ndarray:
@@ -62,14 +73,7 @@ def frame_shape(shape: tuple[int, ...], n: int, axis: int) -> tuple[int, ...]:
 
 def follows(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Return where stacks [rows, n, ...] are those ``before`` with one frame more, bool [rows]."""
-    rows, n, shape = *before.shape[:2], before.shape[2:]
-    one, other = (
-        as_bits(np.ascontiguousarray(each).reshape(rows * n, *shape)) for each in (before, after)
-    )
-    words = one.shape[1]
-    one, other = (each.reshape(rows, n * words) for each in (one, other))
-    found: np.ndarray = (one[:, words:] == other[:, :-words]).all(1)
-    return found
+    return same_bits(before, after, before.itemsize * math.prod(before.shape[2:]))
 
 
 def own_frames(stack: np.ndarray) -> tuple[int, int]:

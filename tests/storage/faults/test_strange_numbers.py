@@ -11,7 +11,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from tallyroll.collector import SyncCollector
-from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage import MemmapStorage, open_storage, verify, ways
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 # NaNs that no computation makes: the highest bit of their fraction is not set.
@@ -69,15 +69,15 @@ class Signs(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize("frames", [3, 30])
-@pytest.mark.parametrize("plan", ["", "-kernel"])
-def test_returns_of_both_signs(
-    frames: int, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TALLYROLL_PLAN", plan)
+@pytest.mark.parametrize("off", [(), ("kernel",)])
+def test_returns_of_both_signs(frames: int, off: tuple[str, ...], tmp_path: Path) -> None:
     env = SyncVectorEnv([Signs] * 3, autoreset_mode=AutoresetMode.DISABLED)
-    with SyncCollector(
-        env, frames_per_batch=frames, total_frames=30, seed=0, storage=tmp_path / "rows"
-    ) as collector:
+    with (
+        ways.switched_off(*off),
+        SyncCollector(
+            env, frames_per_batch=frames, total_frames=30, seed=0, storage=tmp_path / "rows"
+        ) as collector,
+    ):
         assert sum(len(batch) for batch in collector) == 30
         assert [str(each.total_return) for each in collector.episodes] == ["nan"] * 6
     env.close()

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage import MemmapStorage, open_storage, ways
 from tallyroll.storage.datasets.packed import column_writers, packing
 from tallyroll.storage.datasets.packed.column_writers import pieces
+from tallyroll.storage.datasets.packed.stacks import follows, same_bits
+from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.readers.file_reader import FileReader
 
 
@@ -64,3 +66,41 @@ def test_wide_rows_are_not_copied(storages: Path, monkeypatch: pytest.MonkeyPatc
             with open_storage(storages / f"{name}.packed") as packed:
                 assert (packed.in_order()["x"] == storage.in_order()["x"]).all()
     assert shared == {"plain": {True}, "ring": {False}, "union": {False}}
+
+
+@given(
+    rows=st.integers(0, 5),
+    n=st.integers(2, 4),
+    frame=st.integers(1, 9),
+    seed=st.integers(0, 2**32),
+)
+def test_rows_are_compared_alike_with_and_without_the_extension(
+    rows: int, n: int, frame: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    before = generator.integers(0, 255, (rows, n, frame), np.uint8)
+    after = np.concatenate([before[:, 1:], before[:, :1]], 1)
+    for each in (before, after):  # some rows differ by one byte, wherever it is
+        for row in np.flatnonzero(generator.integers(0, 2, rows)):
+            each.reshape(rows, -1)[row, generator.integers(n * frame)] ^= 1
+    equal = [before[row].tobytes() == after[row].tobytes() for row in range(rows)]
+    moved = [before[row, 1:].tobytes() == after[row, :-1].tobytes() for row in range(rows)]
+    for off in ((), ("kernel",)):
+        with ways.switched_off(*off):
+            assert same_bits(before, after).tolist() == equal
+            assert follows(before, after).tolist() == moved
+
+
+@pytest.mark.skipif(compiled() is None, reason="the extension was not built")
+def test_rows_that_cannot_be_compared() -> None:
+    kernel = compiled()
+    assert kernel is not None
+    rows, same = np.zeros((3, 8), np.uint8), np.zeros(3, np.bool_)
+    for one, other, skip in ((rows[:2], rows, 0), (rows, rows[:2], 0), (rows, rows, 9)):
+        with pytest.raises(ValueError, match="differ in number or bytes"):
+            kernel.same_rows(one, other, same, skip)
+    with pytest.raises(ValueError, match="differ in number or bytes"):
+        kernel.same_rows(rows, rows, same, -1)
+    with pytest.raises((TypeError, BufferError, ValueError)):
+        kernel.same_rows(rows[:, :4], rows[:, :4], same, 0)  # with gaps
+    kernel.same_rows(rows[:0], rows[:0], same[:0], 0)
