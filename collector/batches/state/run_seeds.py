@@ -65,16 +65,16 @@ class RunSeeds:
     def seed(self, seed: int | None) -> None:
         """Seed every generator and every lane for the ledger's incarnation; None draws a seed."""
         incarnation, asked = self._ledger.incarnation, seed is not None
+        # A policy of another shard draws other numbers; the first one's are those of one run.
+        shard = None if self._part is None else self._part.lanes.start or None
         if seed is not None:
-            # A policy of another shard draws other numbers; the first one's are those of one run.
-            shard = None if self._part is None else self._part.lanes.start or None
             torch.manual_seed(int(driver_seed(seed, incarnation, shard).generate_state(1)[0]))
         else:
             seed = int(torch.randint(2**31 - 1, ()))
         self._ledger.seed = seed
         self.rng.seed(driver_seed(seed, incarnation))
         if self._policy is not None:
-            self._policy.seed(seed, incarnation)
+            self._policy.seed(seed, incarnation, shard)
         self.of_lanes = self._envs.seed(seed, incarnation, asked)
         if self._part is not None and self.of_lanes:
             self.of_lanes = _of_run(self._part, self.of_lanes, seed, incarnation)

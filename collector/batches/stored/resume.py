@@ -275,7 +275,7 @@ def opening_rows(
     lane = reader.column(LANE).take(rows)
     stored, over = np.zeros_like(openings.asked), openings.asked == 0
     for policy in np.flatnonzero(~over).tolist():
-        mine: Mask = openings.acts_in[policy][lane]
+        mine: Mask = openings.acts_in[policy][lane - openings.first_lane]
         if POLICY_ID in reader.keys:  # by lane: others may have acted in its lanes before
             mine = reader.column(POLICY_ID).take(rows) == policy
         for each in others[policy]:

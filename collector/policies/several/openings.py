@@ -22,14 +22,17 @@ class Openings:
         asked: of each policy.
         acts_in: ``[policy, lane]``: the lanes of each; with groups all are of each.
         versions: the column of each that has -1 where its action is random.
+        first_lane: the number of the first lane in the run.
     """
 
-    def __init__(self, asked: Sequence[int], acts_in: Mask, versions: Sequence[Key]) -> None:
+    def __init__(
+        self, asked: Sequence[int], acts_in: Mask, versions: Sequence[Key], first_lane: int = 0
+    ) -> None:
         self.asked: Counts = np.array([min(each, MOST) for each in asked], np.int64)
         """``[policy]``: transitions of a run that have random actions at its start."""
         self.left = self.asked.copy()
         """``[policy]``: transitions that are still to have random actions."""
-        self.acts_in, self.versions = acts_in, versions
+        self.acts_in, self.versions, self.first_lane = acts_in, versions, first_lane
         self.whole_run = False
         """True if all lanes of a run begin at random, and not those of some policies."""
 
@@ -39,6 +42,20 @@ class Openings:
         made = cls([asked], np.ones((1, lanes), np.bool_), [POLICY_VERSION])
         made.whole_run = True
         return made
+
+    def of_lanes(self, own: range) -> "Openings":
+        """Return the part of ``own`` lanes, in a run every slot of which is a transition.
+
+        So in slot order the first ones of a policy are spread over its lanes.
+        """
+        asked = []
+        for count, acts in zip(self.asked.tolist(), self.acts_in, strict=True):
+            lanes = np.flatnonzero(acts)
+            each, more = divmod(count, max(1, len(lanes)))
+            mine = (lanes >= own.start) & (lanes < own.stop)
+            asked.append(each * int(mine.sum()) + int(mine[:more].sum()))
+        acts_in = self.acts_in[:, own.start : own.stop]
+        return type(self)(asked, acts_in, self.versions, own.start)
 
     @property
     def under_way(self) -> bool:
@@ -59,7 +76,7 @@ class Openings:
 
         ``marks`` are ``[time, lane]``, like the columns of ``slab``, which tell.
         """
-        first = slab.first_lane if self.acts_in.shape[1] > slab.lanes else 0
+        first = slab.first_lane - self.first_lane
         found = np.zeros_like(self.asked)
         for policy in np.flatnonzero(self.asked).tolist():
             key = self.versions[policy]

@@ -56,21 +56,20 @@ class SeveralPolicies(Policy):
         self._own, self._lanes = own, lanes
         self._joint.bind(own, lanes)
         joint, asked = self._joint, [part.opening for part in self.parts]
-        self.openings = Openings(asked, joint.acts_in, joint.version_columns)
+        self.openings = Openings(asked, joint.acts_in, joint.version_columns, own.start)
 
     def bind_whole(self, lanes: int, part: ShardOfRun | None) -> None:
-        """Act for all lanes of a run; a ``part`` of one is refused.
+        """Act for the ``lanes`` of a run, or for all of a ``part`` of one.
 
         Raises:
-            ArgumentError: it is a shard; or as :meth:`bind`.
+            ArgumentError: as :meth:`bind`.
         """
+        of = lanes if part is None else part.run_lanes
+        self.bind(range(of), of)
         if part is not None:
-            raise ArgumentError(
-                "shard: expected one policy, or none, got several: a shard need not have a lane of "
-                "each, and their random beginnings are counted over all lanes; collect them in "
-                "one run"
-            )
-        self.bind(range(lanes), lanes)
+            of_run = self.openings
+            self.bind(part.lanes, of)
+            self.openings = of_run.of_lanes(part.lanes)
 
     @property
     def _joint(self) -> Joint:

@@ -152,7 +152,8 @@ class LeaseBudget:
     def _at_random(self, member: Member, reserved: int, slots: int) -> Counts | None:
         """Return how many random actions of each policy a lease begins with; None: not now."""
         openings = self._openings
-        lanes = openings.acts_in[:, member.lanes.start : member.lanes.stop].sum(axis=1)
+        first = member.lanes.start - openings.first_lane
+        lanes = openings.acts_in[:, first : first + len(member.lanes)].sum(axis=1)
         most = np.minimum(reserved, slots * lanes)
         drawn: Counts = np.minimum(openings.left, most)
         if ((drawn < most) & (self.drawing > 0)).any():

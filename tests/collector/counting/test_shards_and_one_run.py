@@ -21,7 +21,7 @@ from random_shards import (
     rows_of,
 )
 
-from tallyroll.collector import MultiprocessCollector, Shard, SyncCollector
+from tallyroll.collector import MultiprocessCollector, OnePolicy, Shard, SyncCollector
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.rows.keys import LANE, POLICY_VERSION, STEP, TRAJ_IDS
 
@@ -173,3 +173,45 @@ def test_a_storage_of_a_shard_is_sound_and_says_which_it_is(tmp_path: Path) -> N
     assert [entry["call"]["total_frames"] for entry in entries] == [26, 39, 36]
     assert entries[0]["lane_seeds"] == entries[1]["lane_seeds"] == entries[2]["lane_seeds"]
     assert np.array_equal(np.unique(rows_of(tmp_path / "1")[LANE]), [2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("of", "workers"), [(2, 0), (3, 2), (7, 0)], ids=["two", "workers", "a lane each"]
+)
+def test_several_policies_by_lane(tmp_path: Path, of: int, workers: int) -> None:
+    """A shard may have no lane of one; random beginnings are spread over the lanes of each."""
+    run = Sharded(
+        "discrete", 7, of, 120, by_policy=True, several=20, workers=workers, batches=(64, 9, 30)
+    )
+    run.check(tmp_path)
+    mine = [rows_of(tmp_path / str(at)) for at in range(of)]
+    drawn = [each[POLICY_VERSION][each[LANE] % 3 == 0] == -1 for each in mine]
+    assert sum(int(each.sum()) for each in drawn) == 20
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_shard_of_several_policies_goes_on(tmp_path: Path, mode: str) -> None:
+    opened = OnePolicy(chooses("discrete"), init_random_frames=20)
+    options: dict[str, Any] = {"num_envs": 7, "total_frames": 120, "frames_per_batch": 8}
+    mine = []
+    for at in range(3):
+        for batches in (1, 1, 99):
+            with MultiprocessCollector(
+                Wanderer,
+                [(slice(0, None, 3), opened), ("rest", chooses("discrete"))],
+                num_workers=2,
+                transport="thread",
+                mode=mode,
+                seed=5,
+                shard=f"{at}/3",
+                storage=tmp_path / str(at),
+                resume="auto",
+                **options,
+            ) as collector:
+                for _ in zip(range(batches), collector, strict=False):
+                    pass
+        mine.append(rows_of(tmp_path / str(at)))
+    drawn = [each[POLICY_VERSION] == -1 for each in mine]
+    assert [len(each) for each in drawn] == [35, 34, 51]
+    assert [int(each.sum()) for each in drawn] == [7, 7, 6], "20 over the lanes 0, 3 and 6: 7 7 6"
+    assert all((rows[LANE][each] % 3 == 0).all() for rows, each in zip(mine, drawn, strict=True))

@@ -38,10 +38,6 @@ PARTS = [76, 114, 111]
 """Of its three shards: lanes 0 to 4 have 38 transitions, 5 to 7 have 37."""
 
 
-def two_policies() -> list[Any]:
-    return [(range(4), lambda place: place[..., 0] > 0), (range(4, 8), None)]
-
-
 @pytest.mark.parametrize(
     ("more", "match"),
     [
@@ -61,7 +57,6 @@ def two_policies() -> list[Any]:
             "expected total_frames, got total_episodes; which episodes start first depends on",
         ),
         ({"budget_unit": "agent_transitions"}, 'got "agent_transitions": how many of them a lane'),
-        ({"policy": two_policies()}, "expected one policy, or none, got several: a shard need not"),
         ({"create_env_fn": lambda: next_step_vector(8)}, "got a factory of SyncVectorEnv: lanes"),
         ({"create_env_fn": lambda num_envs: next_step_vector(8)}, "expected 3 lanes of a factory"),
     ],

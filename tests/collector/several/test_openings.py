@@ -97,6 +97,39 @@ def test_draws_of_a_group_are_the_same_for_any_workers_and_other_policies(thread
     assert torch.equal(alone, drawn(0, policies(14), surplus="discard", frames_per_batch=6))
 
 
+def test_shards_of_a_run_with_groups_are_the_one_run(tmp_path: Path) -> None:
+    def rows(shard: str | None) -> TensorDictBase:
+        first = 0 if shard is None else int(shard[0])
+        path = tmp_path / f"rows-{shard and first}"
+
+        def make(num_envs: int) -> GroupsEnv:
+            return GroupsEnv(num_envs, LENGTHS, first_lane=first)
+
+        with SyncCollector(
+            make,
+            policies(14, 4),
+            num_envs=3,
+            frames_per_batch=8,
+            total_frames=48,
+            seed=SEED,
+            shard=shard,
+            storage=path,
+        ) as collector:
+            for _ in collector:  # whose batches end elsewhere
+                pass
+        with open_storage(path) as storage:
+            return storage[:]
+
+    one, parts = rows(None), [rows(f"{at}/3") for at in range(3)]
+    assert [drawn_of(part) for part in parts] == [
+        {"red": red, "blue": blue} for red, blue in ((5, 2), (5, 1), (4, 1))
+    ]
+    lane = one["collector", "lane"]
+    for at, part in enumerate(parts):
+        for key, value in part.items(True, True):
+            assert torch.equal(value, one[lane == at][key]), (at, key)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_openings_of_groups_are_exact_where_no_worker_waits(workers: int, threads: None) -> None:
     with by_group(workers, policies(20, 33), "async", total_frames=90) as collector:

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector import MultiprocessCollector, OnePolicy, SyncCollector
 from tallyroll.storage import open_storage, ways
 from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key
 
@@ -87,6 +87,8 @@ class Sharded:
     batches: tuple[int, ...] = (32,)
     """Rows of a batch of each shard, over again where these are fewer; the first is of all."""
     workers: int = 0
+    several: int = 0
+    """Above 0: every third lane has the policy, after so many random actions, others have none."""
     collects: int = 0
     """Rows of each call of ``collect(n)``; 0: batches are iterated over."""
 
@@ -99,7 +101,11 @@ class Sharded:
             kind, options["transport"] = MultiprocessCollector, "thread"
             of = int(shard.partition("/")[2])
             options["num_workers"] = min(self.workers, self.lanes // of)
-        policy = chooses(self.kind) if self.by_policy else None
+        policy: Any = chooses(self.kind) if self.by_policy else None
+        if self.several:
+            some, rest = slice(0, None, 3), [*range(1, self.lanes, 3), *range(2, self.lanes, 3)]
+            opened = OnePolicy(policy, init_random_frames=self.several)
+            policy = [(some, opened)] + ([(rest, None)] if rest else [])
         off = self.off if shard is not None else ()
         with (
             ways.switched_off(*off),
