@@ -1,14 +1,17 @@
 """A thousand actors for a day, in simulated time: exact, and the driver's share of a core.
 
     python benchmarks/apart/simulated_actors.py
-    python benchmarks/apart/simulated_actors.py --actors 1000 --hours 24 --step 5 --rates
+    python benchmarks/apart/simulated_actors.py --sharded
+    python benchmarks/apart/simulated_actors.py --rates --width 256
 
 A transport whose clock is simulated runs no actor at all: it draws when each answer comes (steps
 that take lognormal times, a network that takes exponential ones) and when each actor dies, and
 writes the rows. Scheduler, leases, ledger and rows are the real ones. The clock goes on by the
 driver's own CPU time too, so answers wait where the driver is busy. Every batch is compared with
-the rows that the actors made. ``--rates`` lets actors step faster and faster, until the driver is
-busy all the time: the rows of a second are the largest rate that one driver carries.
+the rows that the actors made. With ``--sharded`` no row comes: actors say how many they stored, and
+the lines that say which of them count are compared with that. ``--rates`` lets actors step faster
+and faster, until the driver is busy all the time: the rows of a second are the largest rate that
+one driver carries.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ import heapq
 import math
 import random
 import resource
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -32,6 +37,8 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from tallyroll.collector import MultiprocessCollector
+from tallyroll.collector.batches.stored.own_shard import Keep, Kept
+from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_word
 from tallyroll.collector.workers import messages as m
@@ -39,6 +46,7 @@ from tallyroll.collector.workers.local.pipes import SharedPlace
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
 from tallyroll.collector.workers.worker import Worker
+from tallyroll.storage.datasets.sharded.files import ShardedFiles
 
 NOTICED = 5.0
 """Seconds until the end of an actor is known, as by its heartbeats."""
@@ -73,6 +81,10 @@ class SimLink:
         self.name = f"actor {index}"
         self.heard: deque[Any] = deque()
         self.step = 0
+        self.heard_at = 0.0
+        """When its last answer comes."""
+        self.keep: Keep | None = None
+        """Where it would store its rows."""
         self.free_at = sim.clock + sim.draw.uniform(*START)
         self.dies_at = self.free_at + sim.draw.expovariate(1 / sim.mtbf)
         self.ended = self.doomed = False
@@ -90,6 +102,8 @@ class SimLink:
             answer: Any = replace(sim.planned, lane_seeds=[1 + self.index + 100_003 * self.life])
         elif isinstance(question, m.Bind):
             answer = sim.bound
+        elif isinstance(question, Keep):
+            self.keep, answer = question, m.DONE
         else:
             assert isinstance(question, m.Lease), question
             begins = max(self.free_at, sim.clock)
@@ -98,16 +112,18 @@ class SimLink:
                 self._dies_in(question, begins)
                 return
             answer = question
-        # What it asks for is known before it dies, or never.
+        # What it asks for is known before it dies, or never; answers come in their order.
         comes = max(self.free_at, sim.clock) + sim.draw.expovariate(1 / NETWORK)
-        sim.at(comes, self, answer)
+        self.heard_at = max(self.heard_at, comes)
+        sim.at(self.heard_at, self, answer)
 
     def _dies_in(self, lease: m.Lease, begins: float) -> None:
         """Fill a part of a lease; the end is known some time later."""
         self.doomed = True
         part = (self.dies_at - begins) / (self.free_at - begins)
         done = int(lease.frames * part) if begins < self.dies_at else 0
-        self.sim.at(max(self.dies_at, self.sim.clock) + NOTICED, self, (lease, done))
+        known = max(self.dies_at, self.sim.clock, self.heard_at) + NOTICED
+        self.sim.at(known, self, (lease, done))
 
     def hear(self) -> object:
         with self.sim.apart():
@@ -119,10 +135,12 @@ class SimLink:
                 self.sim.deaths += 1
                 self.sim.lost += done
                 self.heard.clear()
-                return Gone("was killed, as drawn")
+                answer = Gone("was killed, as drawn")
+            if not self.heard:
+                del self.sim.speaking[self]
             if not isinstance(answer, m.Lease):
                 return answer
-            return self.sim.fill(self, answer)
+            return self.sim.kept(self, answer) if self.keep else self.sim.fill(self, answer)
 
     def over(self, seconds: float) -> bool:
         return True
@@ -130,8 +148,7 @@ class SimLink:
     def kill(self) -> None:
         self.ended = True
 
-    def end(self) -> None:
-        self.ended = True
+    end = kill
 
 
 class Simulation:
@@ -148,6 +165,12 @@ class Simulation:
         self.deaths = self.lost = self.made = 0
         self._heap: list[tuple[float, int, SimLink, Any]] = []
         self._number = 0
+        self.speaking: dict[SimLink, None] = {}
+        """Links that have something to be heard."""
+        self._listed: Sequence[SimLink] = ()
+        self._listened: set[SimLink] = set()
+        self.stored: dict[str, int] = {}
+        """Rows of each shard that an actor said to have stored."""
         self._lives: dict[int, int] = {}
         self._real = Worker(cloudpickle.loads(jobs[0]), self)
         self.description = self._real.description
@@ -191,7 +214,10 @@ class Simulation:
                 _, _, link, answer = heapq.heappop(heap)
                 if not link.ended:
                     link.heard.append(answer)
-            return {link for link in links if link.heard}
+                    self.speaking[link] = None
+            if links is not self._listed:
+                self._listed, self._listened = links, {*links}
+            return {link for link in self.speaking if link in self._listened}
 
     # What a worker's side of a channel has, for the one that is real.
     def place(self, share: Share, plan: Any, module: Any) -> Any:
@@ -229,6 +255,20 @@ class Simulation:
         self.count(index, lease, frames)
         entry = LedgerEntry(slots=frames, executed=frames)
         return m.Filled(frames, entry, [0], 0, None)
+
+    def kept(self, link: SimLink, lease: m.Lease) -> Kept:
+        """Say that the rows of a lease are stored."""
+        assert link.keep is not None
+        frames = lease.frames
+        link.step += frames
+        self.made += frames
+        self.stored[Path(link.keep.path).name] = link.step
+        self.count(link.index, lease, frames)
+        entry = LedgerEntry(slots=frames, executed=frames, stored=frames)
+        next_id = link.keep.first_id + link.keep.run_lanes
+        return Kept(
+            f"{id(link):x}", link.step, entry, 0, 1, next_id, -1, np.zeros(0, EPISODE), "simulated"
+        )
 
     def count(self, index: int, lease: m.Lease, done: int) -> None:
         board = self.memory.board(index)
@@ -278,26 +318,38 @@ def run(args: argparse.Namespace, total: int) -> dict[str, float]:
         return made[0]
 
     factories: list[Callable[[], Any]] = [lambda: make(args.width)] * args.actors
-    with MultiprocessCollector(
-        factories,
-        None,
-        mode="async",
-        frames_per_batch=args.batch,
-        total_frames=total,
-        seed=args.seed,
-        transport=transport,
-        on_worker_death="respawn",
-        max_respawns=10**9,
-    ) as collector:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        MultiprocessCollector(
+            factories,
+            None,
+            mode="async",
+            frames_per_batch=args.batch,
+            total_frames=total,
+            seed=args.seed,
+            transport=transport,
+            on_worker_death="respawn",
+            max_respawns=10**9,
+            sharded=args.sharded,
+            storage=Path(folder) / "rows" if args.sharded else None,
+        ) as collector,
+    ):
         sim, judge = made[0], Judge(args.actors)
         sim.mark = time.thread_time()
         sim.driver, began = 0.0, sim.clock
-        for batch in collector:
-            with sim.apart():
-                judge.look(batch)
+        if args.sharded:
+            collector.collect(total)
+        else:
+            for batch in collector:
+                with sim.apart():
+                    judge.look(batch)
         sim._passes()
         ledger = collector.ledger
         ledger.check()
+        if args.sharded:
+            said = ShardedFiles(Path(folder) / "rows").acknowledged()
+            assert {each.name: each.rows for each in said.shards} == sim.stored
+            judge.rows = said.rows
         assert judge.rows == ledger.stored == total, (judge.rows, ledger.stored, total)
         assert ledger.lost == sim.lost, (ledger.lost, sim.lost)
     seconds = sim.clock - began
@@ -322,6 +374,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64_000)
     parser.add_argument("--width", type=int, default=17, help="numbers of an observation")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sharded", action="store_true", help="actors keep their rows")
     parser.add_argument("--rates", action="store_true")
     args = parser.parse_args()
     columns = "rows hours deaths lost rate driver us share"
@@ -335,7 +388,7 @@ def main() -> None:
     if not args.rates:
         show(math.floor(args.actors * args.hours * 3600 / args.step))
     else:
-        for args.step in (1.0, 0.1, 0.01, 0.001):
+        for args.step in (1.0, 0.1, 0.01, 0.001, 0.0001):
             show(args.batch * 4)
     print(f"memory at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 

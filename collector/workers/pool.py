@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.util import Finalize
+from operator import attrgetter
 from typing import Any
 
 from tallyroll.collector.errors import WorkerError
@@ -54,6 +55,12 @@ class WorkerPool:
         self.members: list[Member] = []
         self._owner = os.getpid()
         self._look_at = 0.0
+        self._busy: dict[Any, Member] = {}
+        """Members that owe answers, by their links; made again where others do."""
+        self._links: list[Any] = []
+        """These links: the same list for as long as they are the same, so a transport knows it."""
+        self._changed = True
+        """Whether other members may owe answers than these."""
         # Called by us, or before multiprocessing waits for its children at the interpreter's exit.
         self._finalize = Finalize(self, _kill_all, (self.members,), exitpriority=100)
         try:
@@ -70,7 +77,7 @@ class WorkerPool:
     def ask(self, member: Member, message: object) -> None:
         """Ask; a worker that is dead is heard of by :meth:`events`."""
         if not member.asked:
-            member.since = time.monotonic()
+            member.since, self._changed = time.monotonic(), True
         member.asked += 1
         if member.failed is None:
             member.link.send(message)
@@ -90,25 +97,37 @@ class WorkerPool:
             during: what it waits in; None: where signals' handlers may raise.
         """
         until = math.inf if limit is None else time.monotonic() + limit
-        listened = self.members if of is None else of
-        busy = [member for member in listened if member.asked]
-        for member in busy:
-            if member.failed is not None:  # it was said before, and is again
-                member.asked = 0
-                return [(member, member.failed)]
-        links = [member.link for member in busy]
+        if self._changed or of is not None:
+            self._listen(self.members if of is None else of)
+            self._changed = of is not None
+            for member in self._busy.values():
+                if member.failed is not None:  # it was said before, and is again
+                    self._changed, member.asked = True, 0
+                    return [(member, member.failed)]
+        busy, links = self._busy, self._links
         while busy:
             patience = min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))
             with admitted() if during is None else during:
                 ready = self.transport.ready(links, patience)
-            events = [self._heard(member) for member in busy if member.link in ready]
+            heard = sorted((busy[link] for link in ready), key=attrgetter("index"))
+            events = [self._heard(member) for member in heard]
             if not ready or time.monotonic() >= self._look_at:  # of a thousand that takes a while
                 self._look_at = time.monotonic() + _LOOK_SECONDS
-                silent = [member for member in busy if member.link not in ready]
+                every = self._supervision.step_timeout is not None  # else those that start
+                silent = [
+                    member
+                    for link, member in busy.items()
+                    if (every or not member.ready) and link not in ready
+                ]
                 events += [(member, self._hung(member)) for member in silent if self._hangs(member)]
             if events or time.monotonic() >= until:
                 return events
         return []
+
+    def _listen(self, members: Sequence[Member]) -> None:
+        """Listen to those of some members that owe answers."""
+        self._busy = {member.link: member for member in members if member.asked}
+        self._links = [*self._busy]
 
     def all_do(self, message: object, during: AbstractContextManager[None]) -> bool:
         """Ask all the same, and hear all; what else may come up is left to :meth:`events`.
@@ -117,6 +136,7 @@ class WorkerPool:
         ``during``: what it waits in, if handlers of signals are deferred.
         """
         now, busy, idle = time.monotonic(), self.members, True
+        self._changed = True
         for member in busy:
             if member.asked or member.failed is not None:
                 self.ask(member, message)
@@ -145,13 +165,15 @@ class WorkerPool:
     def _heard(self, member: Member) -> Event:
         answer = member.link.hear()
         if isinstance(answer, Gone):
+            self._changed = True
             _end(member)
             member.failed = failures.died(member, answer)
             return member, member.failed
+        self._changed |= member.asked == 1
         member.asked -= 1
         member.since = time.monotonic()
         if isinstance(answer, m.Raised):
-            member.asked = 0
+            self._changed, member.asked = True, 0
             member.failed = failures.worker_error(member, answer)
             return member, member.failed
         member.state = getattr(answer, "state", None) or member.state
@@ -159,19 +181,21 @@ class WorkerPool:
 
     def _hangs(self, member: Member) -> bool:
         """Whether it made no progress for as long as it was given."""
+        timeout = self._timeout(member)
+        if timeout is None:
+            return False
         now = time.monotonic()
         filled = member.board[FILLED], member.board[STEPPED]
         if filled != member.filled:
             member.filled, member.since = filled, now
-        timeout = self._timeout(member)
-        return timeout is not None and now - member.since > timeout
+        return now - member.since > timeout
 
     def _timeout(self, member: Member) -> float | None:
         limits = self._supervision
         return limits.step_timeout if member.ready else limits.start_seconds
 
     def _hung(self, member: Member) -> WorkerError:
-        kills = self.transport.kills
+        kills, self._changed = self.transport.kills, True
         if kills:
             _end(member)
         else:
@@ -212,8 +236,13 @@ class WorkerPool:
             heard += events or [(member, self._hung(member)) for member in silent]
         return heard
 
+    def give_up(self, member: Member, why: Exception) -> None:
+        """Wait no more for a worker; it counts as failed, and that is said once it is asked."""
+        self._changed, member.asked, member.failed = True, 0, why
+
     def restart(self, member: Member) -> None:
         """Start another worker in the place of ``member``; its first answer is not heard yet."""
+        self._changed = True
         _end(member)
         member.link = self.transport.start(member.index)
         member.asked, member.since = 1, time.monotonic()

@@ -16,7 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.checks.ranges import ranges_of
-from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, OwnShard, Seen, rows_at
+from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, OwnShard, Seen, seen_at
 from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.driven.make import make_env
@@ -277,7 +277,7 @@ class Worker:
     def look(self, message: Look) -> Seen:
         """Look for shards on the disks of this node."""
         self.doing = "looking for shards"
-        return Seen({path: rows for path in message.paths if (rows := rows_at(path))})
+        return seen_at(message.paths)
 
     def close(self) -> None:
         """Close the shard and the environment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
@@ -70,6 +71,24 @@ def record_after(payload: bytes, *, next_id: int, incarnation: int, policy_versi
     value["next_id"] = max(record.next_id, next_id)
     value["incarnation"] = max(record.incarnation, incarnation)
     value["policy_version"] = max(record.policy_version, policy_version)
+    return json.dumps(value).encode()
+
+
+def record_with_version(payload: bytes, policy_version: int) -> bytes:
+    """Return the payload of a record that `record_bytes` made, with a policy version."""
+    return b'%b, "policy_version": %d}' % (payload[:-1], policy_version)
+
+
+def record_without(payload: bytes, counts: Mapping[str, int]) -> bytes:
+    """Return the payload of a record whose ledger has so much less of some ``counts``.
+
+    The payload of a record that no collector wrote stays as it is.
+    """
+    if RunRecord.parse((0, payload)) is None:
+        return payload
+    value = json.loads(payload)
+    for name, count in counts.items():
+        value["ledger"][name] = max(0, value["ledger"].get(name, 0) - count)
     return json.dumps(value).encode()
 
 

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import cloudpickle
 import numpy as np
 import psutil
+import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDict, TensorDictBase
@@ -32,6 +33,7 @@ from tallyroll.collector import (
     multiprocess,
 )
 from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.workers.leases.source import Leases
 from tallyroll.collector.workers.local.threads import ThreadTransport
 
 from collect_kit import Batches, ByObservation, OwnTicks, assert_same
@@ -416,6 +418,25 @@ def assert_first_started(
             slot += length_of(lengths, lane, episode) + resets
     first = {(lane, episode) for _, lane, episode in sorted(starts)[:taken]}
     assert first == {(lane, episode) for lane in lanes for episode in range(whole[lane])}
+
+
+# --- sums over all workers ----------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def kept_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the sums that `Leases` keeps with those over all workers, before each block."""
+    plain = Leases.block
+
+    def block(leases: Leases, want: int) -> Any:
+        queue, budget = leases._queue, leases._budget
+        out = [each for tally in budget._tallies for each in tally.leased]
+        assert budget.out is bool(out)
+        assert (budget.drawing == sum(each.random_frames for each in out)).all()
+        assert leases.held == sum(int(each.transitions.sum()) for each in queue.segments)
+        return plain(leases, want)
+
+    monkeypatch.setattr(Leases, "block", block)
 
 
 # --- workers in threads -------------------------------------------------------------------------

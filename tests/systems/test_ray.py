@@ -17,7 +17,11 @@ import pytest
 import ray
 import torch
 from loopback_kit import (
+    KILLS,
     LANES,
+    SECONDS_OF_ALL,
+    SECONDS_OF_KILLS,
+    SEED,
     actors,
     assert_whole,
     collecting,
@@ -60,11 +64,10 @@ from worker_kit import (
 
 __all__ = ["nothing_left_behind"]
 
-KILLS = int(os.environ.get("TALLYROLL_RAY_KILLS", "3"))
 RUN: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 200, "seed": 3, "spares": 0}
 
 
-@pytest.mark.timeout(1600)
+@pytest.mark.timeout(SECONDS_OF_ALL + 100)
 def test_in_a_network_namespace() -> None:
     run_inside(__file__, "in_step or out_of_step or half_of_new or dies_in_a_step")
 
@@ -165,10 +168,10 @@ def test_a_storage_goes_on_with_another_collector(others: Any, tmp_path: Path) -
 
 
 @inside
-@pytest.mark.timeout(120 + 20 * KILLS)
+@pytest.mark.timeout(SECONDS_OF_KILLS)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_actors_killed_at_random(mode: Any, tmp_path: Path) -> None:
-    draws, killed, total = random.Random(KILLS), 0, 1_003
+    draws, killed, total = random.Random(SEED), 0, 1_003
     with collecting(tmp_path, mode) as collector:
         for _ in collector:
             if killed < KILLS and collector.ledger.respawned == killed:

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 import ray
 import torch
-from loopback_kit import folder_of_ray, inside, nothing_left_behind, run_inside
+from loopback_kit import (
+    KILLS,
+    SECONDS_OF_ALL,
+    SECONDS_OF_KILLS,
+    SEED,
+    folder_of_ray,
+    inside,
+    nothing_left_behind,
+    run_inside,
+)
 
 from tallyroll.collector import MultiprocessCollector, RayCollector
 from tallyroll.collector.cli import main
@@ -29,11 +38,10 @@ from worker_kit import SAME, Versioned, chosen_by, factories
 
 __all__ = ["nothing_left_behind"]
 
-KILLS = int(os.environ.get("TALLYROLL_RAY_KILLS", "3"))
 LANES = 6
 
 
-@pytest.mark.timeout(1600)
+@pytest.mark.timeout(SECONDS_OF_ALL + 100)
 def test_in_a_network_namespace() -> None:
     run_inside(__file__)
 
@@ -73,9 +81,9 @@ def shards_of(path: Path) -> list[KeptShard]:
 
 
 @inside
-@pytest.mark.timeout(240 + 30 * KILLS)
+@pytest.mark.timeout(120 + SECONDS_OF_KILLS)
 def test_actors_killed_at_random_and_a_shard_that_is_lost(tmp_path: Path) -> None:
-    path, dice, killed = tmp_path / "rows", random.Random(3), 0
+    path, dice, killed = tmp_path / "rows", random.Random(SEED), 0
     run: dict[str, Any] = {"mode": "async", "sharded": True, "storage": path}
     with RayCollector(
         faulty(Faults(tmp_path), LANES, 3, slow=0.004),

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Keep:
 class Kept:
     """Answer to a lease: so many rows are committed to the shard."""
 
+    id: str
+    """The id of the shard's manifest; "" until it has rows."""
     rows: int
     """All rows of the shard, those of earlier leases included."""
     entry: LedgerEntry
@@ -77,17 +80,20 @@ class Look:
 class Seen:
     """Answer to that."""
 
-    rows: Mapping[str, int]
-    """Rows of each shard that is there, by its path."""
+    shards: Mapping[str, tuple[str, int]]
+    """The id and the rows of each storage that is there, by its path."""
 
 
-def rows_at(path: str) -> int:
-    """Return the rows of the shard there; 0 if there is none, or it is damaged."""
-    try:
-        with MemmapStorage(path, mode="read", accept_copy=True) as shard:
-            return shard.head
-    except (StorageMissing, NotAStorage, CorruptStorage):
-        return 0
+def seen_at(paths: Sequence[str]) -> Seen:
+    """Look for shards; those that are damaged are not there."""
+    found = {}
+    for path in paths:
+        with (
+            suppress(StorageMissing, NotAStorage, CorruptStorage),
+            MemmapStorage(path, mode="read", accept_copy=True) as shard,
+        ):
+            found[path] = shard.manifest["id"], shard.head
+    return Seen(found)
 
 
 class OwnShard:
@@ -161,6 +167,7 @@ class OwnShard:
             board[COUNTED] = counted_word(0, ledger.executed - executed)
         newest = RANDOM_VERSION if self._policy is None else self._policy.version
         return Kept(
+            self._id,
             self._writer.stored_run.head,
             self._entry(),
             ledger.carried,
@@ -170,6 +177,12 @@ class OwnShard:
             episodes.newest(episodes.total - ended, stored),
             platform.node(),
         )
+
+    @property
+    def _id(self) -> str:
+        assert self._writer.storage is not None
+        reader = self._writer.storage.reader
+        return str(reader.manifest["id"]) if reader.initialised else ""
 
     def _entry(self) -> LedgerEntry:
         now = self._ledger.block.words.copy()

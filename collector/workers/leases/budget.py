@@ -68,6 +68,7 @@ class LeaseBudget:
         self._frames, self._budget, self._episodes = frames, budget, episodes
         self._openings = openings
         self._granted = 0
+        self._drawing = np.zeros_like(openings.left)
         self.begin(ledger, fresh=False)
 
     def begin(self, ledger: Ledger, fresh: bool) -> None:
@@ -78,6 +79,9 @@ class LeaseBudget:
         self._tickets = 0 if episodes is None else episodes - ledger.episodes_complete
         self._unfinished = self._tickets
         self._tallies = [Tally(fresh) for _ in range(self._workers)]
+        # Sums over all workers are kept, for there may be a thousand of them.
+        self._out = 0
+        self._drawing[:] = 0
 
     @property
     def complete(self) -> bool:
@@ -87,7 +91,12 @@ class LeaseBudget:
     @property
     def out(self) -> bool:
         """Some leases have not come back."""
-        return any(tally.leased for tally in self._tallies)
+        return self._out > 0
+
+    @property
+    def spent(self) -> bool:
+        """No transition is left to lease, unless one that is out comes back."""
+        return self._episodes is None and self._unleased <= 0
 
     @property
     def random_frames(self) -> int:
@@ -102,8 +111,7 @@ class LeaseBudget:
     @property
     def drawing(self) -> Counts:
         """``[policy]``: transitions with random actions of leases that have not come back."""
-        leased = [part.random_frames for tally in self._tallies for part in tally.leased]
-        return np.sum(leased, axis=0) if leased else np.zeros_like(self._openings.left)
+        return self._drawing
 
     # --- leases that go out -----------------------------------------------------------------------
 
@@ -145,6 +153,8 @@ class LeaseBudget:
         segment.free, segment.lease = False, self._granted
         segment.reserved, segment.random_frames = reserved, drawn
         tally.leased.append(segment)
+        self._out += 1
+        self._drawing += drawn
         last = self._tickets == 0
         random_frames = drawn.tolist()
         return m.Lease(self._granted, segment.base, frames, random_frames, tickets, last, fresh)
@@ -156,7 +166,7 @@ class LeaseBudget:
         lanes = openings.acts_in[:, first : first + len(member.lanes)].sum(axis=1)
         most = np.minimum(reserved, slots * lanes)
         drawn: Counts = np.minimum(openings.left, most)
-        if ((drawn < most) & (self.drawing > 0)).any():
+        if ((drawn < most) & (self._drawing > 0)).any():
             # What those leave over comes first: no lane acts at random after its policy did.
             return None
         return drawn
@@ -167,8 +177,9 @@ class LeaseBudget:
         """Take back what the oldest lease left over; its segment is free if nothing is in it."""
         tally = self._tallies[member.index]
         segment = tally.leased.popleft()
+        self._came_back(segment)
         segment.used = filled.used
-        have = int(segment.transitions.sum())
+        segment.left = have = int(np.count_nonzero(segment.transitions))
         self._unleased += segment.reserved - have
         self._openings.left += np.array(filled.random_left)
         tally.tickets -= filled.completed
@@ -177,6 +188,10 @@ class LeaseBudget:
             tally.pending = ended_in(segment.slab, filled.used - 1, filled.used)[0]
         segment.free = not have
         return segment
+
+    def _came_back(self, segment: Segment) -> None:
+        self._out -= 1
+        self._drawing -= segment.random_frames
 
     def take_back_random(self, segment: Segment) -> None:
         """Let others have random actions in the place of those that no block took."""
@@ -191,6 +206,7 @@ class LeaseBudget:
         tally, lost = self._tallies[member.index], NOTHING
         self._tickets += tally.tickets
         for segment in tally.leased:
+            self._came_back(segment)
             segment.free = True
             self._openings.left += segment.random_frames
             self._unleased += segment.reserved

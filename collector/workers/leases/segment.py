@@ -19,6 +19,8 @@ class Segment:
     base: int
     slab: Slab
     used: int = 0
+    left: int = 0
+    """The number of ``transitions``."""
     free: bool = True
     lease: int = 0
     """The number of the last lease that it was for."""
@@ -35,6 +37,8 @@ class Segment:
         return self.slab.transitions[: self.used]
 
 
+Taken = Callable[[int], None]
+"""Hears how many transitions of a segment were taken."""
 Emptied = Callable[[Segment, bool], None]
 """Hears that all of a segment was taken, and whether its rows are kept where they are."""
 
@@ -49,6 +53,7 @@ class SegmentGiver:
     segment: Segment
     all_of_worker: Sequence[Segment]
     """Segments of the same worker, this one included."""
+    taken: Taken
     emptied: Emptied
 
     def keeps(self) -> bool:
@@ -57,9 +62,11 @@ class SegmentGiver:
 
     def given(self, block: Block) -> None:
         """The rows of ``block`` are the caller's; the segment is free once empty."""
-        segment = self.segment
+        segment, count = self.segment, len(block)
         segment.slab.transitions[: block.used] &= ~block.taken
-        if not segment.transitions.any():
+        segment.left -= count
+        self.taken(count)
+        if not segment.left:
             self.emptied(segment, block.kept)
 
     def released(self) -> None:

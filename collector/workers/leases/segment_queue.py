@@ -26,6 +26,8 @@ class SegmentQueue:
         """Segments to take, and lanes whose trajectories are others from there on."""
         self._entry = NOTHING
         """Events since the last block."""
+        self.held = 0
+        """Transitions that came back and wait for the next block."""
 
     # --- what came --------------------------------------------------------------------------------
 
@@ -34,20 +36,23 @@ class SegmentQueue:
         self.count(entry)
         if not segment.free:
             self.waiting.append(segment)
+            self.held += segment.left
 
     def count(self, entry: LedgerEntry) -> None:
         """Count events; the next block has them."""
         self._entry = self._entry.plus(entry)
 
+    def recount(self) -> None:
+        """Count again what waits, after an exception that may have come between two counts."""
+        self.held = 0
+        for each in self.segments:
+            each.left = int(np.count_nonzero(each.transitions))
+            self.held += each.left
+
     @property
     def segments(self) -> list[Segment]:
         """Segments that wait."""
         return [each for each in self.waiting if isinstance(each, Segment)]
-
-    @property
-    def held(self) -> int:
-        """Transitions that came back and wait for the next block."""
-        return sum(int(segment.transitions.sum()) for segment in self.segments)
 
     def all_held(self) -> list[Held]:
         """Return the transitions that wait, and the lanes that are cut between them."""
@@ -74,10 +79,14 @@ class SegmentQueue:
 
     def _take(self, segment: Segment, slots: int, want: int, emptied: Emptied) -> Block:
         block = Block.of(segment.slab, segment.transitions[:slots], want)
-        giver = SegmentGiver(segment, self._segments[segment.member], emptied)
+        siblings = self._segments[segment.member]
+        giver = SegmentGiver(segment, siblings, self._took, emptied)
         block.giver = block.keeper = giver
         block.entry = self.take_entry()
         return block
+
+    def _took(self, count: int) -> None:
+        self.held -= count
 
     def _cut(self, lanes: range) -> Block:
         self.waiting.popleft()
@@ -149,5 +158,8 @@ class SegmentQueue:
     def _discard(self, segment: Segment, start: int) -> None:
         """Count the transitions from slot ``start`` on that no block took, and forget them."""
         rest = segment.transitions[start:]
-        self.count(LedgerEntry(discarded=int(rest.sum())))
+        gone = int(np.count_nonzero(rest))
+        self.count(LedgerEntry(discarded=gone))
+        self.held -= gone
+        segment.left -= gone
         rest[:] = False

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import add, attrgetter
 from typing import NoReturn, Self
 
 from tallyroll.collector.batches.state.run_state import RunState
@@ -25,9 +26,10 @@ from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import Event, WorkerPool
 from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
-from tallyroll.storage.datasets.sharded.acknowledged import KeptShard
+from tallyroll.storage.datasets.sharded.acknowledged import SUMS, KeptShard
 from tallyroll.storage.datasets.sharded.sink import ShardedWriter
 
+_sums_of = attrgetter(*SUMS)
 _LEASES = 2
 """Leases that a worker has at once: it never waits for this process."""
 
@@ -49,6 +51,8 @@ class _Part:
     """Leases that have not come back."""
     held: int = 0
     open: int = 0
+    sums: tuple[int, ...] = (0,) * len(SUMS)
+    """What its rows are of the counts that are sums over rows."""
 
 
 class _WithoutRows:
@@ -102,6 +106,12 @@ class ShardedLeases(_WithoutRows):
         self._parts: dict[int, _Part] = {}
         """The shard of each worker that has one, by its index."""
         self._unleased = self._numbered = self._size = 0
+        # Sums over all workers are kept, for there may be a thousand of them.
+        self._out = self._open = 0
+        self.held = 0
+        """Transitions that wait in workers for the next lease."""
+        self._hungry = {*range(len(pool.members))}
+        """Workers that may have fewer leases than they may have."""
         self._stopping = False
         here = Decision("in shards", "workers keep their rows")
         self.plan = StoringPlan(here, Decision("none", "rows stay where they are"), here, here)
@@ -140,26 +150,31 @@ class ShardedLeases(_WithoutRows):
     @property
     def _awaited(self) -> bool:
         """Leases will come back, or there will be a worker to give one to."""
-        if any(part.leased for part in self._parts.values()):
-            return True
-        return not self._stopping and self._startup.replacements.under_way
+        return self._out > 0 or (not self._stopping and self._startup.replacements.under_way)
 
     def _grant(self) -> None:
         """Give a lease to each worker that has fewer than it may have, while there is a budget."""
-        for _ in range(_LEASES):
-            for member in self._worker_pool.members:
-                if self._stopping or not self._unleased:
-                    return
+        for _ in range(_LEASES):  # one each, then another: no worker is left without
+            if self._stopping or not self._unleased:
+                return
+            for index in sorted(self._hungry):
+                member = self._worker_pool.members[index]
                 if not member.ready or member.failed is not None:
                     continue  # it comes in the place of another
-                part = self._parts.get(member.index) or self._begin(member)
-                if len(part.leased) < _LEASES:
-                    frames = min(self._size, self._unleased)
-                    self._numbered += 1
-                    lease = m.Lease(self._numbered, 0, frames, (0,), 0, False, False)
-                    self._unleased -= frames
-                    part.leased.append(lease)
-                    self._worker_pool.ask(member, lease)
+                part = self._parts.get(index) or self._begin(member)
+                if len(part.leased) == _LEASES:
+                    self._hungry.discard(index)
+                elif self._unleased:
+                    self._lease(member, part)
+
+    def _lease(self, member: Member, part: _Part) -> None:
+        frames = min(self._size, self._unleased)
+        self._numbered += 1
+        lease = m.Lease(self._numbered, 0, frames, (0,), 0, False, False)
+        self._unleased -= frames
+        self._out += 1
+        part.leased.append(lease)
+        self._worker_pool.ask(member, lease)
 
     def _begin(self, member: Member) -> _Part:
         """Let a worker begin a shard."""
@@ -196,6 +211,7 @@ class ShardedLeases(_WithoutRows):
         """Count what is stored, or lost; return workers that failed."""
         failed, kept = [], []
         for member, answer in events:
+            self._hungry.add(member.index)
             if isinstance(answer, Kept):
                 kept.append((member, answer))
             elif isinstance(answer, Exception):
@@ -210,21 +226,21 @@ class ShardedLeases(_WithoutRows):
     def _acknowledge(self, kept: Sequence[tuple[Member, Kept]]) -> None:
         """Let rows count, whole leases of them."""
         run, stored_run, entry = self._run, self._run.writer.stored_run, NOTHING
-        before = run.ledger.stored
+        before, rows = run.ledger.stored, []
         for member, answer in kept:
             part = self._parts[member.index]
             self._unleased += part.leased.popleft().frames - answer.entry.stored
-            part.held, part.open = answer.held, answer.open
+            self._out -= 1
+            self._holds(part, answer.held, answer.open)
+            part.sums = tuple(map(add, part.sums, _sums_of(answer.entry)))
             entry = entry.plus(answer.entry)
             stored_run.count_ids(answer.next_id - 1)
-        rows = [
-            KeptShard(self._parts[member.index].name, answer.host, answer.rows)
-            for member, answer in kept
-        ]
+            if answer.rows:
+                rows.append(KeptShard(part.name, answer.host, answer.id, answer.rows, part.sums))
         post(run.ledger, entry)
         try:
             run.ledger.balance(self.held)
-            record = stored_run.record(run.ledger, sum(part.open for part in self._parts.values()))
+            record = stored_run.record(run.ledger, self._open)
             self._sink.acknowledge(rows, record, max(answer.version for _, answer in kept))
         except BaseException:
             # They do not count: what was executed for them is lost.
@@ -240,16 +256,19 @@ class ShardedLeases(_WithoutRows):
         if part is None:
             return NOTHING
         self._unleased += sum(lease.frames for lease in part.leased)
+        self._out -= len(part.leased)
         executed = 0
         if part.leased and member.board[LEASE] == part.leased[0].number:
             executed = counted_in(member.board[COUNTED])[1]
-        lost = part.held + executed
-        return LedgerEntry(executed, executed, lost=lost, episodes_cut=part.open)
+        lost, cut = part.held + executed, part.open
+        self._holds(part, 0, 0)
+        return LedgerEntry(executed, executed, lost=lost, episodes_cut=cut)
 
-    @property
-    def held(self) -> int:
-        """Transitions that wait in workers for the next lease."""
-        return sum(part.held for part in self._parts.values())
+    def _holds(self, part: _Part, held: int, open: int) -> None:
+        """Note what waits in a worker, and the trajectories that go on there."""
+        self.held += held - part.held
+        self._open += open - part.open
+        part.held, part.open = held, open
 
     # --- its end ----------------------------------------------------------------------------------
 
@@ -275,12 +294,12 @@ class ShardedLeases(_WithoutRows):
         run = self._run
         run.over = True
         self.stop()
-        if any(part.leased for part in self._parts.values()):
+        if self._out:
             events = self._worker_pool.settle()
             self._counted(
                 [event for event in events if not self._startup.replacements.leads(event[0])]
             )
-        held, cut = self.held, sum(part.open for part in self._parts.values())
+        held, cut, self.held, self._open = self.held, self._open, 0, 0
         self._parts.clear()
         post(run.ledger, LedgerEntry(discarded=held, episodes_cut=cut))
         run.ledger.balance(0)
@@ -305,9 +324,7 @@ def lost_since(startup: WorkerStartup, sink: ShardedWriter) -> list[str]:
     }
     if not names:
         return []
-    seen: dict[str, int] = {}
     answers: list[Seen] = startup.ask_all(Look([*names]))
-    for answer in answers:
-        for path, rows in answer.rows.items():
-            seen[names[path]] = max(rows, seen.get(names[path], 0))
-    return sink.lose_missing(seen)
+    return sink.lose_missing(
+        (names[path], *found) for answer in answers for path, found in answer.shards.items()
+    )

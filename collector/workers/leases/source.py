@@ -77,7 +77,7 @@ class Leases(LeasedAtRandom):
 
     def _grant(self) -> None:
         """Give leases for all segments that are free, while there is a budget."""
-        if self._stopping or self._budget.complete:
+        if self._stopping or self._budget.complete or self._budget.spent:
             return
         for _ in self._segments[0]:  # one each, then another: no worker is left without
             for index in sorted(self._hungry):
@@ -107,6 +107,7 @@ class Leases(LeasedAtRandom):
             return
         except BaseException:
             self._missed = True
+            self._queue.recount()
             raise
         try:  # once all is counted: the first may be the end
             for member, answer in events:
@@ -203,6 +204,7 @@ class Leases(LeasedAtRandom):
         """After an error: all that came back, each worker's as far as it is ``sound``."""
         self._stopping = True
         before = len(self._queue.waiting)
+        self._queue.recount()
         self._settle()
         if self._missed:
             self._queue.discard_from(before)

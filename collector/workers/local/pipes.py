@@ -4,7 +4,6 @@ import os
 import pickle
 import select
 from collections.abc import Sequence
-from math import ceil
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Generic, Protocol, TypeVar
@@ -109,34 +108,62 @@ L = TypeVar("L", bound=HasSources)
 
 
 class Waiting(Generic[L]):
-    """Waits for links; what the system has to know of some of them is put together once."""
+    """Waits for links. The system is given each of them once, and names those that are ready."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[L, ...], tuple[select.poll, dict[int, tuple[L, bool]]]] = {}
+        self.forget()
 
     def forget(self) -> None:
         """Forget all links: some are no more."""
-        self._known.clear()
+        self._links: Sequence[L] | None = None
+        self._wanted: set[L] = set()
+        """The links of the last call."""
+        self._known: set[L] = set()
+        self._of: dict[int, tuple[L, bool]] = {}
+        """The link of each file, and whether it is that of its messages."""
+        self._aside: list[int] = []
+        """Files of known links that were ready when these were not wanted."""
+        self._poll: select.epoll | None = None  # the last reference to one closes it
 
     def ready(self, links: Sequence[L], seconds: float) -> set[L]:
-        """Return links that have something to be heard, after at most so many ``seconds``."""
-        key = tuple(links)
-        known = self._known.get(key)
-        if known is None:
-            poll, of = select.poll(), {}
-            for link in links:
+        """Return links that have something to be heard, after at most so many ``seconds``.
+
+        The list of the call before is known to have the same links.
+        """
+        if links is not self._links:
+            self._listen(links)
+        assert self._poll is not None
+        found = set()
+        for file, _ in self._poll.poll(seconds):
+            link, says = self._of[file]
+            if link in self._wanted:
+                link.says = link.says or says
+                found.add(link)
+            else:  # it would be ready in each call
+                try:
+                    self._poll.unregister(file)
+                except OSError:  # closed here; a forked child has it open still
+                    self.forget()
+                    break
+                self._aside.append(file)
+        return found
+
+    def _listen(self, links: Sequence[L]) -> None:
+        poll = self._poll = self._poll or select.epoll()
+        self._links, self._wanted = links, {*links}
+        for link in links:
+            if link not in self._known:
+                self._known.add(link)
                 for first, source in zip((True, False), link.sources, strict=False):
                     file = source if isinstance(source, int) else source.fileno()
-                    poll.register(file, select.POLLIN)
-                    of[file] = link, first
-            known = self._known[key] = poll, of
-        poll, of = known
-        found = set()
-        for file, _ in poll.poll(ceil(1000 * seconds)):
-            link, says = of[file]
-            link.says = link.says or says
-            found.add(link)
-        return found
+                    poll.register(file, select.EPOLLIN)
+                    self._of[file] = link, first
+        aside, self._aside = self._aside, []
+        for file in aside:
+            if self._of[file][0] in self._wanted:
+                poll.register(file, select.EPOLLIN)
+            else:
+                self._aside.append(file)
 
 
 class SharedPlace:

@@ -189,8 +189,9 @@ class ProcessTransport:
         return self._place.make(share, plan, module)
 
     def close(self) -> None:
-        """Let the jobs go."""
+        """Let the jobs go, and forget the links."""
         self._jobs.clear()
+        self._waiting.forget()
 
 
 def _in_memory(job: bytes) -> Arena:

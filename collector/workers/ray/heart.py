@@ -56,7 +56,7 @@ class Heart:
                 self._links()[index].order()
 
     def _beat(self) -> None:
-        links = [link for link in self._links() if link.beats]
+        links = dict.fromkeys(link for link in self._links() if link.beats)
         self._out = {link: out for link, out in self._out.items() if link in links}
         refs = [ref for ref, _ in self._out.values()]
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()

@@ -40,7 +40,7 @@ class RayLink:
         place: Callable[[], FarPlace],
         weights: Callable[[], tuple[int, Any]],
     ) -> None:
-        self._index, self._start, self._place, self._weights = index, start, place, weights
+        self.index, self._start, self._place, self._weights = index, start, place, weights
         self._asked: deque[tuple[Any, object]] = deque()
         self._sent_weights = -1
         self._bound = self._made = self._ended = False
@@ -51,7 +51,7 @@ class RayLink:
         self._begin(spare=True)
 
     def _begin(self, spare: bool) -> None:
-        self.actor, facts, made = self._start(self._index, spare)
+        self.actor, facts, made = self._start(self.index, spare)
         self._facts = facts
         self._again = spare
         self._asked.clear()
@@ -89,8 +89,8 @@ class RayLink:
             version = self.send_weights()
             place = self._place()
             number = next(_orders)  # first: an order of that number is not older than its word
-            word = place.board(self._index)[HALT]
-            given = Given(version, (number, word), *place.given(self._index, question))
+            word = place.board(self.index)[HALT]
+            given = Given(version, (number, word), *place.given(self.index, question))
         self._asked.append((self.actor.ask.remote(question, given), question))
 
     def send_weights(self) -> int:
@@ -105,7 +105,7 @@ class RayLink:
         """Send the word that tells it to end, or to go on. Called by one thread alone."""
         if self._bound and not self._ended:
             number = next(_orders)
-            self.actor.halt.remote(number, self._place().board(self._index)[HALT])
+            self.actor.halt.remote(number, self._place().board(self.index)[HALT])
 
     def starts_again(self) -> bool:
         """Whether it was a spare that had died meanwhile, and a new actor is in its place."""
@@ -139,7 +139,7 @@ class RayLink:
         if isinstance(answer.content, Ended):
             return self._gone(answer.content.how)
         if answer.words:
-            self._place().land(self._index, question, answer)
+            self._place().land(self.index, question, answer)
         return answer.content
 
     def _gone(self, how: str, hint: str = "") -> Gone:

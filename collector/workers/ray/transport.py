@@ -119,9 +119,8 @@ class RayTransport:
         place, heard = self._made_place, self._heart.heard
         while heard:
             link, words = heard.popitem()
-            for index, each in self.links.items():
-                if place is not None and each is link:
-                    place.tell(index, words)
+            if place is not None and self.links.get(link.index) is link:
+                place.tell(link.index, words)
 
     def _place(self) -> FarPlace:
         assert self._made_place is not None

@@ -107,7 +107,7 @@ class Replacements:
         """Leave workers that get ready: they count as failed, and are replaced when asked again."""
         for member in self._worker_pool.members:
             if coming := self._coming.pop(member.index, None):
-                member.asked, member.failed = 0, coming.why
+                self._worker_pool.give_up(member, coming.why)
 
     def finish(self) -> None:
         """Wait until all workers are ready.

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.run_record import record_without
 from tallyroll.storage.files.safe_files import Inside, write_all
 
 NAME: Final = re.compile(r"[0-9]{6}-[0-9a-f]{8}")
@@ -26,7 +27,9 @@ NAME: Final = re.compile(r"[0-9]{6}-[0-9a-f]{8}")
 _LIMIT: Final = 2**26
 _WRITTEN_AGAIN: Final = 2**20
 """Bytes after which the lines are put together into few."""
-_MOST_ROWS: Final = 2**48
+_MOST: Final = 2**48
+SUMS: Final = ("random", "ticks", "reset_ticks", "episodes_complete", "agent_transitions")
+"""Counts of a run's ledger that are sums over its rows: with a lost shard its part of them goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,31 @@ class KeptShard:
     name: str
     host: str
     """The node that it was written on."""
+    id: str
+    """The id of its manifest: no other storage at its place is taken for it."""
     rows: int
+    sums: tuple[int, ...] = (0,) * len(SUMS)
+    """Its part of the counts in :data:`SUMS`."""
+
+    @classmethod
+    def of(cls, said: Any) -> KeptShard:
+        """Return the shard of a list in a line; raise ValueError if it cannot be right."""
+        name, host, id, rows, *sums = said
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise ValueError(f"a shard called {name!r:.100}")
+        if not (isinstance(host, str) and isinstance(id, str)):
+            raise TypeError(f"{host!r:.100} and {id!r:.100} are no texts")
+        if len(sums) != len(SUMS):
+            raise ValueError(f"{len(sums)} counts")
+        for count in (rows, *sums):
+            if type(count) is not int or not 0 <= count < _MOST:
+                raise ValueError(f"{count!r:.100} rows, or a count of them")
+        return cls(name, host, id, rows, tuple(sums))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return its rows and counts, as a line has them."""
+        return [self.rows, *self.sums]
 
 
 @dataclass
@@ -56,34 +83,26 @@ class Acknowledged:
         if not isinstance(line, dict):
             raise TypeError("a line is no mapping")
         for each in line.get("shards", ()):
-            shard = _shard(each)
+            shard = KeptShard.of(each)
             if self.numbers.setdefault(shard.name, len(self.shards)) != len(self.shards):
                 raise ValueError(f"{shard.name} is there twice")
             self.shards.append(shard)
             self.rows += shard.rows
-        for spelt, rows in line.get("rows", {}).items():
+        for spelt, numbers in line.get("rows", {}).items():
             if not 0 <= (number := int(spelt)) < len(self.shards):
                 raise ValueError(f"no shard {number}")
             before = self.shards[number]
-            self.shards[number] = _shard([before.name, before.host, rows])
-            self.rows += rows - before.rows
+            now = KeptShard.of([before.name, before.host, before.id, *numbers])
+            self.shards[number] = now
+            self.rows += now.rows - before.rows
         if (record := line.get("record")) is not None:
             self.record = self.rows, str(record).encode()
 
     def line(self) -> dict[str, Any]:
         """Return a line that says all of it."""
-        shards = [[each.name, each.host, each.rows] for each in self.shards]
+        shards = [[each.name, each.host, each.id, *each.numbers] for each in self.shards]
         said: dict[str, Any] = {"shards": shards}
         return said if self.record is None else {**said, "record": self.record[1].decode()}
-
-
-def _shard(said: Any) -> KeptShard:
-    name, host, rows = said
-    if not (isinstance(name, str) and NAME.fullmatch(name) and isinstance(host, str)):
-        raise ValueError(f"a shard called {name!r:.100}")
-    if type(rows) is not int or not 0 <= rows < _MOST_ROWS:
-        raise ValueError(f"{rows!r:.100} rows")
-    return KeptShard(name, host, rows)
 
 
 def _spelt(line: Mapping[str, Any]) -> bytes:
@@ -135,6 +154,7 @@ class AcknowledgedFile:
     def __init__(self, inside: Inside, path: Path) -> None:
         self._inside, self._path = inside, path
         self.said, self._good = read_acknowledged(inside, path)
+        self._again_at = _WRITTEN_AGAIN
         self._file = -1
         self._open()
 
@@ -159,17 +179,27 @@ class AcknowledgedFile:
             raise
         self._good += len(content)
         self.said.take(line)
-        if self._good > _WRITTEN_AGAIN + 2 * len(_spelt(self.said.line())):
+        if self._good > self._again_at:
             self._write_again()
 
     def lose(self, numbers: Sequence[int]) -> None:
-        """Let no row of these shards count any more; the record stays as it is."""
-        self.append({"rows": {str(number): 0 for number in numbers}})
+        """Let no row of these shards count any more, and take their part from the record's sums.
+
+        How many rows were stored the record still says: those that are missing now are lost.
+        """
+        shards = [self.said.shards[number] for number in numbers]
+        line: dict[str, Any] = {"rows": {str(number): [0] * (1 + len(SUMS)) for number in numbers}}
+        if self.said.record is not None:
+            gone = [sum(sums) for sums in zip(*(each.sums for each in shards), strict=True)]
+            payload = record_without(self.said.record[1], dict(zip(SUMS, gone, strict=True)))
+            line["record"] = payload.decode()
+        self.append(line)
 
     def _write_again(self) -> None:
         content = _spelt(self.said.line())
         self._inside.write_aside(self._path, content)
         self._good = len(content)
+        self._again_at = _WRITTEN_AGAIN + 2 * self._good
         self._open()
 
     def close(self) -> None:

@@ -78,10 +78,10 @@ class ShardedFiles:
         return self.shards_path / name
 
     def open_shard(self, shard: KeptShard, *, accept_copy: bool = False) -> FileReader:
-        """Open a shard, and check that it has the rows that count.
+        """Open a shard, and check that it is that one, and has the rows that count.
 
         Raises:
-            CorruptStorage: it is not there, or lacks rows.
+            CorruptStorage: it is not there, lacks rows, or another storage is in its place.
             StorageError: it cannot be opened.
         """
         place = self.place_of(shard.name)
@@ -103,6 +103,13 @@ class ShardedFiles:
                 f"{place} is damaged, with {shard.rows:,} rows that count: {error} Or resume the "
                 "run, which collects as many again in their place."
             ) from error
+        if (id := reader.manifest["id"]) != shard.id:
+            with reader:
+                raise CorruptStorage(
+                    f"{place} is another storage (its id is {id}, expected {shard.id}), and "
+                    f"{shard.rows:,} rows of the one from node {shard.host} count. Bring that one "
+                    "back; or resume the run, which collects as many again in their place."
+                )
         if reader.head < shard.rows or reader.ring:
             with reader:
                 raise CorruptStorage(

@@ -33,7 +33,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.lock import WriterLock
 from tallyroll.storage.files.manifest import Manifest, new_manifest, run_of, write_manifest
 from tallyroll.storage.files.paths import make_directory, translated
-from tallyroll.storage.files.run_record import RunRecord, record_after
+from tallyroll.storage.files.run_record import RunRecord, record_after, record_with_version
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.keys import Key
@@ -160,16 +160,18 @@ class ShardedWriter(NoWriter):
 
     # --- shards -----------------------------------------------------------------------------------
 
-    def lose_missing(self, seen: Mapping[str, int]) -> list[str]:
+    def lose_missing(self, seen: Iterable[tuple[str, str, int]]) -> list[str]:
         """Let rows of shards that are gone, or damaged, count no more; return what is lost.
 
         What else keeps a shard from being opened is raised: a limit of files loses no row.
 
-        ``seen`` are rows of shards that others saw on their nodes, by name.
+        ``seen`` are shards that others saw on their nodes: name, id and rows of each.
         """
-        lost = []
+        lost, most = [], dict[tuple[str, str], int]()
+        for name, id, rows in seen:
+            most[name, id] = max(rows, most.get((name, id), 0))
         for number, shard in enumerate(self.reader.said.shards):
-            if shard.rows and seen.get(shard.name, 0) < shard.rows:
+            if shard.rows and most.get((shard.name, shard.id), 0) < shard.rows:
                 try:
                     self.files.open_shard(shard, accept_copy=True).close()
                 except CorruptStorage as error:
@@ -197,11 +199,11 @@ class ShardedWriter(NoWriter):
         fresh, rows = [], {}
         for each in kept:
             if each.name in numbers:
-                rows[str(numbers[each.name])] = each.rows
+                rows[str(numbers[each.name])] = each.numbers
             else:
-                fresh.append([each.name, each.host, each.rows])
+                fresh.append([each.name, each.host, each.id, *each.numbers])
         self._newest = max(self._newest, newest)
-        payload = self._with_newest(record).decode()
+        payload = record_with_version(record, self._newest).decode()
         self._lines.append({"shards": fresh, "rows": rows, "record": payload})
 
     def _with_newest(self, payload: bytes) -> bytes:

@@ -33,12 +33,15 @@ from worker_kit import (
     collect_all,
     factories,
     in_threads,
+    kept_sums,
     lanes_of_workers,
     slow_factories,
     start,
     ticking,
     worker_collector,
 )
+
+__all__ = ["kept_sums"]
 
 BUDGET: dict[str, Any] = {"mode": "async", "frames_per_batch": 17, "total_frames": 200, "seed": 3}
 

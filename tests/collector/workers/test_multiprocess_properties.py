@@ -35,11 +35,14 @@ from worker_kit import (
     chosen_by,
     collect_all,
     in_threads,
+    kept_sums,
     lanes_of_workers,
     steps_and_resets,
     sync_collector,
     worker_collector,
 )
+
+__all__ = ["kept_sums"]
 
 SOURCE = st.sampled_from([DISABLED, NEXT, SAME, "avoided", "native", "torch"])
 IN_PLACE = (DISABLED, NEXT, SAME, "avoided", "native")

@@ -59,8 +59,9 @@ from worker_faults_kit import (
     wait_until,
     warm_server,
 )
+from worker_kit import kept_sums
 
-__all__ = ["no_process_left", "warm_server"]
+__all__ = ["kept_sums", "no_process_left", "warm_server"]
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "24"))
 KILLS_A_RUN = 10

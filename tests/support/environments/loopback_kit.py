@@ -1,4 +1,8 @@
-"""A Ray of a test module's own, in a network namespace with a loopback alone."""
+"""A Ray of a test module's own, in a network namespace with a loopback alone.
+
+``TALLYROLL_RAY_KILLS`` says how many actors are killed at random, 3 by default, and
+``TALLYROLL_RAY_SEED`` which: limits of time grow with them.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,12 @@ from worker_faults_kit import Fault, Faults, check_lives, factories, wait_until
 INSIDE = "TALLYROLL_LOOPBACK"
 SHORT = os.environ.get("TALLYROLL_RAY") == "short"
 """Only a few tests of these are run, as `check.sh --all` does it."""
+KILLS = int(os.environ.get("TALLYROLL_RAY_KILLS", "3"))
+SEED = int(os.environ.get("TALLYROLL_RAY_SEED", KILLS))
+SECONDS_OF_KILLS = 120 + 60 * KILLS
+"""For a test with all of them: an actor may take most of a minute to start beside other work."""
+SECONDS_OF_ALL = 1500 + 3 * 60 * max(0, KILLS - 3)
+"""For all tests of a file."""
 LANES = 6
 _ENTER = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 _SETTINGS = {
@@ -60,7 +70,12 @@ def run_inside(file: str, short: str = "") -> None:
     ours = {**os.environ, **_SETTINGS, INSIDE: "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ours.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(
-        [*_ENTER, *words], env=ours, capture_output=True, text=True, timeout=1500, check=False
+        [*_ENTER, *words],
+        env=ours,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_OF_ALL,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"[1-9]\d* passed", done.stdout), done.stdout[-8000:]

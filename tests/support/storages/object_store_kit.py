@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -191,3 +192,25 @@ def environment(url: str) -> dict[str, str]:
 
 def without_aws() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+
+
+def kill_after(requests: int, asked: Sized, process: subprocess.Popen[bytes]) -> None:
+    """Kill a process once it has made so many requests, if it does not end before."""
+    end = time.monotonic() + 30
+    while len(asked) < requests and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def process_that_calls(url: str, call: str) -> subprocess.Popen[bytes]:
+    """Start a process that pushes or pulls, once it has said that it begins."""
+    code = f"from tallyroll.storage import pull, push\nprint(flush=True)\n{call}\nprint(flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment(url)},
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process

@@ -9,11 +9,7 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +37,17 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.testing.reader_contract import collected
 
-from object_store_kit import KEY, SECRET, Asked, Fault, Proxy, environment, store_and_proxy
+from object_store_kit import (
+    KEY,
+    SECRET,
+    Asked,
+    Fault,
+    Proxy,
+    environment,
+    kill_after,
+    process_that_calls,
+    store_and_proxy,
+)
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "3"))
 HASTY = S3Options(timeout=2.0, patience=2.0)
@@ -265,28 +271,6 @@ def test_the_commands(
         main(["push", str(packed), address, "--patience", "0"])
 
 
-def kill_after(requests: int, asked: Sized, process: subprocess.Popen[bytes]) -> None:
-    """Kill a process once it has made so many requests, if it does not end before."""
-    end = time.monotonic() + 30
-    while len(asked) < requests and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-def started(url: str, call: str) -> subprocess.Popen[bytes]:
-    """Start a process of its own, which says when it begins."""
-    code = f"from tallyroll.storage import pull, push\nprint(flush=True)\n{call}\nprint(flush=True)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        env={**os.environ, **environment(url)},
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
-
-
 @pytest.mark.timeout(60 + 12 * KILLS)
 def test_a_killed_push_leaves_a_part_that_says_so_or_the_whole(
     proxy: Proxy, packed: Path, address: str
@@ -297,7 +281,7 @@ def test_a_killed_push_leaves_a_part_that_says_so_or_the_whole(
     for seed in range(KILLS):
         pick, place = random.Random(seed), f"{address}/{seed}"
         with proxy.planned(lambda asked: Fault(seconds=0.02)) as asked:
-            pusher = started(proxy.url, f"push({str(packed)!r}, {place!r})")
+            pusher = process_that_calls(proxy.url, f"push({str(packed)!r}, {place!r})")
             kill_after(pick.randrange(1, 52), asked, pusher)
         try:
             with open_storage(place) as there:
@@ -323,7 +307,7 @@ def test_a_killed_pull_leaves_nothing_or_the_whole(
     for seed in range(KILLS):
         pick = random.Random(seed)
         with proxy.planned(lambda asked: Fault(seconds=0.02)) as asked:
-            puller = started(proxy.url, f"pull({address!r}, {str(place)!r})")
+            puller = process_that_calls(proxy.url, f"pull({address!r}, {str(place)!r})")
             kill_after(pick.randrange(1, 55), asked, puller)
         found.append(place.exists())
         if found[-1]:

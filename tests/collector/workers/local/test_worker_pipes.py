@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 from multiprocessing import Pipe
 from typing import Any
 
@@ -165,3 +168,43 @@ def test_waiting_names_links_that_have_something_to_say() -> None:
             for file in (each for pair in link.pipes for each in pair):
                 if (link, file) != (links[0], links[0].pipes[0][1]):
                     os.close(file)
+
+
+def test_links_that_are_not_wanted_take_no_time_and_are_named_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[select.epoll] = []
+    plain = select.epoll
+    monkeypatch.setattr(select, "epoll", lambda: made.append(plain()) or made[-1])
+    links, waiting = [Two() for _ in range(8)], Waiting[Two]()
+    try:
+        assert waiting.ready(links, 0.0) == set()
+        os.write(links[0].pipes[0][1], b"1")
+        for some in combinations(links[1:], 4):  # as workers answer in any order
+            assert waiting.ready(some, 0.0) == set()
+        began = time.monotonic()
+        assert waiting.ready(links[1:], 0.2) == set()
+        assert time.monotonic() - began > 0.15
+        assert waiting.ready(links, 5.0) == {links[0]}
+        assert len(made) == 1  # nothing is kept of each combination
+    finally:
+        for link in links:
+            for file in (each for pair in link.pipes for each in pair):
+                os.close(file)
+
+
+def test_a_closed_end_that_a_forked_child_has_open_is_forgotten() -> None:
+    gone, other, waiting = Two(), Two(), Waiting[Two]()
+    copies = [os.dup(file) for pair in gone.pipes for file in pair]  # as a child would have them
+    try:
+        assert waiting.ready([gone, other], 0.0) == set()
+        os.write(gone.pipes[0][1], b"1")
+        for pair in gone.pipes:
+            for file in pair:
+                os.close(file)
+        assert waiting.ready([other], 0.01) == set()
+        os.write(other.pipes[0][1], b"1")
+        assert waiting.ready([other], 5.0) == {other}
+    finally:
+        for file in [*copies, *(each for pair in other.pipes for each in pair)]:
+            os.close(file)

@@ -210,11 +210,11 @@ def test_a_worker_that_may_not_be_replaced_ends_the_run(tmp_path: Path) -> None:
     collector.ledger.check()
     assert len(rows_of(path)) == stored > 0
     with sharded(
-        faulty(faults, LANES, 2), path, total_frames=900, resume=True, seed=None
+        faulty(faults, LANES, 2), path, total_frames=stored + 300, resume=True, seed=None
     ) as collector:
         collector.collect(10_000)
     rows = rows_of(path)
-    assert len(rows) == 900
+    assert len(rows) == stored + 300
     check_lives(rows, LANES)
 
 
@@ -253,41 +253,51 @@ def test_a_driver_that_is_killed_is_resumed(tmp_path: Path) -> None:
         assert [run["first_row"] for run in storage.runs] == [0, len(kept)]
 
 
-@pytest.mark.parametrize("how", ["gone", "emptied", "older"])
+@pytest.mark.parametrize("how", ["gone", "emptied", "older", "another"])
 def test_a_lost_shard_is_collected_again(how: str, tmp_path: Path) -> None:
     path = tmp_path / "rows"
-    options: dict[str, Any] = {"transport": "thread"}
+    options: dict[str, Any] = {"transport": "thread", "frame_skip": 3}
     with sharded(factories(SAME, 3, LANES), path, total_frames=400, **options) as collector:
-        collector.collect(400)
+        collector.collect(100)
+        shutil.copytree(path / "shards", tmp_path / "older")
+        collector.collect(300)
     lost = shards_of(path)[1]
     with open_storage(lost) as shard:
-        gone = len(shard)
+        gone, ended = len(shard), int(shard[:]["next", "done"].sum())
+    assert 0 < ended < collector.ledger.episodes_complete
     if how == "gone":
         shutil.rmtree(lost)
     elif how == "emptied":
         (lost / "manifest.json").unlink()
-    else:
-        (tmp_path / "other").mkdir()
-        with sharded(
-            factories(SAME, 3, LANES), tmp_path / "other/rows", total_frames=3, **options
-        ) as other:
-            other.collect(3)
+    elif how == "older":
         shutil.rmtree(lost)
-        shutil.move(shards_of(tmp_path / "other/rows")[0], lost)
+        shutil.move(tmp_path / "older" / lost.name, lost)
+    else:
+        with sharded(
+            factories(SAME, 3, LANES), tmp_path / "other", total_frames=900, **options
+        ) as other:
+            other.collect(900)
+        shutil.rmtree(lost)
+        shutil.move(shards_of(tmp_path / "other")[0], lost)
     with pytest.raises(CorruptStorage, match="resume the run"):
-        open_storage(path)
+        open_storage(path, accept_copy=True)
+    assert lost.name in str(verify(path, accept_copy=True).findings)
     options |= {"resume": True, "seed": None}
     with pytest.warns(UserWarning, match="1 shards are lost, whose rows are collected again"):
         collector = sharded(factories(SAME, 2, LANES), path, total_frames=400, **options)
     with collector:
         assert collector.ledger.stored == 400 - gone
         assert collector.ledger.lost == gone
+        assert collector.ledger.ticks == 3 * (400 - gone)
         assert collector.collect(10_000) == gone
         collector.ledger.check()
+    ledger = collector.ledger
     rows = rows_of(path)
     assert len(rows) == 400
     ids = rows["collector", "traj_ids"] * 1000 + rows["collector", "step"]
     assert ids.unique().numel() == 400
+    assert ledger.episodes_complete == rows["next", "done"].sum()
+    assert ledger.ticks == 1200
     with open_storage(path) as storage:
         assert [run["first_row"] for run in storage.runs] == [0, 400 - gone]
 
