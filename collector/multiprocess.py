@@ -50,7 +50,7 @@ from tallyroll.collector.policies.slot_rng import width_of
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision
-from tallyroll.collector.workers.jobs import per_worker, pickled
+from tallyroll.collector.workers.central import CentralPolicy, settle_here
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.sharded import (
     GoesOnFromStorage,
@@ -65,6 +65,7 @@ from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.share import Share
+from tallyroll.collector.workers.startup.jobs import per_worker, pickled
 from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.transport import Link, Place, Transport
 from tallyroll.collector.workers.worker_options import (
@@ -118,7 +119,8 @@ class MultiprocessCollector(Collector):
             or a factory that every worker calls, or a list of factories, one a worker.
             Environments and policies travel by cloudpickle.
         policy: as for :class:`SyncCollector`. Weights, buffers included, reach the workers by
-            shared memory; only those of an ``nn.Module`` can.
+            shared memory; only those of an ``nn.Module`` can. With ``policy_placement="central"``
+            it acts here, for the lanes of many workers in one call; see :class:`Devices`.
         num_workers: processes, or threads; with a list of factories, as many as those.
         mode: ``"sync"`` or ``"async"``.
         sharded: each worker keeps its rows in a storage of its own, and answers with counts alone:
@@ -199,7 +201,11 @@ class MultiprocessCollector(Collector):
         factories = per_worker(create_env_fn, num_workers, options)
         self._num_workers, self._mode = len(factories), options.mode
         self._one_system = isinstance(create_env_fn, str)
-        self._policy = policy_of(given_policy(policy), None, None)
+        central = options.acts_centrally
+        where = options.policy_device if central else None
+        self._policy = policy_of(given_policy(policy), where, None)
+        if central and self._policy is not None:  # else the options refuse it
+            settle_here(self._policy)
         copied = None
         if self._policy is not None:
             copied = on_device(self._policy.source, torch.device("cpu"))
@@ -245,7 +251,13 @@ class MultiprocessCollector(Collector):
             self._policy.bind_whole(sum(self._startup.lanes), self._options.part)
         self._begin_run(sum(self._startup.lanes), self._startup)
         self._startup.ledger = self.ledger
-        plan = self._startup.planned.plan
+        plan, called = self._startup.planned.plan, self._startup.planned.called
+        if self._options.acts_centrally:
+            assert self._policy is not None and called is not None
+            exploration, in_step = self._options.exploration_type, self._mode == "sync"
+            self._worker_pool.central = CentralPolicy(
+                self._policy, called, exploration, in_step=in_step
+            )
         _check_part_stepping(self._options, plan.reset_slots, self.num_workers)
         if plan.arrivals and (self._mode == "sync" or self._options.total_episodes is not None):
             raise EnvironmentRefused(
@@ -267,6 +279,8 @@ class MultiprocessCollector(Collector):
         call = {"num_workers": self.num_workers, "mode": self._mode, **self._transport_call()}
         if self._options.sharded:
             call["sharded"] = True
+        if self._options.acts_centrally:
+            call["policy_placement"] = "central"
         self._drive(
             rollout,
             plan,
@@ -305,7 +319,8 @@ class MultiprocessCollector(Collector):
         share = Share(self._startup.lanes, slots, segments)
         if part is not None:
             share = replace(share, first_lane=part.lanes.start, run_lanes=part.run_lanes)
-        module = None if self._policy is None else self._policy.module
+        local = self._policy is not None and not self._options.acts_centrally
+        module = self._policy.module if self._policy is not None and local else None
         place = self._worker_pool.transport.place(share, plan, module)
         self._weights = place.weights
         self._publish()
@@ -430,7 +445,8 @@ class MultiprocessCollector(Collector):
         policy = self._policy
         if isinstance(policy, SeveralPolicies):
             policy = policy.of_id(policy_id)
-        if policy is not None and not isinstance(policy.module, nn.Module):
+        central = self._options.acts_centrally
+        if policy is not None and not (central or isinstance(policy.module, nn.Module)):
             raise ArgumentError(
                 f"update_policy_weights_: the policy is a {type(policy.source).__name__}, "
                 "whose copies in the workers no weights can reach; make it an nn.Module "
@@ -445,7 +461,7 @@ class MultiprocessCollector(Collector):
             raise
 
     def _publish(self) -> None:
-        if self._policy is not None:
+        if self._policy is not None and not self._options.acts_centrally:
             self._weights.publish(self._policy.module, self._policy.version)
 
 

@@ -78,10 +78,14 @@ class PolicyTraits:
     writes: Sequence[Key]
     actions: Sequence[Key]
     """Keys of the environment's actions."""
+    central: bool = False
+    """True if it is called in the parent of this worker."""
 
 
 def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key]) -> Decision:
     """Choose the actor: ``network``, ``module`` (the policy as it is), or ``drawn`` at random.
+
+    ``central`` is the policy in the parent, for lanes of all workers.
 
     Args:
         policy: None draws random actions.
@@ -90,6 +94,8 @@ def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key
     """
     if policy is None:
         return Decision("drawn")
+    if policy.central:
+        return Decision("central", 'policy_placement="central"')
     return choose(
         "network",
         "module",

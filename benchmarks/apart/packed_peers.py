@@ -369,7 +369,48 @@ class Vault(Peer):
         return self.take(np.arange(start, stop))[0]
 
 
-PEERS = [Memmap, Packed, PackedHdf5, Parquet, Lance, Minari, Pictures, Vault, Cpprb]
+class LeRobot(Memmap):
+    """Our export to LeRobot, images as PNGs, and LeRobot's own loader, a row a call.
+
+    What came next is the following row's, of the same episode: it has no final observations.
+    """
+
+    name = "LeRobot's own loader, PNGs"
+    only_frames = True
+
+    def __init__(self, path: Path, rows: Rows, pieces: list[Rows]) -> None:
+        shape = rows["observation"].shape[-2:]
+        pictures = {name: rows[name].reshape(-1, *shape, 1) for name in ("observation", "next")}
+        where = path.with_suffix(".rows")
+        super().__init__(where, rows | pictures, pieces)
+        began = time.process_time()
+        with open_storage(where) as storage:
+            storage.export(path, "lerobot")
+        self.write_seconds = time.process_time() - began
+        self.path, self.shape = path, rows["observation"].shape[1:]
+
+    def open(self) -> None:
+        # Beside torch for CPUs torchvision has no operators, of which it declares two.
+        self.library = torch.library.Library("torchvision", "FRAGMENT")
+        for each in ("nms", "qnms"):
+            self.library.define(f"{each}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+        from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+        dataset = LeRobotDataset("tallyroll/rows", root=self.path)
+        self.image = next(k for k, v in dataset.features.items() if v["dtype"] == "image")
+        times = {self.image: [0.0, 1 / dataset.fps]}
+        self.dataset = LeRobotDataset("tallyroll/rows", root=self.path, delta_timestamps=times)
+
+    def take(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found = torch.stack([self.dataset[each][self.image] for each in index.tolist()])
+        pixels = (found * 255).round().to(torch.uint8).numpy().reshape(len(index), 2, *self.shape)
+        return pixels[:, 0], pixels[:, 1]
+
+    def in_order(self, start: int, stop: int) -> Any:
+        return self.take(np.arange(start, stop))[0]
+
+
+PEERS = [Memmap, Packed, PackedHdf5, Parquet, Lance, Minari, Pictures, LeRobot, Vault, Cpprb]
 
 
 def read_rows(source: Path, most: int | None) -> tuple[Rows, list[Rows]]:
@@ -404,8 +445,8 @@ def checked(kind: type[Peer], found: Any, rows: Rows, index: np.ndarray) -> None
     """Raise unless these are the rows."""
     after = rows["next"][index]
     same_next = (found[1] == after).all()
-    # Vault has no final observations.
-    if not (found[0] == rows["observation"][index]).all() or not (same_next or kind is Vault):
+    no_finals = kind in (Vault, LeRobot)
+    if not (found[0] == rows["observation"][index]).all() or not (same_next or no_finals):
         raise AssertionError(f"{kind.name} returned other rows")
 
 

@@ -298,6 +298,7 @@ class CollectRun:
             arguments["on_worker_death"] = "respawn" if plan.respawns else "raise"
             arguments["max_respawns"] = plan.respawns or 0
             same += ["mode", "step_timeout", "address" if plan.by_ray else "transport", "sharded"]
+            same.append("policy_placement")
             if plan.sharded:
                 arguments["mode"] = "async"
         # What is left out is as the collector has it.
@@ -490,12 +491,18 @@ def wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
             f"--workers: expected at most as many as there are lanes{of}, {plan.own_lanes}, got "
             f"{plan.workers}; give fewer, or a larger --num-envs"
         )
-    for name in ("mode", "transport", "address", "respawns", "step_timeout"):
+    names = ("mode", "transport", "address", "respawns", "step_timeout", "policy_placement")
+    for name in names:
         if not plan.workers and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             return f"{option} is for workers, and there are none; give --workers"
     if args.address is not None and not plan.by_ray:
         return "--address is for --transport ray; give it, or leave --address out"
+    if plan.policy_placement == "central" and plan.policy is None:
+        return (
+            "--policy-placement central says where the policy acts, and there is none; give "
+            "--policy, or leave --policy-placement out"
+        )
     if plan.transport == "thread" and plan.respawns and plan.step_timeout:
         return (
             "--transport thread: a thread that hangs cannot be ended and replaced; leave out "

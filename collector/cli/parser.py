@@ -313,6 +313,9 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--sharded": (None, "",
         "each worker writes its rows to a shard of its own, at PATH on its node, and this command "
         "notes which of them count: a row costs it the same whatever its size; with --mode async"),
+    "--policy-placement": (("local", "central"), "",
+        "local: each worker acts with a copy of the policy; central: this command acts, in one "
+        "call for the lanes of many workers (default: local)"),
     "--respawns": (_count, "R",
         "replace workers that raise, die or hang, R times in all (default: 0, the run ends "
         "with an error)"),
@@ -497,7 +500,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add(parser.add_argument_group("shards", texts.COLLECT_SHARDS), "--shard")
     workers = parser.add_argument_group("workers", texts.COLLECT_WORKERS)
     _add(workers, "--workers", "--mode", "--transport", "--address", "--respawns")
-    _add(workers, "--step-timeout")
+    _add(workers, "--step-timeout", "--policy-placement")
     _add(workers, "--sharded", default=None)
     storage = parser.add_argument_group("storage", texts.COLLECT_STORAGE)
     _add(storage, "--format", "--durability", "--max-size", "--frames-per-batch", "--finalize")

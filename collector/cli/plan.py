@@ -64,6 +64,7 @@ class Plan:
     transport: str | None = None
     address: str | None = None
     sharded: bool | None = None
+    policy_placement: str | None = None
     respawns: int | None = None
     step_timeout: int | float | None = None
     durability: str | None = None

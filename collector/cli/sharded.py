@@ -25,6 +25,8 @@ def wrong_sharded(plan: Plan, args: argparse.Namespace) -> str | None:
             "--sharded: expected --frames, a number of transitions of the whole run, without "
             "--episodes, --budget-unit agent_transitions and --shard"
         )
+    if plan.policy_placement == "central":
+        return "--policy-placement central does not go with --sharded; leave it out"
     for name in _OTHERS:
         if getattr(args, name):
             option = "--" + name.replace("_", "-")

@@ -84,6 +84,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, each in keywords_of(Devices).items():
+            if each.name == "placement":
+                continue
             found = or_none(available_device)(name, getattr(self.devices, each.name))
             if name != "env_device":  # not every environment can be moved
                 found = found or self.device
@@ -129,6 +131,11 @@ class Options:
     def in_shards(self) -> bool:
         """True if each worker keeps its rows in a shard of its own, and none come here."""
         return False
+
+    @property
+    def acts_centrally(self) -> bool:
+        """True if the policy acts in the parent of workers."""
+        return self.devices.placement == "central"
 
     @property
     def part(self) -> ShardOfRun | None:

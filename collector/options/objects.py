@@ -40,6 +40,8 @@ Finals = Literal["check", "lost", "kept"]
 ``"kept"``: they are right, also where they equal the first ones that follow, for a reset keeps
 the state.
 """
+Placement = Literal["local", "central"]
+"""Place of a policy whose lanes are in workers."""
 InfoKeys = Sequence[str | tuple[str, ...] | Info]
 DeviceLike = torch.device | str | None
 _DEVICE = or_none(named_device)
@@ -179,7 +181,8 @@ class Checks(OptionObject):
 class Devices(OptionObject):
     """Devices of a run, where they are not all ``device``: an argument of collectors.
 
-    As keywords of a collector they are ``policy_device``, ``env_device``, ``storing_device``.
+    As keywords of a collector they are ``policy_device``, ``env_device``, ``storing_device`` and
+    ``policy_placement``.
     ``device`` stands for those that are None (Gymnasium environments stay on the CPU). Without
     that, a policy runs where its weights are, in worker processes on the CPU. Whether this
     machine has them is asked by the collector.
@@ -188,9 +191,13 @@ class Devices(OptionObject):
         policy: where the policy runs.
         env: where the environment is moved.
         storing: where yielded batches lie.
+        placement: of the policy where workers step the lanes. ``"local"``: each has a copy, and
+            acts for its own lanes; ``"central"``: this process acts, in one call for the lanes of
+            many workers, on the device of the policy, and sends the actions. Weights stay here.
+            Without workers both are the same.
 
     Raises:
-        ArgumentError: one of them is no device.
+        ArgumentError: one of them is no device, or no place.
     """
 
     policy: DeviceLike = field(
@@ -200,6 +207,7 @@ class Devices(OptionObject):
     storing: DeviceLike = field(
         default=None, metadata={"check": _DEVICE, "keyword": "storing_device"}
     )
+    placement: Placement = field(default="local", metadata={"keyword": "policy_placement"})
 
 
 @dataclass(frozen=True)
@@ -254,6 +262,7 @@ class MoreOptions(TypedDict, total=False):
     policy_device: DeviceLike
     env_device: DeviceLike
     storing_device: DeviceLike
+    policy_placement: Placement
     split_trajs: bool
     set_truncated: bool
     reset_sampler: Sampler | None

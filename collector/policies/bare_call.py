@@ -33,6 +33,7 @@ def traits_of(
         is_module=is_module,
         does_more=is_module and network_of(module)() is None,
         elsewhere=policy.device is not None,
+        central=policy.is_elsewhere,
         unseen=[key for key in reads if rows(key) is None],
         writes=writes if writes != [*actions] else [*policy.writes],
         actions=actions,

@@ -59,7 +59,10 @@ class Policy:
         self.device = device = _place(policy, env_device) if device is None else device
         """The device of its calls; None: the environment's, or any."""
         self._move_back = _CPU if env_device is None else env_device
-        self._inputs: tuple[Inputs, Sequence[Key], int] | None = None
+        self.is_elsewhere = False
+        """True if another process acts, and says by which version."""
+        self.inputs: tuple[Inputs, Sequence[Key], int] | None = None
+        """Arguments of :meth:`takes`; None: the policy takes a TensorDict."""
         module = on_device(policy, device)
         self.calls(module, compiled if module is policy else module)
 
@@ -67,12 +70,18 @@ class Policy:
         """Act by ``module``, which has the weights; ``called``, if given, is called instead."""
         self.module = module
         self._called = called = module if called is None else called
-        self.around = called if self._inputs is None else around(called, *self._inputs)
+        self.around = called if self.inputs is None else around(called, *self.inputs)
         """The called policy, from TensorDict to TensorDict."""
+
+    def keep_apart(self) -> None:
+        """Act by a copy of the module that was given, which changes with new versions alone."""
+        if self.module is self.source:
+            called = copy_of(self._called)
+            self.calls(getattr(called, "_orig_mod", called), called)
 
     def takes(self, inputs: Inputs, actions: Sequence[Key], more: int) -> None:
         """Call the policy with tensors ``inputs``; it returns ``actions`` and ``more`` values."""
-        self._inputs = inputs, actions, more
+        self.inputs = inputs, actions, more
         self.calls(self.module, self._called)
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
@@ -128,6 +137,7 @@ class Policy:
         elif module is not self.source:
             assert isinstance(self.source, nn.Module) and isinstance(module, nn.Module)
             module.load_state_dict(self.source.state_dict())
+            _load_fleeting(module, self.source)
         self.version += 1
 
     def take_back(self, policy_id: int | str | None = None) -> None:
@@ -189,6 +199,18 @@ def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Mo
     if wrong := [each for name in sorted(persistent) if (each := _misfit(name, now, state))]:
         raise ArgumentError(f"weights: {'; '.join(wrong)}")
     module.load_state_dict({name: state[name] for name in persistent}, strict=False)
+    if isinstance(weights, nn.Module):
+        _load_fleeting(module, weights)
+
+
+def _load_fleeting(module: nn.Module, weights: nn.Module) -> None:
+    """Load the buffers of ``weights`` that are in no state dict, where they have their shape."""
+    persistent, given = module.state_dict().keys(), dict(weights.named_buffers())
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            new = given.get(name)
+            if name not in persistent and new is not None and new.shape == buffer.shape:
+                buffer.copy_(new)
 
 
 def _misfit(name: str, now: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:

@@ -106,7 +106,7 @@ class Actor:
             else:
                 self.put_column(0, out, at)
             return
-        out = self._called(self._lanes.seen(at))
+        out = self._called(self._lanes.seen(at), at)
         self._put(out, at)
         self._lanes.acted(out, self._policy.writes)
 
@@ -135,7 +135,7 @@ class Actor:
             before = seen.clone(False)
             if isinstance(self._policy, SeveralPolicies):
                 self._policy.leave_out(random_lanes)
-            out = self._called(seen)
+            out = self._called(seen, at)
             self._put(out, at)
             at_random = self.random.act(before.clone(False), ahead, 0)
             for key in self._action_rows:
@@ -152,11 +152,15 @@ class Actor:
             random_lanes = self._policy.of_key(key, random_lanes)
         return torch.from_numpy(random_lanes)
 
-    def _called(self, td: TensorDictBase) -> TensorDictBase:
-        assert self._policy is not None
-        out = self._policy(td)
+    def _called(self, td: TensorDictBase, at: int) -> TensorDictBase:
+        policy = self._policy
+        assert policy is not None
+        out = policy(td)
         if not isinstance(out, TensorDictBase):
             raise no_tensordict(out)
+        if policy.is_elsewhere:  # which weights are the newest is known there alone
+            version = self._slab.version[at]
+            version[version != RANDOM_VERSION] = policy.version
         return out
 
     def _put(self, out: TensorDictBase, at: int) -> None:

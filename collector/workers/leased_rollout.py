@@ -12,6 +12,7 @@ from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.filling import SLOTS_AT_ONCE, Filling
 from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
+from tallyroll.collector.workers.central import NoActions
 from tallyroll.collector.workers.messages import Lease
 from tallyroll.storage.rows.keys import Key
 
@@ -100,7 +101,10 @@ class LeasedRollout:
         while have < lease.frames and driver.used < limit and not self._ends(lease):
             if self._policy is not None:  # also for slots in which only some lanes ask it
                 self._policy.refresh()
-            have += filling.advance(lease.frames - have, limit)
+            try:
+                have += filling.advance(lease.frames - have, limit)
+            except NoActions:  # what was filled before is counted
+                return
 
     def _ends(self, lease: Lease) -> bool:
         gate = self._filling.gate

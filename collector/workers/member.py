@@ -7,6 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from tallyroll.collector.slab.progress import FILLED, new_board
+from tallyroll.collector.workers.messages import Wanted
 from tallyroll.collector.workers.transport import Board, Link
 
 
@@ -37,6 +38,8 @@ class Member:
     """Questions that it has not answered yet."""
     since: float = 0.0
     """When it was asked, or made progress last."""
+    wants: Wanted | None = field(default=None, repr=False)
+    """The lanes that wait for actions, before its answer."""
     filled: tuple[int, int] = field(default=(0, 0), repr=False)
 
     @property

@@ -15,7 +15,12 @@ The parent asks, a worker answers each question once, in their order::
     Reach  -> Reached    call methods, or attributes, of lanes' environments
     Close  ->            the end
 
-Any question may be answered by :class:`Raised` instead, and none is answered after that.
+Any question may be answered by :class:`Raised` instead, and none is answered after that. Where the
+parent acts (``policy_placement="central"``), :class:`Steps` and :class:`Lease` have other answers
+before their own, and nothing else is asked meanwhile::
+
+    Steps, Lease -> Wanted                   these lanes need actions
+    Chosen       -> Wanted, Done or Filled   here they are: step on
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
+import torch
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec
 
@@ -31,6 +37,7 @@ from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.envs.reaching.travelling import Answer
 from tallyroll.collector.options import Options
+from tallyroll.collector.policies.plain_modules import Inputs
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.workers.share import Share
@@ -77,6 +84,16 @@ class Seed:
 
 
 @dataclass(frozen=True)
+class Called:
+    """The way to call a policy, as a trial found it."""
+
+    inputs: tuple[Inputs, Sequence[Key], int] | None
+    """Arguments of `Policy.takes`; None: it takes a TensorDict."""
+    writes: tuple[Key, ...]
+    """Keys that it adds to its input, the action among them."""
+
+
+@dataclass(frozen=True)
 class Planned:
     """The slab that the environment and the policy need, and the values they allow."""
 
@@ -92,6 +109,8 @@ class Planned:
     """State of the environment's transforms; None where there is none."""
     statistics: Sequence[str] = ()
     """Transforms that keep statistics of this worker alone."""
+    called: Called | None = None
+    """The way to call the policy; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +199,39 @@ class Filled:
     completed: int
     """Episodes that were completed with this lease."""
     state: bytes | None
+
+
+Value = tuple[NDArray[Any], torch.dtype]
+"""A tensor as it travels: its memory as an array, and its dtype."""
+Values = Mapping[Key, Value]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Actions are wanted for all lanes of the worker; the question is not answered yet."""
+
+    seen: Values = field(repr=False)
+    """``[lane, ...]``: what the policy sees."""
+    levels: Mapping[Key, Sequence[int]]
+    """Batch dimensions after the lanes of the TensorDicts within that."""
+
+    @property
+    def lanes(self) -> int:
+        """The lanes that wait."""
+        return len(next(iter(self.seen.values()))[0])
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The actions that were wanted."""
+
+    version: int
+    """The version of the weights that chose them."""
+    values: Values | None = field(repr=False)
+    """``[lane, ...]``: what the policy writes; None: answer the question without another step."""
+
+
+NOTHING_CHOSEN = Chosen(-1, None)
 
 
 @dataclass(frozen=True)

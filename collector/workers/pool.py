@@ -22,8 +22,9 @@ from tallyroll.collector.slab.progress import (
 )
 from tallyroll.collector.workers import failures
 from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.central import CentralPolicy
 from tallyroll.collector.workers.member import Member
-from tallyroll.collector.workers.transport import Gone, Transport
+from tallyroll.collector.workers.transport import Gone, Link, Transport
 from tallyroll.collector.workers.worker_options import Supervision
 
 _LOOK_SECONDS = 0.25
@@ -61,6 +62,9 @@ class WorkerPool:
         """These links: the same list for as long as they are the same, so a transport knows it."""
         self._changed = True
         """Whether other members may owe answers than these."""
+        self.central: CentralPolicy | None = None
+        """Acts for workers that want actions; None: each acts for itself."""
+        self._settling = False
         # Called by us, or before multiprocessing waits for its children at the interpreter's exit.
         self._finalize = Finalize(self, _kill_all, (self.members,), exitpriority=100)
         try:
@@ -106,11 +110,14 @@ class WorkerPool:
                     return [(member, member.failed)]
         busy, links = self._busy, self._links
         while busy:
+            if self.central is not None:  # with no event in hand, which an error would lose
+                links = self._act(self.central, [*busy.values()])
             patience = min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))
             with admitted() if during is None else during:
                 ready = self.transport.ready(links, patience)
-            heard = sorted((busy[link] for link in ready), key=attrgetter("index"))
-            events = [self._heard(member) for member in heard]
+            says = sorted((busy[link] for link in ready), key=attrgetter("index"))
+            heard = [self._heard(member) for member in says]
+            events = [event for event in heard if event is not None]
             if not ready or time.monotonic() >= self._look_at:  # of a thousand that takes a while
                 self._look_at = time.monotonic() + _LOOK_SECONDS
                 every = self._supervision.step_timeout is not None  # else those that start
@@ -138,7 +145,7 @@ class WorkerPool:
         now, busy, idle = time.monotonic(), self.members, True
         self._changed = True
         for member in busy:
-            if member.asked or member.failed is not None:
+            if member.asked or member.failed is not None or self.central is not None:
                 self.ask(member, message)
                 idle = False
             else:
@@ -162,16 +169,35 @@ class WorkerPool:
             busy = [member for member in busy if member.link not in ready]
         return idle
 
-    def _heard(self, member: Member) -> Event:
+    def _act(self, central: CentralPolicy, busy: Sequence[Member]) -> list[Link]:
+        """Act for members that wait, unless others are to come first; return links of the rest.
+
+        While all settles, those that wait answer without another step.
+        """
+        waiting = [member for member in busy if member.wants is not None]
+        if waiting and (self._settling or not central.in_step or len(waiting) == len(busy)):
+            wanted = [member.wants for member in waiting if member.wants is not None]
+            nothing = [m.NOTHING_CHOSEN] * len(waiting)
+            chosen = nothing if self._settling else central.choose(wanted)
+            for member, actions in zip(waiting, chosen, strict=True):
+                member.wants, member.since = None, time.monotonic()
+                member.link.send(actions)
+        return [member.link for member in busy if member.wants is None]
+
+    def _heard(self, member: Member) -> Event | None:
+        """Hear a member; None: it wants actions, and will answer after that."""
         answer = member.link.hear()
         if isinstance(answer, Gone):
             self._changed = True
             _end(member)
             member.failed = failures.died(member, answer)
             return member, member.failed
+        member.since = time.monotonic()
+        if isinstance(answer, m.Wanted):
+            member.wants = answer
+            return None
         self._changed |= member.asked == 1
         member.asked -= 1
-        member.since = time.monotonic()
         if isinstance(answer, m.Raised):
             self._changed, member.asked = True, 0
             member.failed = failures.worker_error(member, answer)
@@ -182,7 +208,7 @@ class WorkerPool:
     def _hangs(self, member: Member) -> bool:
         """Whether it made no progress for as long as it was given."""
         timeout = self._timeout(member)
-        if timeout is None:
+        if timeout is None or member.wants is not None:
             return False
         now = time.monotonic()
         filled = member.board[FILLED], member.board[STEPPED]
@@ -229,11 +255,15 @@ class WorkerPool:
         self.halt()
         heard: list[Event] = []
         until = time.monotonic() + _SETTLE_SECONDS
-        while any(member.asked for member in self.members):
-            limit = None if patient else max(0.0, until - time.monotonic())
-            events = self.events(limit, during=None if patient else nullcontext())
-            silent = [] if events else [member for member in self.members if member.asked]
-            heard += events or [(member, self._hung(member)) for member in silent]
+        self._settling = True
+        try:
+            while any(member.asked for member in self.members):
+                limit = None if patient else max(0.0, until - time.monotonic())
+                events = self.events(limit, during=None if patient else nullcontext())
+                silent = [] if events else [member for member in self.members if member.asked]
+                heard += events or [(member, self._hung(member)) for member in silent]
+        finally:
+            self._settling = False
         return heard
 
     def give_up(self, member: Member, why: Exception) -> None:
@@ -278,7 +308,7 @@ def _kill_all(members: list[Member]) -> None:
 
 def _leave(member: Member) -> None:
     """Let a worker that cannot be ended stop after its step, which counts no more."""
-    member.asked = 0
+    member.asked, member.wants = 0, None
     member.ended = True
     seen = [member.board[word] for word in range(BOARD_WORDS)]
     member.board[HALT] = STOP
@@ -290,6 +320,6 @@ def _leave(member: Member) -> None:
 
 def _end(member: Member) -> None:
     """End a worker, dead or not; only once."""
-    member.asked = 0
+    member.asked, member.wants = 0, None
     member.ended = True
     member.link.end()

@@ -5,6 +5,7 @@ import random
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from tallyroll.collector.rollout.actor import raised_by_policy
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.central import AskingPolicy, NoActions
 from tallyroll.collector.workers.leased_rollout import LeasedRollout
 from tallyroll.collector.workers.transport import Channel, Weights
 from tallyroll.storage import ways
@@ -97,8 +99,9 @@ class Worker:
         self.env: EnvBase = made.env
         try:
             self.env = prepare_env(made.env, job.policy, job.options)
-            kinds = WorkerPolicy, WorkerPolicies
-            device = job.options.policy_device
+            self._central = job.options.acts_centrally
+            kinds = AskingPolicy if self._central else WorkerPolicy, WorkerPolicies
+            device = None if self._central else job.options.policy_device
             self.policy = policy_of(job.policy, device, self.env.device, kinds=kinds)
         except BaseException:
             self.env.close(raise_if_closed=False)
@@ -174,6 +177,7 @@ class Worker:
         lost = self.plan.lost_finals
         ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
         drawn = RandomActions(self.env, self.rng).block_drawn
+        policy = self.policy
         return m.Planned(
             self.plan,
             ranges,
@@ -182,16 +186,19 @@ class Worker:
             drawn,
             self._state(),
             self._statistics,
+            None if policy is None else m.Called(policy.inputs, policy.writes),
         )
 
     def bind(self, message: m.Bind) -> m.Bound:
         """Take over the memory, and fill it from now on."""
         assert self.plan is not None
         share = message.share
-        module = None if self.policy is None else self.policy.module
-        place = self._channel.place(share, self.plan, module)
-        if self.policy is not None:
+        weighs = self.policy is not None and not self._central
+        place = self._channel.place(share, self.plan, self.policy.module if weighs else None)
+        if weighs:
             self.policy.take_from(place.weights)
+        elif self.policy is not None:
+            self.policy.ask_by(self._channel)
         slab, board = place.slab_of(message.worker), place.board(message.worker)
         # With leases each worker draws on its own; in step all draw for the lanes of all.
         rng, lanes = (self.rng, None) if share.segments else (self.shared_rng, share.of_run)
@@ -246,14 +253,15 @@ class Worker:
             self.policy.refresh()
         lanes = self.lanes if message.lanes is None else message.lanes
         driver.actor.drawn = message.drawn
-        if message.by == "given":
-            driver.given_steps(start, stop, lanes)
-        elif lanes < self.lanes:
-            driver.part(start, lanes, message.random_lanes)
-        elif message.by == "random":
-            driver.random_steps(start, stop)
-        else:
-            driver.policy_steps(start, stop, message.random_lanes)
+        with suppress(NoActions):  # the board says which slots are complete
+            if message.by == "given":
+                driver.given_steps(start, stop, lanes)
+            elif lanes < self.lanes:
+                driver.part(start, lanes, message.random_lanes)
+            elif message.by == "random":
+                driver.random_steps(start, stop)
+            else:
+                driver.policy_steps(start, stop, message.random_lanes)
         return m.Done(self._state()) if self._has_state else m.DONE
 
     def keep(self, message: Keep) -> m.Done:

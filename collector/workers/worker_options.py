@@ -181,6 +181,11 @@ class SupervisedOptions(Options):
         super()._refuse_contradictions(given)
         if self.sharded:
             self._refuse_sharded(given)
+        if self.acts_centrally and given["policy"] is None:
+            raise ArgumentError(
+                'policy_placement="central" says where the policy acts, and there is none; give '
+                "one, or leave it out"
+            )
         if self.mode == "async":
             self._refuse_in_async()
 
@@ -200,6 +205,9 @@ class SupervisedOptions(Options):
             'budget_unit="agent_transitions"; leave it out': self.by_agent,
             "init_random_frames, which are the first ones of all; leave it out, or collect them by "
             "a run of their own": self.init_random_frames > 0,
+            'policy_placement="central"; leave it out: each worker acts for its shard': (
+                self.acts_centrally
+            ),
             "shard: workers have shards of this run already; leave one of them out": (
                 self.shard is not None
             ),

@@ -35,8 +35,8 @@ from tallyroll.collector.testing.transports.numbered import (
     factories,
 )
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.jobs import pickled
 from tallyroll.collector.workers.share import Share
+from tallyroll.collector.workers.startup.jobs import pickled
 from tallyroll.collector.workers.transport import Gone, Link, Transport
 from tallyroll.collector.workers.worker_options import WorkerOptions
 from tallyroll.storage import open_storage, verify
@@ -239,6 +239,37 @@ class TransportContract:
             assert newest == list(range(21)), "an action was chosen by weights that were replaced"
         assert newest[-1] > 10, "new weights did not come"
 
+    def test_in_step_the_parent_may_act(self) -> None:
+        """Then it acts in one call for all lanes, and weights stay where they are."""
+        (whole,) = factories([sum(LANES)])
+        with SyncCollector(whole, Versioned(10).set_to(3), **_RUN) as collector:
+            one = _joined(list(collector))
+        placed = {**_RUN, "policy_placement": "central"}
+        with self.collector(factories(LANES), Versioned(10).set_to(3), **placed) as collector:
+            many = _joined(list(collector))
+        assert (many == one).all(), "rows differ from those of one process"
+
+    def test_out_of_step_the_parent_acts_and_one_that_waits_may_end(self) -> None:
+        policy, batches = _Ending(), []
+        options = {**_RUN, "mode": "async", "policy_placement": "central"}
+        with self.collector(
+            factories(LANES), policy, on_worker_death="respawn", **options
+        ) as collector:
+            pids = collector.worker_pids
+            _ends.extend(pids[:1])
+            for batch in collector:
+                batches.append(batch)
+                collector.update_policy_weights_(policy.set_to(collector.policy_version + 1))
+            collector.ledger.check()
+            assert collector.ledger.respawned == len(pids[:1])
+        rows = _joined(batches)
+        assert len(rows) == 301
+        version = rows["collector", "policy_version"]
+        for name in ("low", "high"):
+            assert torch.equal(rows[name], version.float()), "a row has another version"
+        assert torch.equal(rows["action"], chosen(rows["observation"], version))
+        assert version.max() > 5, "new weights did not act"
+
     # --- what fails -------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("mode", MODES)
@@ -352,6 +383,20 @@ def _job(create: Any, threads: int | None) -> m.Job:
     asked = {"frames_per_batch": 5, "total_frames": 5, "more": {}}
     options = WorkerOptions.of({**arguments, **asked})
     return m.Job(create, None, options.for_worker(None), threads, frozenset())
+
+
+_ends: list[int] = []
+"""Processes that end when the policy acts in this process next."""
+
+
+class _Ending(Versioned):
+    """A policy that ends processes which wait for its actions."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action."""
+        while _ends:
+            os.kill(_ends.pop(), signal.SIGKILL)
+        return super().forward(td)
 
 
 class _Sleeping:

@@ -123,7 +123,7 @@ class FarPlace:
 
     def given(self, worker: int, question: object) -> tuple[int | None, Rows]:
         """The slots that are filled, where this process decides that, and rows of a question."""
-        if self._share.segments:
+        if self._share.segments or isinstance(question, m.Chosen):
             return None, {}
         rows: Rows = {}
         if isinstance(question, m.Steps):

@@ -197,7 +197,7 @@ class _Channel:
     def answered(self, question: object, given: Given, content: object) -> Answer:
         """The answer, with the rows that it is about."""
         own = self.own
-        if own is None or isinstance(content, (m.Raised, Ended)):
+        if own is None or isinstance(content, (m.Raised, m.Wanted, Ended)):
             return Answer(content)
         if isinstance(question, m.Lease) and isinstance(content, m.Filled):
             first, stop = question.base, question.base + content.used
@@ -219,6 +219,8 @@ class FarWorker:
     def __init__(self) -> None:
         self._channel = _Channel()
         self._over = False
+        self._about: tuple[Any, Given]
+        """The question that is not answered yet, while actions are chosen for it."""
 
     def start(self, job: bytes) -> Answer:
         """Start the worker; returns what it says first."""
@@ -231,7 +233,9 @@ class FarWorker:
             return Answer(Ended("ended"))
         self._channel.prepare(question, given)
         self._channel.questions.put(question)
-        return self._channel.answered(question, given, self._next().content)
+        if not isinstance(question, m.Chosen):
+            self._about = question, given
+        return self._channel.answered(*self._about, self._next().content)
 
     def halt(self, number: int, word: int) -> None:
         """Take over a word that tells it to end, or to go on; the highest number holds."""

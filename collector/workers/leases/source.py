@@ -84,6 +84,8 @@ class Leases(LeasedAtRandom):
                 member = self._worker_pool.members[index]
                 if not member.ready and member.failed is None:
                     continue  # it comes in the place of another
+                if self._worker_pool.central is not None and member.asked:
+                    continue  # before it has answered, it is asked nothing but what is chosen
                 free = [segment for segment in self._segments[index] if segment.free]
                 if not free:
                     self._hungry.discard(index)

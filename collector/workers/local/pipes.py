@@ -15,6 +15,10 @@ from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.share import Share
 
 _LENGTH_NBYTES = 8
+_LARGE_NBYTES = 2**16
+"""From here on a message may come in parts, and its sender may be stopped between them."""
+_PARTS_SECONDS = 10.0
+"""How long a parent waits for the next part."""
 _AGAIN = bytes(_LENGTH_NBYTES)
 """The length of a message that is the same object as the one before it: nothing follows."""
 
@@ -32,6 +36,7 @@ class PipeChannel:
     def __init__(self, connection: Connection, memory: "SharedPlace | None" = None) -> None:
         self.connection, self._memory = connection, memory
         self._file = connection.fileno()
+        self._patience = () if memory is None else (_PARTS_SECONDS,)  # a worker waits for ever
         self._sent: object = None
         self._received: Any = None
         self._torn = False
@@ -57,7 +62,8 @@ class PipeChannel:
         """The next message; waits for it.
 
         Raises:
-            EOFError: the other end is closed, or the last call was interrupted within a message.
+            EOFError: the other end is closed, or the last call was interrupted within a message;
+                or a parent waited in vain for the rest of a large one.
         """
         if self._torn:
             raise EOFError
@@ -65,7 +71,7 @@ class PipeChannel:
         length = os.read(file, _LENGTH_NBYTES)
         if length != _AGAIN:
             length += _read(file, _LENGTH_NBYTES - len(length))
-            content = _read(file, int.from_bytes(length, "little"))
+            content = _read(file, int.from_bytes(length, "little"), *self._patience)
             if content:  # else the same length came in two parts
                 self._received = pickle.loads(content)
         self._torn = False
@@ -82,10 +88,14 @@ class PipeChannel:
         return Blocks(Arena.attach(recv_handle(self.connection), nbytes), share, plan, module)
 
 
-def _read(file: int, nbytes: int) -> bytes:
-    """Read so many bytes."""
-    parts = []
+def _read(file: int, nbytes: int, seconds: float | None = None) -> bytes:
+    """Read so many bytes; of many, each part comes within so many ``seconds``."""
+    parts, waits = [], select.poll() if seconds is not None and nbytes >= _LARGE_NBYTES else None
+    if waits is not None:
+        waits.register(file, select.POLLIN)
     while nbytes:
+        if waits is not None and not waits.poll(1000 * (seconds or 0)):
+            raise EOFError
         parts.append(part := os.read(file, min(nbytes, 2**20)))
         if not part:
             raise EOFError

@@ -301,9 +301,10 @@ def test_a_killed_worker_is_replaced_as_often_as_it_was_asked_for(
 
 
 def test_workers_in_threads_make_the_same_rows_and_go_on(here: Path, server: WarmServer) -> None:
-    """Without a process; what is left out of --resume is as it was."""
-    words = ("--num-envs", 4, "--out")
-    threads = server.start(here, *mine(200, 2, "--transport", "thread", *words, "threads"))
+    """Without a process, the command acts for them; what is left out of --resume is as it was."""
+    words = ("--num-envs", 4, "--policy", "agent:act", "--out")
+    central = ("--transport", "thread", "--policy-placement", "central")
+    threads = server.start(here, *mine(200, 2, *central, *words, "threads"))
     assert threads.wait() == 0, threads.err
     alone = server.start(here, *mine(200, 0, *words, "alone"))
     assert alone.wait() == 0, alone.err
@@ -312,8 +313,9 @@ def test_workers_in_threads_make_the_same_rows_and_go_on(here: Path, server: War
         rows, theirs = one.get(slice(0, 200)), other.get(slice(0, 200))
         assert (rows == theirs).all()
         assert other.manifest["runs"][-1]["command"]["transport"] == "thread"
+        assert other.manifest["runs"][-1]["call"]["policy_placement"] == "central"
         assert "transport" not in one.manifest["runs"][-1]["command"]
-    more = ("collect", "mine:Mine-v0", "--resume", "--frames", 300, "--out", "threads")
+    more = ("collect", "mine:Mine-v0", "--resume", "--frames", 300, *words[2:], "threads")
     resumed = server.start(here, *more)
     assert resumed.wait() == 0, resumed.err
     assert rows_in(here / "threads") == 300

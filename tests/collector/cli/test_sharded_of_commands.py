@@ -48,6 +48,8 @@ def test_it_is_collected_resumed_and_read_as_one(
         (["--format", "zarr"], "--format does not go with --sharded"),
         (["--finalize"], "--finalize does not go with --sharded"),
         (["--workers", "0"], "give --workers"),
+        (["--policy-placement", "central"], "says where the policy acts, and there is none"),
+        (["--policy-placement", "central", "--policy", "a:b"], "does not go with --sharded"),
         (["--shard", "0/2"], "--shard"),
     ],
 )

@@ -98,7 +98,7 @@ def laid_out(run: StoringTraits) -> Decision:
             partial(run_plan.acting, fills_slab=True, extra=()),
             POLICY,
             "network",
-            {"is_module", "does_more", "elsewhere", "unseen", "writes", "actions"},
+            {"is_module", "does_more", "elsewhere", "unseen", "writes", "actions", "central"},
         ),
         (
             run_plan.stepping_vector,

@@ -161,6 +161,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "policy_device": ("cpu", Devices(policy="cpu"), {}),
     "env_device": ("cpu", Devices(env="cpu"), {"env": torch_env}),
     "storing_device": ("cpu", Devices(storing=torch.device("cpu")), {}),
+    "policy_placement": ("central", Devices(placement="central"), {}),
     "split_trajs": (True, Layout(split_trajs=True), {}),
     "set_truncated": (
         True,
@@ -332,6 +333,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (partial(Devices, policy="gpu"), "^policy_device: expected a torch device, got 'gpu'"),
     (partial(Devices, env=1.5), "^env_device: expected a torch device"),
     (partial(Devices, storing="cpu:x"), "^storing_device: expected a torch device"),
+    (partial(Devices, placement="here"), "^policy_placement: expected one of .*'central'.*'here'"),
     (partial(Layout, "grid"), "^layout: expected one of .*'rows'.* got 'grid'"),
     (partial(Layout, split_trajs=None), "^split_trajs: expected True or False"),
     (partial(Layout, set_truncated=True), "^set_truncated marks cuts .*got layout=.rows"),

@@ -17,7 +17,7 @@ import pytest
 
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.local import pipes
-from tallyroll.collector.workers.local.pipes import PipeChannel, Waiting
+from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace, Waiting
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_after_an_interruption_within_a_message_nothing_is_read(
     ours, theirs = channels
     read = pipes._read
 
-    def interrupted(file: int, nbytes: int) -> bytes:
+    def interrupted(file: int, nbytes: int, *seconds: float) -> bytes:
         if nbytes:
             raise KeyboardInterrupt
         return read(file, nbytes)
@@ -137,6 +137,23 @@ def test_a_closed_channel_is_an_error(channels: tuple[PipeChannel, PipeChannel])
             ours.receive()
     finally:
         os.close(other)
+
+
+def test_a_parent_does_not_wait_for_ever_for_the_rest_of_a_large_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that is stopped while it sends its observations is one that has ended."""
+    monkeypatch.setattr(pipes, "_PARTS_SECONDS", 0.1)
+    (ours, theirs), content = Pipe(), pickle.dumps(bytes(pipes._LARGE_NBYTES))
+    channel, length = PipeChannel(ours, SharedPlace()), len(content).to_bytes(8, "little")
+    with theirs:
+        os.write(theirs.fileno(), length + content)
+        assert len(channel.receive()) == pipes._LARGE_NBYTES
+        os.write(theirs.fileno(), length + content[:1000])
+        for _ in range(2):
+            with pytest.raises(EOFError):
+                channel.receive()
+    channel.close()
 
 
 @dataclass(eq=False)

@@ -1,0 +1,157 @@
+"""What does it cost that the driver acts for all workers, beside workers that act?
+
+    python benchmarks/apart/central_policy.py --rounds 3
+    python benchmarks/apart/central_policy.py --ray --width 1024
+
+Each contender is a process of its own, and takes its turn in each round: after a warm-up it
+collects so many rows of an environment by a policy of two hidden layers, and says the CPU time of
+the driver's process (all of its threads), the time on the clock, and the calls of the policy in all
+processes together. Workers that act call it once a slot, each for its own lanes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+PLACES = ("local", "central")
+MODES = ("sync", "async")
+
+
+def policy_of(env: str, width: int) -> Any:
+    import gymnasium
+    import torch
+    from tensordict.nn import TensorDictModule
+
+    torch.set_num_threads(1)
+    made = gymnasium.make(env)
+    seen, acts = made.observation_space.shape, made.action_space
+    discrete = hasattr(acts, "n")
+    network = torch.nn.Sequential(
+        torch.nn.Linear(seen[0], width),
+        torch.nn.Tanh(),
+        torch.nn.Linear(width, width),
+        torch.nn.Tanh(),
+        torch.nn.Linear(width, int(acts.n) if discrete else acts.shape[0]),
+    ).to(torch.float64 if made.observation_space.dtype == "float64" else torch.float32)
+    made.close()
+
+    class Acts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            out = self.network(observation)
+            return out.argmax(-1) if discrete else torch.tanh(out).float()
+
+    return TensorDictModule(Acts(), in_keys=["observation"], out_keys=["action"])
+
+
+def child(args: argparse.Namespace) -> None:
+    """Collect the rows of one contender; prints figures as JSON."""
+    from tallyroll.collector import MultiprocessCollector, RayCollector
+
+    over, mode, place = args.child.split()
+    kind: Any = MultiprocessCollector
+    more: dict[str, Any] = {}
+    if over == "ray":
+        import ray
+
+        ray.init(
+            address="local",
+            num_cpus=args.workers + 2,
+            include_dashboard=False,
+            object_store_memory=400 * 2**20,
+            logging_level="ERROR",
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=tempfile.mkdtemp(prefix="r", dir="/tmp"),
+        )
+        kind, more = RayCollector, {"spares": 0}
+    warm = wall = cpu = began = used = rows = 0.0
+    with kind(
+        args.env,
+        policy_of(args.env, args.width),
+        num_envs=args.lanes,
+        num_workers=args.workers,
+        mode=mode,
+        frames_per_batch=args.batch,
+        total_frames=-1,
+        seed=0,
+        start_timeout=900,
+        policy_placement=place,
+        **more,
+    ) as collector:
+        central = collector._worker_pool.central
+        calls = 0
+        for batch in collector:
+            if not warm:
+                warm, began, used = 1, time.perf_counter(), cpu_seconds()
+                calls = 0 if central is None else central.calls
+                continue
+            rows += len(batch)
+            if rows >= args.rows:
+                break
+        wall, cpu = time.perf_counter() - began, cpu_seconds() - used
+        made = rows / (args.lanes / args.workers) if central is None else central.calls - calls
+    figures = {"us": 1e6 * cpu / rows, "rate": rows / wall, "calls": 1000 * made / rows}
+    print(json.dumps(figures))
+    sys.stdout.flush()
+    os._exit(0)  # Ray takes a while to let go
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--env", default="CartPole-v1")
+    parser.add_argument("--lanes", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=16 * 4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--child", default="")
+    args = parser.parse_args()
+    if args.child:
+        child(args)
+        return
+    over = ("processes", "ray") if args.ray else ("processes",)
+    found: dict[str, list[dict[str, float]]] = {
+        f"{each} {mode} {place}": [] for each in over for mode in MODES for place in PLACES
+    }
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    for number in range(args.rounds):
+        for name, each in found.items():
+            words = [sys.executable, __file__, *sys.argv[1:], "--child", name]
+            done = subprocess.run(
+                words, env={**os.environ, **quiet}, capture_output=True, text=True, check=False
+            )
+            lines = [line for line in done.stdout.splitlines() if line.startswith('{"us')]
+            if not lines:
+                print(f"{name}: no figures: {done.stderr.strip()[-600:]}")
+                continue
+            each.append(json.loads(lines[0]))
+            print(number, name, lines[0], flush=True)
+    print("| | driver us a row | rows a second | calls of the policy in 1,000 rows |")
+    print("|---|---|---|---|")
+    for name, each in found.items():
+        us, rate, calls = (median(one[what] for one in each) for what in ("us", "rate", "calls"))
+        print(f"| {name} | {us:.1f} | {rate:,.0f} | {calls:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

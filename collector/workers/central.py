@@ -1,0 +1,190 @@
+"""Actions that the parent chooses for lanes of many workers (``policy_placement="central"``).
+
+A worker that needs actions answers its question with :class:`~messages.Wanted`, and waits. The
+pool lets :class:`CentralPolicy` act for all workers that wait, in one call, and asks each
+:class:`~messages.Chosen`: it steps on with these actions, until it wants others or has the answer.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torchrl.envs.utils import ExplorationType
+
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.policies import SeveralPolicies
+from tallyroll.collector.policies.trial import no_tensordict
+from tallyroll.collector.rollout.actor import WHILE_ACTING
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.transport import Channel
+from tallyroll.storage.rows.keys import Key, as_key
+
+
+class NoActions(Exception):
+    """The parent wants no more steps now."""
+
+
+# --- the worker's side ----------------------------------------------------------------------------
+
+
+class AskingPolicy(Policy):
+    """A policy that acts in the parent, once :meth:`ask_by` was called; before that it acts here.
+
+    So a trial of it finds what it writes.
+    """
+
+    _channel: Channel | None = None
+
+    def ask_by(self, channel: Channel) -> None:
+        """Ask the parent from now on."""
+        self._channel, self.is_elsewhere = channel, True
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        """Return the actions for ``td``, and what else the policy writes.
+
+        Raises:
+            NoActions: the parent wants no more steps now.
+        """
+        if self._channel is None:
+            return super().__call__(td)
+        lead = len(td.batch_size)
+        self._channel.send(m.Wanted(_seen(td), _levels(td)))
+        chosen = self._channel.receive()
+        assert isinstance(chosen, m.Chosen)
+        if chosen.values is None:
+            raise NoActions
+        self.version = chosen.version
+        out = TensorDict({}, td.batch_size)
+        for key, value in chosen.values.items():
+            tensor = _tensor(value[0].copy(), value[1])
+            out.set(key, tensor if lead else tensor[0])
+        return out if td.device is None else out.to(td.device)
+
+
+def _seen(td: TensorDictBase) -> m.Values:
+    """Tensors of a policy's input ``[lane, ...]``."""
+    found = {as_key(key): value for key, value in td.items(True, True)}
+    tensors = {key: each for key, each in found.items() if isinstance(each, torch.Tensor)}
+    lead = len(td.batch_size)
+    return {key: _value(each if lead else each[None]) for key, each in tensors.items()}
+
+
+def _levels(td: TensorDictBase) -> Mapping[Key, Sequence[int]]:
+    """Batch dimensions after the lanes of the TensorDicts within a policy's input."""
+    lead = len(td.batch_size)
+    return {
+        as_key(key): tuple(value.batch_size[lead:])
+        for key, value in td.items(True)
+        if isinstance(value, TensorDictBase)
+    }
+
+
+def _value(tensor: torch.Tensor) -> m.Value:
+    """A tensor as it travels: an array, and the dtype where NumPy has none like it."""
+    plain = tensor.detach().cpu()
+    array = plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain
+    return array.numpy(), plain.dtype
+
+
+def _tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(array).view(dtype)
+
+
+# --- the parent's side ----------------------------------------------------------------------------
+
+
+class CentralPolicy:
+    """Acts in this process for lanes of workers, all that wait in one call.
+
+    Args:
+        policy: of the collector.
+        called: the way a worker found to call it.
+        exploration: while it acts.
+        in_step: workers that step wait for each other, so that all lanes act in one call.
+    """
+
+    def __init__(
+        self, policy: Policy, called: m.Called, exploration: ExplorationType, *, in_step: bool
+    ) -> None:
+        self.in_step = in_step
+        self.calls = 0
+        """Calls of the policy so far."""
+        self._policy, self._writes = policy, called.writes
+        self._acting = Acting(exploration)
+        if called.inputs is not None:
+            policy.takes(*called.inputs)
+
+    def choose(self, wanted: Sequence[m.Wanted]) -> list[m.Chosen]:
+        """Return the actions for the lanes of each of ``wanted``; all are chosen in one call.
+
+        But for workers that begin, whose lanes see nothing yet that the policy wrote before.
+        """
+        found: dict[int, m.Chosen] = {}
+        for keys in {frozenset(each.seen): None for each in wanted}:
+            alike = [at for at, each in enumerate(wanted) if each.seen.keys() == keys]
+            found |= zip(alike, self._chosen([wanted[at] for at in alike]), strict=True)
+        return [found[at] for at in range(len(wanted))]
+
+    def _chosen(self, wanted: Sequence[m.Wanted]) -> list[m.Chosen]:
+        sizes = [each.lanes for each in wanted]
+        version = self._policy.version
+        out = self._called(_joined(wanted, sum(sizes)))
+        self.calls += 1
+        values = {key: out.get(key, None) for key in self._writes}
+        arrays = {k: _value(each) for k, each in values.items() if isinstance(each, torch.Tensor)}
+        chosen, start = [], 0
+        for size in sizes:
+            lanes = slice(start, start := start + size)
+            own = {key: (array[lanes], dtype) for key, (array, dtype) in arrays.items()}
+            chosen.append(m.Chosen(version, own))
+        return chosen
+
+    def _called(self, td: TensorDictBase) -> TensorDictBase:
+        try:
+            with self._acting:
+                out = self._policy(td)
+            if not isinstance(out, TensorDictBase):
+                raise no_tensordict(out)
+        except Exception as error:
+            setattr(error, WHILE_ACTING, True)
+            raise
+        return out
+
+
+def _joined(wanted: Sequence[m.Wanted], lanes: int) -> TensorDict:
+    """Inputs of the policy ``[lane, ...]`` of all that wait, in memory of its own."""
+    td = TensorDict({}, [lanes])
+    for level, dims in wanted[0].levels.items():
+        td.set(level, TensorDict({}, [lanes, *dims]))
+    for key, (_, dtype) in wanted[0].seen.items():
+        td.set(key, _tensor(np.concatenate([each.seen[key][0] for each in wanted]), dtype))
+    return td
+
+
+def settle_here(policy: Policy) -> None:
+    """Give ``policy`` weights of its own, which change with new versions alone.
+
+    Raises:
+        ArgumentError: it cannot act for all workers.
+    """
+    if isinstance(policy, SeveralPolicies):
+        raise ArgumentError(
+            'policy_placement="central" does not go with several policies; give one, or leave it '
+            "out"
+        )
+    module = policy.module
+    if isinstance(module, nn.Module):
+        lazy = [name for name, each in module.named_parameters() if is_lazy(each)]
+        if lazy:
+            raise ArgumentError(
+                f"{lazy[0]}: expected weights, got a parameter without a shape; call the module "
+                "once before"
+            )
+        policy.keep_apart()

@@ -1,0 +1,466 @@
+"""The parent acts for lanes of many workers: one call for all, rows stamped, exactly N."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+
+from tallyroll.collector import ArgumentError, Devices, MultiprocessCollector, Supervision
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.slab.progress import HALT
+from tallyroll.collector.workers import central
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.far.far_place import FarPlace
+from tallyroll.collector.workers.far.far_worker import Ended, FarWorker, Given
+from tallyroll.collector.workers.transport import Gone
+from tallyroll.storage import open_storage
+
+from collect_kit import ByObservation, joined
+from oracles import check_rows
+from worker_faults_kit import Faults, FaultyPolicy, check_lives
+from worker_faults_kit import factories as faulty
+from worker_kit import (
+    DISABLED,
+    LANES,
+    LENGTHS,
+    NEXT,
+    SAME,
+    RecordingPolicy,
+    Run,
+    Versioned,
+    assert_alike,
+    assert_gone,
+    chosen_by,
+    collect_all,
+    factories,
+    in_threads,
+    slow_factories,
+    start,
+    sync_collector,
+    worker_collector,
+)
+
+BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3}
+CENTRAL: dict[str, Any] = {**BUDGET, "policy_placement": "central"}
+MODES = ("sync", "async")
+_here: dict[str, Any] = {}
+"""Things that a policy meets in this process alone, and in no worker."""
+
+
+class Together(TensorDictModuleBase):
+    """Acts in a lane by all lanes of the batch, and by torch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["observation"], ["action", "drawn"]
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action, and a number for each lane."""
+        _here.setdefault("sizes", []).append(td.batch_size.numel())
+        lanes = torch.arange(td.batch_size.numel()).reshape(td.batch_size)
+        drawn = torch.rand(td.batch_size)
+        td.set("action", (td["observation"].long().sum() + lanes + (drawn < 0.5)) % 2)
+        return td.set("drawn", drawn.half())
+
+
+class Surprising(ByObservation):
+    """Does what a test asks for, in its `at`-th call of this process."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action."""
+        if "surprise" in _here:
+            _here["calls"] += 1
+            if _here["calls"] == _here["at"]:
+                _here.pop("surprise")()
+        return super().forward(td)
+
+
+@pytest.fixture(autouse=True)
+def nothing_here() -> Any:
+    _here.clear()
+    yield
+    _here.clear()
+
+
+def surprise(at: int, what: Any) -> None:
+    _here.update(calls=0, at=at, surprise=what)
+
+
+# --- workers that share no memory, in threads -----------------------------------------------------
+
+
+class FarLink:
+    """A far worker in this process, and the thread that asks it."""
+
+    pid = None
+
+    def __init__(self, index: int, transport: FarThreads) -> None:
+        self.index, self.transport, self.name = index, transport, f"far thread {index}"
+        self.heard: deque[Any] = deque()
+        self._asked: deque[Any] = deque([None])
+        self._worker, self._bound, self.alive = FarWorker(), False, True
+        self._out: SimpleQueue[Any] = SimpleQueue()
+        self._out.put(lambda: self._worker.start(transport.jobs[index]))
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (call := self._out.get()) is not None:
+            answer = call()
+            with self.transport.changed:
+                self.heard.append(answer)
+                self.transport.changed.notify_all()
+
+    def send(self, question: object) -> None:
+        given = Given(-1, (self.transport.order(), 0))
+        if self._bound or isinstance(question, m.Bind):
+            self._bound, place = True, self.transport.made
+            given = Given(-1, self.word(), *place.given(self.index, question))
+        self._asked.append(question)
+        self._out.put(lambda: self._worker.ask(question, given))
+
+    def word(self) -> tuple[int, int]:
+        return self.transport.order(), self.transport.made.board(self.index)[HALT]
+
+    def halt(self) -> None:
+        self._worker.halt(*self.word())
+
+    def hear(self) -> object:
+        answer, question = self.heard.popleft(), self._asked.popleft()
+        if isinstance(answer.content, Ended):
+            return Gone(answer.content.how)
+        if answer.words:
+            self.transport.made.land(self.index, question, answer)
+        return answer.content
+
+    def over(self, seconds: float) -> bool:
+        return not self._asked
+
+    def kill(self) -> None:
+        self.alive = False
+        self._out.put(None)
+
+    def end(self) -> None:
+        self.kill()
+
+
+class FarThreads:
+    """Far workers whose rows come with their answers."""
+
+    kills = False
+
+    def __init__(self, jobs: Sequence[bytes]) -> None:
+        plain = [replace(cloudpickle.loads(job), threads=None) for job in jobs]
+        self.jobs = [cloudpickle.dumps(job) for job in plain]
+        self.changed, self._orders = threading.Condition(), 0
+        self.links: dict[int, FarLink] = {}
+
+    def order(self) -> int:
+        self._orders += 1
+        return self._orders
+
+    def start(self, index: int) -> FarLink:
+        self.links[index] = FarLink(index, self)
+        return self.links[index]
+
+    def ready(self, links: Sequence[FarLink], seconds: float) -> set[FarLink]:
+        with self.changed:
+            self.changed.wait_for(lambda: any(link.heard for link in links), seconds)
+        return {link for link in links if link.heard}
+
+    def place(self, share: Any, plan: Any, module: object) -> FarPlace:
+        def publish(version: int, tensors: list[Any]) -> None:
+            raise AssertionError("weights were sent")
+
+        self.made = FarPlace(share, plan, module, lambda at: self.links[at].halt(), publish)
+        return self.made
+
+    def close(self) -> None:
+        self.links.clear()
+
+
+def far_collector(source: str, workers: int, policy: Any, **options: Any) -> MultiprocessCollector:
+    made = factories(source, workers)
+    return MultiprocessCollector(made, policy, transport=FarThreads, **options)
+
+
+def _acting(run: Run) -> central.CentralPolicy:
+    assert isinstance(run.collector, MultiprocessCollector)
+    found = run.collector._worker_pool.central
+    assert found is not None
+    return found
+
+
+# --- in step --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("source", [NEXT, SAME, DISABLED, "torch", "native"])
+def test_in_step_one_call_acts_for_all_lanes_as_in_one_process(source: str, far: bool) -> None:
+    """Also where a lane's action depends on the others and on torch's generator."""
+    one = collect_all(sync_collector(source, Together(), **BUDGET))
+    _here.clear()
+    with in_threads():
+        make = far_collector if far else worker_collector
+        many = collect_all(make(source, 3, Together(), **CENTRAL))
+    assert_alike(one, many)
+    check_rows(joined(many.batches), LENGTHS, ends="mixed", from_start=True)
+    slots, rest = divmod(many.collector.ledger.slots, LANES)
+    assert (_acting(many).calls, rest) == (slots, 0)
+    assert _here["sizes"][-slots:] == [LANES] * slots
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "never_step": {"surplus": "never_step"},
+    "random frames": {"init_random_frames": 33},
+    "episodes": {"total_frames": None, "total_episodes": 23},
+    "resets, discard": {"reset_at_each_iter": True, "surplus": "discard"},
+    "single rows": {"frames_per_batch": 1, "total_frames": 30},
+    "a slot a batch": {"frames_per_batch": 5, "total_frames": 40},
+    "lanes": {"layout": "lanes"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "source"), [*zip(OPTIONS, [DISABLED, NEXT, SAME] * 3, strict=False)]
+)
+def test_in_step_every_option_means_what_it_means_in_one_process(name: str, source: str) -> None:
+    options = OPTIONS[name]
+    one = collect_all(sync_collector(source, RecordingPolicy(), **{**BUDGET, **options}))
+    with in_threads():
+        given = {**CENTRAL, **options}
+        near = collect_all(worker_collector(source, 2, RecordingPolicy(), **given))
+        far = collect_all(far_collector(source, 2, RecordingPolicy(), **given))
+    assert_alike(one, near)
+    assert_alike(one, far)
+
+
+def test_lanes_without_a_batch_size_act_in_one_call() -> None:
+    with in_threads():
+        run = collect_all(worker_collector("single", LANES, Together(), **CENTRAL))
+    check_rows(joined(run.batches), LENGTHS, ends="mixed", from_start=True)
+    calls = _acting(run).calls
+    assert _here["sizes"][-calls:] == [LANES] * calls == [LANES] * 24
+
+
+@pytest.mark.parametrize("options", [{"total_frames": 90}, {"total_frames": None}])
+def test_a_signal_while_the_policy_acts_loses_nothing(options: Any) -> None:
+    options = {**options, **({} if options["total_frames"] else {"total_episodes": 12})}
+    one = collect_all(sync_collector(SAME, Surprising(), **{**BUDGET, **options}))
+    with in_threads(), worker_collector(SAME, 2, Surprising(), **{**CENTRAL, **options}) as many:
+        surprise(7, lambda: os.kill(os.getpid(), signal.SIGINT))
+        batches = []
+        with pytest.raises(KeyboardInterrupt):
+            batches.extend(many)  # has those before it
+        batches += list(many)
+        many.ledger.check()
+    assert (joined(batches) == joined(one.batches)).all()
+
+
+# --- out of step ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("source", [NEXT, DISABLED, "torch"])
+def test_out_of_step_rows_are_whole_and_exactly_so_many(source: str, far: bool) -> None:
+    with in_threads():
+        make = far_collector if far else worker_collector
+        run = collect_all(make(source, 3, RecordingPolicy(), mode="async", **CENTRAL))
+    rows = joined(run.batches)
+    assert len(rows) == run.collector.ledger.stored == 120
+    checked = check_rows(rows, LENGTHS, ends="mixed", from_start=True)
+    assert set(checked.lane.tolist()) == set(range(LANES))
+    assert run.collector.ledger.episodes_complete == checked.ended.sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"total_frames": None, "total_episodes": 23},
+        {"init_random_frames": 33},
+        {"surplus": "never_step"},
+    ],
+)
+def test_out_of_step_budgets_hold(options: Any) -> None:
+    with in_threads():
+        given = {**CENTRAL, **options, "mode": "async"}
+        run = collect_all(worker_collector(DISABLED, 2, RecordingPolicy(), **given))
+    rows, ledger = joined(run.batches), run.collector.ledger
+    random = int((rows["collector", "policy_version"] == -1).sum())
+    assert random == ledger.random == options.get("init_random_frames", 0)
+    if "total_episodes" in options:
+        assert ledger.episodes_complete == 23
+        assert check_rows(rows, LENGTHS, ends="mixed").ended.sum() == 23
+    else:
+        assert len(rows) == 120
+
+
+def test_out_of_step_a_slow_worker_holds_up_no_other() -> None:
+    with in_threads():
+        made = slow_factories(2, 4, slow=[0], seconds=0.05)
+        options = {**CENTRAL, "mode": "async", "frames_per_batch": 50, "total_frames": 200}
+        rows = joined(collect_all(start(made, RecordingPolicy(), **options)).batches)
+    lane = rows["collector", "lane"]
+    assert (lane >= 2).sum() > 2 * (lane < 2).sum() > 0
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_row_has_the_version_that_acted(mode: Any) -> None:
+    """Weights that are trained in place act with the next version, and not before."""
+    policy, batches = Versioned(), []
+    with in_threads(), worker_collector(SAME, 2, policy, mode=mode, **CENTRAL) as collector:
+        for batch in collector:
+            batches.append(batch)
+            policy.set_to(collector.policy_version + 1)
+            if len(batches) % 2:
+                collector.update_policy_weights_()
+        assert collector._weights.version == -1
+    rows = joined(batches)
+    version = rows["collector", "policy_version"]
+    for name in ("low", "high"):
+        assert torch.equal(rows[name], version.float())
+    assert torch.equal(rows["mark"], torch.stack([version, version], -1).float())
+    assert torch.equal(rows["action"], chosen_by(rows, version))
+    newest = [int(batch["collector", "policy_version"].max()) for batch in batches]
+    if mode == "sync":
+        # The last row was carried, and is of the weights of the batch before.
+        assert newest == [*((number + 1) // 2 for number in range(7)), 3]
+    assert max(newest) > 1
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def before_acting(monkeypatch: pytest.MonkeyPatch, call: int, do: Any) -> None:
+    """Let ``do`` be called before the policy acts for that time."""
+    choose, calls = central.CentralPolicy.choose, []
+
+    def choosing(self: central.CentralPolicy, wanted: Any) -> Any:
+        calls.append(len(wanted))
+        if len(calls) == call:
+            do()
+        return choose(self, wanted)
+
+    monkeypatch.setattr(central.CentralPolicy, "choose", choosing)
+
+
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [
+        ("sync", signal.SIGKILL),
+        pytest.param("async", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("sync", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("async", signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_exactly_so_many_where_a_worker_ends_or_hangs_while_it_waits(
+    mode: Any, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(tmp_path)
+    supervision = Supervision("respawn", step_timeout=2 if number == signal.SIGSTOP else None)
+    options = {**CENTRAL, "storage": tmp_path / "rows", "supervision": supervision}
+    with start(faulty(faults, LANES, 2), FaultyPolicy(faults), mode=mode, **options) as collector:
+        pids = collector.worker_pids
+        before_acting(monkeypatch, 6, lambda: os.kill(pids[1], number))
+        assert sum(len(batch) for batch in collector) == 120
+        pids += collector.worker_pids
+        ledger = collector.ledger
+    ledger.check()
+    assert ledger.respawned == 1
+    with open_storage(tmp_path / "rows") as storage:
+        assert storage.runs[0]["call"]["policy_placement"] == "central"
+        assert len(storage) == 120
+        lives = check_lives(storage[:], LANES, gaps=mode == "async")
+    assert mode == "async" or max(lives) == 2
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_of_the_policy_is_raised_as_it_is(mode: Any, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("no action comes to mind")
+
+    storage = tmp_path / "rows"
+    with (
+        in_threads(),
+        worker_collector(SAME, 2, Surprising(), mode=mode, storage=storage, **CENTRAL) as collector,
+    ):
+        surprise(11, fail)
+        with pytest.raises(ValueError, match="no action comes to mind"):
+            list(collector)
+        collector.ledger.check()
+        assert collector.ledger.lost == 0
+    with open_storage(storage) as rows:
+        assert len(rows) == collector.ledger.stored > 10
+        check_rows(rows[:], LENGTHS, ends="mixed")
+
+
+# --- what is refused, and said --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        (None, {}, 'policy_placement="central" says where the policy acts, and there is none'),
+        ([([0, 1], ByObservation()), ([2, 3, 4], None)], {}, "does not go with several policies"),
+        (
+            ByObservation(),
+            {"sharded": True, "mode": "async", "storage": "rows"},
+            'sharded=True does not go with policy_placement="central"; leave it out',
+        ),
+    ],
+)
+def test_what_central_does_not_go_with_is_refused(policy: Any, options: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        worker_collector(SAME, 2, policy, **CENTRAL, **options)
+
+
+def test_weights_without_a_shape_are_refused() -> None:
+    class Lazy(ByObservation):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.LazyLinear(2)
+
+    with pytest.raises(ArgumentError, match=r"layer\.weight: expected weights, got a parameter"):
+        worker_collector(SAME, 2, Lazy(), **CENTRAL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half, torch.float64, torch.bool])
+def test_tensors_of_every_dtype_travel(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0.0, 1.5], [-2.0, 0.25]]).to(dtype)
+    back = central._tensor(*central._value(tensor))
+    assert (back.dtype, back.tolist()) == (dtype, tensor.tolist())
+
+
+def test_a_compiled_policy_stays_compiled() -> None:
+    compiled = torch.compile(torch.nn.Linear(4, 2), backend="eager")
+    policy = Policy(compiled, None, None)
+    policy.keep_apart()
+    assert type(policy._called) is type(compiled)
+    assert policy.module is policy._called._orig_mod is not policy.source
+    inputs = torch.ones(1, 4)
+    assert torch.equal(policy._called(inputs), compiled(inputs))
+    compiled._orig_mod.weight.data.zero_()
+    assert not torch.equal(policy._called(inputs), compiled(inputs))
+
+
+def test_the_plan_says_where_the_policy_acts() -> None:
+    devices = Devices(placement="central")
+    with in_threads(), worker_collector(SAME, 1, ByObservation(), devices=devices, **BUDGET) as run:
+        assert str(run.plan.acts) == 'central, because policy_placement="central"'
