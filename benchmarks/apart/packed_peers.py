@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from tallyroll.storage import open_storage
+from tallyroll.storage import MemmapStorage, open_storage
 
 COUNT, BLOCK = 256, 1024
 Rows = dict[str, np.ndarray]
@@ -44,6 +44,20 @@ class Peer:
 
     def __init__(self, path: Path, rows: Rows, pieces: list[Rows]) -> None:
         """Write the rows."""
+
+    @staticmethod
+    def named(rows: Rows, pieces: list[Rows]) -> dict[tuple[str, ...], np.ndarray]:
+        """Return the columns of a storage."""
+        return {
+            ("observation",): rows["observation"],
+            ("next", "observation"): rows["next"],
+            ("action",): rows["action"],
+            ("next", "reward"): rows["reward"],
+            ("next", "terminated"): rows["terminated"],
+            ("collector", "traj_ids"): np.repeat(
+                np.arange(len(pieces)), [len(each["action"]) for each in pieces]
+            ),
+        }
 
     def open(self) -> None:
         """Begin to read as a process does that has read nothing."""
@@ -67,21 +81,11 @@ class Memmap(Peer):
     pack: ClassVar[dict[str, Any] | None] = None
 
     def __init__(self, path: Path, rows: Rows, pieces: list[Rows]) -> None:
-        from tallyroll.storage import MemmapStorage
-
         self.path = path
         where = path.with_suffix(".rows") if self.pack is not None else path
-        ids = np.repeat(np.arange(len(pieces)), [len(each["action"]) for each in pieces])
-        named = {
-            ("observation",): rows["observation"],
-            ("next", "observation"): rows["next"],
-            ("action",): rows["action"],
-            ("next", "reward"): rows["reward"],
-            ("next", "terminated"): rows["terminated"],
-            ("collector", "traj_ids"): ids,
-        }
+        named = self.named(rows, pieces)
         with MemmapStorage(where) as storage:
-            for start in range(0, len(ids), BLOCK):
+            for start in range(0, len(rows["action"]), BLOCK):
                 storage.extend({key: each[start : start + BLOCK] for key, each in named.items()})
             if self.pack is not None:
                 began = time.process_time()
@@ -369,7 +373,7 @@ class Vault(Peer):
         return self.take(np.arange(start, stop))[0]
 
 
-class LeRobot(Memmap):
+class LeRobot(Peer):
     """Our export to LeRobot, images as PNGs, and LeRobot's own loader, a row a call.
 
     What came next is the following row's, of the same episode: it has no final observations.
@@ -379,10 +383,16 @@ class LeRobot(Memmap):
     only_frames = True
 
     def __init__(self, path: Path, rows: Rows, pieces: list[Rows]) -> None:
-        shape = rows["observation"].shape[-2:]
+        shape, lengths = rows["observation"].shape[-2:], [len(each["action"]) for each in pieces]
         pictures = {name: rows[name].reshape(-1, *shape, 1) for name in ("observation", "next")}
+        named = self.named(rows | pictures, pieces)
+        named["collector", "step"] = np.concatenate([np.arange(each) for each in lengths])
+        named["collector", "lane"] = np.zeros(sum(lengths), np.int32)
+        named["next", "truncated"] = np.zeros_like(rows["terminated"])
         where = path.with_suffix(".rows")
-        super().__init__(where, rows | pictures, pieces)
+        with MemmapStorage(where) as storage:
+            for start in range(0, sum(lengths), BLOCK):
+                storage.extend({key: each[start : start + BLOCK] for key, each in named.items()})
         began = time.process_time()
         with open_storage(where) as storage:
             storage.export(path, "lerobot")

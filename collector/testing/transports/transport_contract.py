@@ -288,9 +288,11 @@ class TransportContract:
             assert sum(len(batch) for batch in collector) == 301
             ledger = collector.ledger
             ledger.check()
-        assert all(fault.file.exists() for fault in faults), "not all that was planned came"
+        came = [fault.file.exists() for fault in faults]
+        # Out of step others may be done before the one that starts again meets its next fault.
+        assert all(came) or (mode == "async" and any(came)), "not all that was planned came"
         assert ledger.stored == 301
-        assert ledger.respawned == len(faults)
+        assert ledger.respawned == sum(came)
         with open_storage(tmp_path / "rows") as storage:
             assert len(storage) == 301
             check_rows(storage[:])
