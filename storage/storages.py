@@ -204,10 +204,13 @@ def open_storage(
         TrajectoryIdTaken: of several, with ``ids="keep"``: two have a trajectory id.
         ReadOnlyStorage: of several, with ``mode="append"``.
     """
-    if not isinstance(path, str | os.PathLike) or is_pattern(user_path(path)):
+    if not isinstance(path, str | os.PathLike):
+        return _union(path, mode, **options)
+    address = s3_path(path)
+    if address is None and is_pattern(user_path(path)):
         return _union(path, mode, **options)
     s3: S3Options | None = options.pop("s3", None)
-    if (address := s3_path(path)) is not None:
+    if address is not None:
         # Imported now, since it is rarely wanted.
         from tallyroll.storage.datasets.remote.remote_archive import opened
 

@@ -1,10 +1,11 @@
 """Packed rows in an object store on this machine, beside the same rows on its disk.
 
     python benchmarks/apart/object_store.py --rows 100000 --rounds 3
+    python benchmarks/apart/object_store.py --endpoint http://127.0.0.1:8333
 
-The store is moto's server (`pip install 'moto[server]'`), in a process of its own; a real one is
-faster, and farther away. So times by the clock are mostly the server's, and the processor time of
-this process is what Tallyroll and obstore take. Rows are read in order and at random, with nothing
+The store is moto's server (`pip install 'moto[server]'`), in a process of its own, or one that runs
+already. Times by the clock are mostly the server's; the processor time of this process is what
+Tallyroll and obstore take. Rows are read in order and at random, with nothing
 kept, with blocks in a folder, and with blocks in memory.
 """
 
@@ -21,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,32 +36,36 @@ from tallyroll.storage import MemmapStorage, S3Options, open_storage, pull, push
 BATCH = 256
 
 
+def use(url: str) -> None:
+    """Make a bucket, once the server answers, and let the library ask there."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            make = urllib.request.Request(f"{url}/bench", method="PUT")
+            urllib.request.urlopen(make, timeout=30).close()
+            break
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+    keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    os.environ |= {**dict.fromkeys(keys, "any"), "AWS_REGION": "us-east-1"}
+    os.environ["AWS_ENDPOINT_URL"] = url
+
+
 @contextmanager
-def server() -> Iterator[str]:
+def moto() -> Iterator[None]:
     """Run an empty store on a loopback."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p"]
     process = subprocess.Popen(
         [*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        for _ in range(600):
-            try:
-                make = urllib.request.Request(f"{url}/bench", method="PUT")
-                urllib.request.urlopen(make, timeout=30).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        os.environ |= {
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": url,
-        }
-        yield url
+        use(f"http://127.0.0.1:{port}")
+        yield
     finally:
         process.kill()
         process.wait()
@@ -110,13 +115,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--numbers", type=int, default=64, help="of an observation")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--endpoint", help="of a store that takes any keys")
     args = parser.parse_args()
     found: dict[str, list[tuple[float, float]]] = {}
 
     def note(name: str, call: Callable[[], Any]) -> None:
         found.setdefault(name, []).append(timed(call))
 
-    with tempfile.TemporaryDirectory() as name, server():
+    with ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory())
+        if args.endpoint:
+            use(args.endpoint)
+        else:
+            stack.enter_context(moto())
         folder = Path(name)
         packed = make(folder, args.rows, args.numbers)
         nbytes = sum(each.stat().st_size for each in packed.rglob("*") if each.is_file())

@@ -142,7 +142,8 @@ class CentralPolicy:
         chosen, start = [], 0
         for size in sizes:
             lanes = slice(start, start := start + size)
-            own = {key: (array[lanes], dtype) for key, (array, dtype) in arrays.items()}
+            # Copied, for it may be sent when the policy has acted again.
+            own = {key: (array[lanes].copy(), dtype) for key, (array, dtype) in arrays.items()}
             chosen.append(m.Chosen(version, own))
         return chosen
 

@@ -115,8 +115,8 @@ class WorkerPool:
             patience = min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))
             with admitted() if during is None else during:
                 ready = self.transport.ready(links, patience)
-            says = sorted((busy[link] for link in ready), key=attrgetter("index"))
-            heard = [self._heard(member) for member in says]
+            says = [busy[link] for link in ready if link in busy]
+            heard = [self._heard(member) for member in sorted(says, key=attrgetter("index"))]
             events = [event for event in heard if event is not None]
             if not ready or time.monotonic() >= self._look_at:  # of a thousand that takes a while
                 self._look_at = time.monotonic() + _LOOK_SECONDS

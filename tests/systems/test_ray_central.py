@@ -146,6 +146,7 @@ def test_an_actor_that_is_frozen_while_it_waits_is_replaced(
 
 
 @inside
+@pytest.mark.timeout(600)
 def test_a_run_moves_between_places(tmp_path: Path) -> None:
     run: dict[str, Any] = {**RUN, "storage": tmp_path / "rows", "num_workers": 2}
     policy = RecordingPolicy()

@@ -68,7 +68,8 @@ class LeaseBudget:
         self._frames, self._budget, self._episodes = frames, budget, episodes
         self._openings = openings
         self._granted = 0
-        self._drawing = np.zeros_like(openings.left)
+        self.drawing: Counts = np.zeros_like(openings.left)
+        """``[policy]``: transitions with random actions of leases that have not come back."""
         self.begin(ledger, fresh=False)
 
     def begin(self, ledger: Ledger, fresh: bool) -> None:
@@ -81,7 +82,7 @@ class LeaseBudget:
         self._tallies = [Tally(fresh) for _ in range(self._workers)]
         # Sums over all workers are kept, for there may be a thousand of them.
         self._out = 0
-        self._drawing[:] = 0
+        self.drawing[:] = 0
 
     @property
     def complete(self) -> bool:
@@ -107,11 +108,6 @@ class LeaseBudget:
     def random_frames(self, count: int) -> None:
         if self._openings.whole_run:
             self._openings.asked[:] = self._openings.left[:] = min(count, MOST)
-
-    @property
-    def drawing(self) -> Counts:
-        """``[policy]``: transitions with random actions of leases that have not come back."""
-        return self._drawing
 
     # --- leases that go out -----------------------------------------------------------------------
 
@@ -154,7 +150,7 @@ class LeaseBudget:
         segment.reserved, segment.random_frames = reserved, drawn
         tally.leased.append(segment)
         self._out += 1
-        self._drawing += drawn
+        self.drawing += drawn
         last = self._tickets == 0
         random_frames = drawn.tolist()
         return m.Lease(self._granted, segment.base, frames, random_frames, tickets, last, fresh)
@@ -166,7 +162,7 @@ class LeaseBudget:
         lanes = openings.acts_in[:, first : first + len(member.lanes)].sum(axis=1)
         most = np.minimum(reserved, slots * lanes)
         drawn: Counts = np.minimum(openings.left, most)
-        if ((drawn < most) & (self._drawing > 0)).any():
+        if ((drawn < most) & (self.drawing > 0)).any():
             # What those leave over comes first: no lane acts at random after its policy did.
             return None
         return drawn
@@ -191,7 +187,7 @@ class LeaseBudget:
 
     def _came_back(self, segment: Segment) -> None:
         self._out -= 1
-        self._drawing -= segment.random_frames
+        self.drawing -= segment.random_frames
 
     def take_back_random(self, segment: Segment) -> None:
         """Let others have random actions in the place of those that no block took."""

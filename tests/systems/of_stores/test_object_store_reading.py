@@ -32,7 +32,16 @@ from tallyroll.storage.errors import CorruptStorage, ObjectChanged, ObjectStoreF
 from tallyroll.storage.testing import ReaderContract
 from tallyroll.storage.testing.reader_contract import _Paths, assert_same_rows, collected
 
-from object_store_kit import KEY, SECRET, Asked, Fault, Proxy, environment, store_and_proxy
+from object_store_kit import (
+    BUCKET,
+    KEY,
+    SECRET,
+    Asked,
+    Fault,
+    Proxy,
+    environment,
+    store_and_proxy,
+)
 
 ROWS, WIDTH = 6_000, 32
 ADDRESS = "s3://datasets/wide/packed"
@@ -373,7 +382,7 @@ def test_the_kit_makes_faults(proxy: Proxy) -> None:
     import urllib.error
     import urllib.request
 
-    url = f"{proxy.url}/moto-api/"
+    url = f"{proxy.url}/{BUCKET}"
     plain = urllib.request.urlopen(url, timeout=10).read()
     with proxy.planned(lambda asked: Fault(flip=True)):
         assert urllib.request.urlopen(url, timeout=10).read() != plain

@@ -166,6 +166,7 @@ def test_nothing_of_an_object_is_seen_whose_parts_fail(
     ):
         push(frames, address, options=HASTY)
     assert "pixels/c.0.0" not in names_at(address)
+    assert not unfinished_at(proxy, address)  # those of all tries were aborted
     with pytest.raises(NotAStorage, match="pushed in part"):
         open_storage(address)
     assert push(frames, address).sent > 0

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector import ArgumentError, Devices, MultiprocessCollector, Supervision
 from tallyroll.collector.policies.policy import Policy
@@ -207,8 +208,20 @@ def _acting(run: Run) -> central.CentralPolicy:
 # --- in step --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("source", [NEXT, SAME, DISABLED, "torch", "native"])
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("source", "far"),
+    [
+        (NEXT, False),
+        ("torch", True),
+        *(slow(source, far) for source in (SAME, DISABLED, "native") for far in (False, True)),
+        slow(NEXT, True),
+        slow("torch", False),
+    ],
+)
 def test_in_step_one_call_acts_for_all_lanes_as_in_one_process(source: str, far: bool) -> None:
     """Also where a lane's action depends on the others and on torch's generator."""
     one = collect_all(sync_collector(source, Together(), **BUDGET))
@@ -235,7 +248,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "source"), [*zip(OPTIONS, [DISABLED, NEXT, SAME] * 3, strict=False)]
+    ("name", "source"),
+    [
+        ("random frames", NEXT),
+        slow("never_step", DISABLED),
+        slow("episodes", SAME),
+        slow("resets, discard", DISABLED),
+        slow("single rows", NEXT),
+        slow("a slot a batch", SAME),
+        slow("lanes", DISABLED),
+    ],
 )
 def test_in_step_every_option_means_what_it_means_in_one_process(name: str, source: str) -> None:
     options = OPTIONS[name]
@@ -248,6 +270,7 @@ def test_in_step_every_option_means_what_it_means_in_one_process(name: str, sour
     assert_alike(one, far)
 
 
+@pytest.mark.slow
 def test_lanes_without_a_batch_size_act_in_one_call() -> None:
     with in_threads():
         run = collect_all(worker_collector("single", LANES, Together(), **CENTRAL))
@@ -256,7 +279,7 @@ def test_lanes_without_a_batch_size_act_in_one_call() -> None:
     assert _here["sizes"][-calls:] == [LANES] * calls == [LANES] * 24
 
 
-@pytest.mark.parametrize("options", [{"total_frames": 90}, {"total_frames": None}])
+@pytest.mark.parametrize("options", [{"total_frames": 90}, slow({"total_frames": None})])
 def test_a_signal_while_the_policy_acts_loses_nothing(options: Any) -> None:
     options = {**options, **({} if options["total_frames"] else {"total_episodes": 12})}
     one = collect_all(sync_collector(SAME, Surprising(), **{**BUDGET, **options}))
@@ -273,8 +296,14 @@ def test_a_signal_while_the_policy_acts_loses_nothing(options: Any) -> None:
 # --- out of step ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("source", [NEXT, DISABLED, "torch"])
+@pytest.mark.parametrize(
+    ("source", "far"),
+    [
+        (NEXT, True),
+        slow(NEXT, False),
+        *(slow(source, far) for source in (DISABLED, "torch") for far in (False, True)),
+    ],
+)
 def test_out_of_step_rows_are_whole_and_exactly_so_many(source: str, far: bool) -> None:
     with in_threads():
         make = far_collector if far else worker_collector
@@ -290,8 +319,8 @@ def test_out_of_step_rows_are_whole_and_exactly_so_many(source: str, far: bool) 
     "options",
     [
         {"total_frames": None, "total_episodes": 23},
-        {"init_random_frames": 33},
-        {"surplus": "never_step"},
+        slow({"init_random_frames": 33}),
+        slow({"surplus": "never_step"}),
     ],
 )
 def test_out_of_step_budgets_hold(options: Any) -> None:
@@ -310,8 +339,8 @@ def test_out_of_step_budgets_hold(options: Any) -> None:
 
 def test_out_of_step_a_slow_worker_holds_up_no_other() -> None:
     with in_threads():
-        made = slow_factories(2, 4, slow=[0], seconds=0.05)
-        options = {**CENTRAL, "mode": "async", "frames_per_batch": 50, "total_frames": 200}
+        made = slow_factories(2, 4, slow=[0], seconds=0.02)
+        options = {**CENTRAL, "mode": "async", "frames_per_batch": 50, "total_frames": 150}
         rows = joined(collect_all(start(made, RecordingPolicy(), **options)).batches)
     lane = rows["collector", "lane"]
     assert (lane >= 2).sum() > 2 * (lane < 2).sum() > 0
@@ -320,7 +349,7 @@ def test_out_of_step_a_slow_worker_holds_up_no_other() -> None:
 # --- versions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["async", slow("sync")])
 def test_each_row_has_the_version_that_acted(mode: Any) -> None:
     """Weights that are trained in place act with the next version, and not before."""
     policy, batches = Versioned(), []
@@ -363,10 +392,10 @@ def before_acting(monkeypatch: pytest.MonkeyPatch, call: int, do: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "number"),
     [
-        ("sync", signal.SIGKILL),
-        pytest.param("async", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("sync", signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param("async", signal.SIGSTOP, marks=pytest.mark.slow),
+        slow("sync", signal.SIGKILL),  # async: TransportContract
+        slow("async", signal.SIGKILL),
+        slow("sync", signal.SIGSTOP),
+        slow("async", signal.SIGSTOP),
     ],
 )
 def test_exactly_so_many_where_a_worker_ends_or_hangs_while_it_waits(
@@ -394,6 +423,7 @@ def test_exactly_so_many_where_a_worker_ends_or_hangs_while_it_waits(
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_of_the_policy_is_raised_as_it_is(mode: Any, tmp_path: Path) -> None:
     def fail() -> None:
+        surprise(1, fail)
         raise ValueError("no action comes to mind")
 
     storage = tmp_path / "rows"
@@ -405,6 +435,8 @@ def test_an_error_of_the_policy_is_raised_as_it_is(mode: Any, tmp_path: Path) ->
         with pytest.raises(ValueError, match="no action comes to mind"):
             list(collector)
         collector.ledger.check()
+        members = collector._worker_pool.members
+        assert [(each.asked, each.failed) for each in members] == [(0, None)] * 2, "they rest"
         assert collector.ledger.lost == 0
     with open_storage(storage) as rows:
         assert len(rows) == collector.ledger.stored > 10
@@ -448,6 +480,22 @@ def test_tensors_of_every_dtype_travel(dtype: torch.dtype) -> None:
     assert (back.dtype, back.tolist()) == (dtype, tensor.tolist())
 
 
+def test_lanes_that_see_other_keys_act_in_a_call_of_their_own() -> None:
+    """A worker that begins does not see yet what the policy wrote before."""
+    called, seen = m.Called(None, (("action",), ("told",))), torch.tensor([[1.0, 2.0, 3.0]])
+    policy = central.CentralPolicy(
+        Policy(RecordingPolicy(), None, None), called, ExplorationType.RANDOM, in_step=True
+    )
+    observation = {("observation",): central._value(seen)}
+    more = {**observation, ("told",): central._value(seen.double())}
+    chosen = policy.choose([m.Wanted(each, {}) for each in (more, observation, more)])
+    assert policy.calls == 2
+    for each in chosen:
+        assert each.values is not None
+        assert each.values["told",][0].tolist() == [[1.25, 2.25]]
+
+
+@pytest.mark.slow
 def test_a_compiled_policy_stays_compiled() -> None:
     compiled = torch.compile(torch.nn.Linear(4, 2), backend="eager")
     policy = Policy(compiled, None, None)
