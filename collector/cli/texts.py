@@ -229,8 +229,9 @@ checked, that no two have the same rows, and that no shard of a run is missing.
 A dataset of another library is checked alike, one at a time: counts against its
 metadata, episodes and their borders, indices, timestamps, next observations,
 ends, NaN, spaces, frames of films against rows, statistics against data, files
-that are missing. KIND is d4rl, hf, lerobot, minari, npz, parquet or torchrl; it
-can be left out where the files say it. Nothing in it is unpickled or executed.
+that are missing. KIND is d4rl, hf, lerobot, minari, npz, parquet, rlds or
+torchrl; it can be left out where the files say it. Nothing in it is unpickled
+or executed.
 """
 VERIFY_EXAMPLES = """\
 examples:

@@ -31,6 +31,7 @@ def test_every_environment_is_run() -> None:
         "newest": "newest",
         "procgen": "apart",
         "lerobot": "apart",
+        "rlds": "apart",
         "playground": "apart",
         "carl": "apart",
     }

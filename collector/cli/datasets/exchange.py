@@ -16,6 +16,7 @@ kinds:
   minari   a folder of Minari                    needs tallyroll[minari]
   npz      an archive of NumPy
   parquet  a file of Parquet                     needs tallyroll[arrow]
+  rlds     a folder of TensorFlow Datasets       needs tallyroll[rlds]
   torchrl  a folder that TensorDict.load_memmap opens
 and those that other packages bring
 """

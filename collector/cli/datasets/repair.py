@@ -10,14 +10,14 @@ from typing import Any
 _USAGE = "%(prog)s [KIND:]SRC DST [options]"
 _ABOUT = """\
 Write what is readable of a damaged or unfinished dataset to a new storage: a
-recording of LeRobot or in HDF5 that was killed, a storage after a fault of the
-disk. What was lost is listed with its place. A row is there whole, or not at
-all; rows after a gap are a trajectory of their own. SRC stays as it is, nothing
-in it is executed or unpickled, and no link in it is followed. DST is there
-whole, or not at all.
+recording of LeRobot, in HDF5 or in TFRecord that was killed, a storage after a
+fault of the disk. What was lost is listed with its place. A row is there whole,
+or not at all; rows after a gap are a trajectory of their own. SRC stays as it
+is, nothing in it is executed or unpickled, and no link in it is followed. DST
+is there whole, or not at all.
 
-KIND is d4rl, lerobot, minari or tallyroll (a storage); it can be left out where
-the files say it.
+KIND is d4rl, lerobot, minari, rlds or tallyroll (a storage); it can be left out
+where the files say it.
 """
 _EXAMPLES = """\
 examples:

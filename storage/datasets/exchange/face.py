@@ -35,7 +35,7 @@ class HasExports(HasOverlays):
             path: where it will be, a file or a folder as the format has it; nothing may be there.
                 With ``follow`` a folder of versions; those of this storage may be there.
             kind: the format: ``"d4rl"``, ``"hf"``, ``"lerobot"``, ``"minari"``, ``"npz"``,
-                ``"parquet"``, ``"torchrl"``, or one that another package brings.
+                ``"parquet"``, ``"rlds"``, ``"torchrl"``, or one that another package brings.
             columns: those that are wanted, overlays too, which become columns; None: all but
                 overlays.
             cuts: what becomes of trajectories that neither ended nor were truncated: ``"keep"``,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -80,25 +81,30 @@ class Outgoing:
             yield self._read(start, min(start + size, len(self)), [each.key for each in wanted])
 
     def episodes(self) -> Iterator[Episode]:
-        """Yield the rows of one trajectory after the other."""
+        """Yield the rows of one trajectory after the other; short ones are read together."""
         assert self._table is not None
-        ids, stops = self._ids(), self.stops()
+        ids = self._ids()
+        stops = _stops(ids)
         seeds = dict(self._table[["id", "reset_seed"]].tolist())
-        start = 0
-        for stop in stops:
-            nbytes = 2 * (stop - start) * self.schema.row_nbytes
-            if nbytes > BLOCK_NBYTES:  # to ask takes longer than to read a short one
-                require_memory(
-                    nbytes, f"a trajectory of {stop - start:,} rows", "Export the others."
-                )
-            rows = self._read(start, stop, self.schema.keys)
-            yield Episode(rows, seeds.get(int(ids[start]), -1))
+        size = max(1, BLOCK_NBYTES // self.schema.row_nbytes)
+        start = begin = end = 0
+        rows = dict[Key, np.ndarray]()
+        for number, stop in enumerate(stops):
+            if stop > end:
+                begin, end = start, stops[max(number, bisect_right(stops, start + size) - 1)]
+                if end - begin > size:
+                    nbytes = 2 * (end - begin) * self.schema.row_nbytes
+                    require_memory(
+                        nbytes, f"a trajectory of {end - begin:,} rows", "Export the others."
+                    )
+                rows = self._read(begin, end, self.schema.keys)
+            part = {key: values[start - begin : stop - begin] for key, values in rows.items()}
+            yield Episode(part, seeds.get(int(ids[start]), -1))
             start = stop
 
     def stops(self) -> list[int]:
         """Return how many rows there are up to the end of each trajectory, in their order."""
-        ids = self._ids()
-        return [*(np.flatnonzero(np.diff(ids)) + 1).tolist(), *([len(ids)] if len(ids) else [])]
+        return _stops(self._ids())
 
     def _ids(self) -> np.ndarray:
         assert self._order is not None
@@ -131,3 +137,8 @@ def says_end(column: Column) -> bool:
     """Return whether a column is set in the last row of a trajectory that is truncated."""
     key = column.key
     return key[0] == NEXT and key[-1] in (TRUNCATED[-1], DONE[-1]) and column.dtype is torch.bool
+
+
+def _stops(ids: np.ndarray) -> list[int]:
+    """Return the numbers of rows up to the end of each run of equal ids [n]."""
+    return [*(np.flatnonzero(np.diff(ids)) + 1).tolist(), *([len(ids)] if len(ids) else [])]

@@ -15,6 +15,7 @@ from tallyroll.storage.verification.soundness.checker import CHECKS, Checker, Ga
 _MODULES: Final = {
     "lerobot": ("lerobot.checks", "LerobotChecker"),
     "minari": ("minari", "MinariChecker"),
+    "rlds": ("rlds.checks", "RldsChecker"),
     "torchrl": ("torchrl", "TorchrlChecker"),
     "d4rl": ("d4rl", "D4rlChecker"),
     "npz": ("tables", "NpzChecker"),

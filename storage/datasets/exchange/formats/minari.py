@@ -28,12 +28,12 @@ from tallyroll.storage.datasets.exchange.formats.hdf5_files import (
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
 from tallyroll.storage.datasets.exchange.outgoing import Episode, Outgoing
 from tallyroll.storage.datasets.exchange.roles import Roles, under
+from tallyroll.storage.datasets.exchange.successors import Successors
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.rows.keys import (
     NEXT,
-    NEXT_VALID,
     RESET_SEED,
     REWARD,
     TERMINATED,
@@ -80,14 +80,15 @@ class MinariFormat(ExchangeFormat):
         nbytes = 2 * len(rows) * rows.schema.row_nbytes + _SPARE_NBYTES
         require_space(data, nbytes + datasets * _DATASET_NBYTES)
         storage = _new(minari, data, rows, roles)
-        wrong = _Counts(roles)
-        storage.update_episodes(_buffer(each, roles, wrong) for each in rows.episodes())
+        successors = Successors(roles)
+        storage.update_episodes(_buffer(each, roles, successors) for each in rows.episodes())
         name = re.sub(r"[^A-Za-z0-9_-]+|-v[0-9]+$", "-", rows.title).strip("-") or "rows"
         storage.update_metadata(
             {"dataset_id": f"tallyroll/{name}-v0", "minari_version": minari.__version__}
         )
         (data / _ABOUT).write_text(json.dumps(rows.about))
-        return wrong.lost
+        every = (*roles.observations, *roles.actions, *roles.others, roles.reward)
+        return {**successors.lost, "dtypes": sum(each.dtype is torch.bfloat16 for each in every)}
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
@@ -119,30 +120,6 @@ def _json(data: Path, name: str, place: Path) -> Any:
 
 
 # --- out ------------------------------------------------------------------------------------------
-
-
-class _Counts:
-    """Counts what Minari's episodes cannot hold."""
-
-    def __init__(self, roles: Roles) -> None:
-        self._roles = roles
-        self.lost = {"final_observations": 0, "next_observations": 0, "dtypes": 0}
-        every = (*roles.observations, *roles.actions, *roles.others, roles.reward)
-        self.lost["dtypes"] = sum(each.dtype is torch.bfloat16 for each in every)
-
-    def count(self, rows: Mapping[Key, np.ndarray]) -> None:
-        """Count next observations that are not the ones that come next."""
-        differ = np.zeros(max(0, len(rows[TERMINATED]) - 1), bool)
-        for each in self._roles.observations:
-            one, after = (_bytes(rows[key], each) for key in (each.key, (NEXT, *each.key)))
-            differ |= (after[:-1] != one[1:]).any(1)
-        self.lost["next_observations"] += int(differ.sum())
-        if NEXT_VALID in rows:
-            self.lost["final_observations"] += int((~rows[NEXT_VALID]).sum())
-
-
-def _bytes(values: np.ndarray, column: Column) -> np.ndarray:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(-1, column.row_nbytes)
 
 
 def _new(minari: Any, data: Path, rows: Outgoing, roles: Roles) -> Any:
@@ -211,11 +188,11 @@ def _nested(values: Mapping[Key, Any]) -> dict[str, Any]:
     return found
 
 
-def _buffer(episode: Episode, roles: Roles, wrong: _Counts) -> Any:
+def _buffer(episode: Episode, roles: Roles, successors: Successors) -> Any:
     from minari.data_collector import EpisodeBuffer
 
     rows = episode.rows
-    wrong.count(rows)
+    successors.count(rows)
 
     def all_of(each: Column) -> np.ndarray:
         last = rows[(NEXT, *each.key)][-1:]

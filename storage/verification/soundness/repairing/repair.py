@@ -22,12 +22,14 @@ from tallyroll.storage.verification.soundness.repairing.lerobot import LerobotRe
 from tallyroll.storage.verification.soundness.repairing.losses import Loss, Losses
 from tallyroll.storage.verification.soundness.repairing.minari import MinariRepair
 from tallyroll.storage.verification.soundness.repairing.ours import OurRepair
+from tallyroll.storage.verification.soundness.repairing.rlds import RldsRepair
 
 OURS: Final = "tallyroll"
 """The kind of our own storages."""
 _KINDS: Final[dict[str, Callable[[Losses], ExchangeFormat]]] = {
     "d4rl": D4rlRepair,
     "minari": MinariRepair,
+    "rlds": RldsRepair,
     OURS: OurRepair,
 }
 
@@ -76,16 +78,17 @@ def repair(
 ) -> RepairReport:
     """Write what is readable of a damaged or unfinished dataset to a new storage.
 
-    For a recording of LeRobot or in HDF5 that was killed, and for storages after a fault of the
-    disk. The source stays as it is; nothing in it is executed or unpickled, and no link in it is
-    followed. A row is there whole or not at all. Rows after a gap are a trajectory of their own.
-    What was lost is listed with its place. The new storage is there whole, or not at all.
+    For a recording of LeRobot, in HDF5 or in TFRecord that was killed, and for storages after a
+    fault of the disk. The source stays as it is; nothing in it is executed or unpickled, and no
+    link in it is followed. A row is there whole or not at all. Rows after a gap are a trajectory
+    of their own. What was lost is listed with its place. The new storage is there whole, or not at
+    all.
 
     Args:
         source: a file or a folder.
         destination: where the storage will be; nothing may be there.
-        kind: ``"lerobot"``, ``"minari"``, ``"d4rl"``, or ``"tallyroll"``, a storage; None: its
-            files say it.
+        kind: ``"lerobot"``, ``"minari"``, ``"d4rl"``, ``"rlds"``, or ``"tallyroll"``, a storage;
+            None: its files say it.
         format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``; None: by the suffix of ``destination``.
         progress: called now and then with the bytes that were written, and with all.
 

@@ -121,11 +121,13 @@ def test_without_a_licence(source: DiskStorage) -> None:
     assert "Unknown: no licence was given" in page
 
 
-@pytest.mark.parametrize("kind", ["npz", "torchrl", "d4rl", "parquet", "hf", "lerobot"])
+@pytest.mark.parametrize("kind", ["npz", "torchrl", "d4rl", "parquet", "hf", "lerobot", "rlds"])
 def test_the_card_of_an_export(source: DiskStorage, tmp_path: Path, kind: str) -> None:
     """What it says of rows, runs and statistics is as the storage's card has it."""
     if kind in ("parquet", "hf", "lerobot"):
         pytest.importorskip("pyarrow")
+    if kind == "rlds":
+        pytest.importorskip("google.protobuf")
     place = tmp_path / "out"
     report = source.export(place, kind)
     card, ours = export_card(place, kind), source.card()

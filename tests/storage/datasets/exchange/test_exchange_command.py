@@ -72,7 +72,7 @@ def test_the_loss_is_said(rows: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "status", "said"),
     [
         (["export", "ROWS", "OUT"], 2, "expected KIND:PATH, as parquet:rows.parquet"),
-        (["export", "ROWS", "rlds:OUT"], 2, "kind is one of d4rl, hf, lerobot, minari"),
+        (["export", "ROWS", "zip:OUT"], 2, "kind is one of d4rl, hf, lerobot, minari"),
         (["export", "ROWS", "npz:OUT", "--columns", "x,"], 2, "expected columns"),
         (["export", "ROWS", "npz:OUT", "--columns", "x"], 1, "got x"),
         (["export", "ROWS", "npz:OUT", "--where", "x >"], 2, "--where"),

@@ -35,6 +35,15 @@ class TestTorchrl(ExchangeContract):
     kind = "torchrl"
 
 
+class TestRlds(ExchangeContract):
+    kind, libraries = "rlds", ("google.protobuf.descriptor_pb2", "google_crc32c")
+
+    @pytest.fixture(autouse=True)
+    def _needs(self) -> None:
+        pytest.importorskip("google.protobuf")
+        pytest.importorskip("google_crc32c")
+
+
 class TestLeRobot(ExchangeContract):
     kind, libraries = "lerobot", ("pyarrow",)
 

@@ -241,9 +241,9 @@ def test_a_parquet_that_claims_too_much(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind(tmp_path: Path) -> None:
-    kinds = "d4rl, hf, lerobot, minari, npz, parquet, torchrl"
+    kinds = "d4rl, hf, lerobot, minari, npz, parquet, rlds, torchrl"
     with pytest.raises(ValueError, match=f"kind is one of {kinds}"):
-        import_dataset(tmp_path, tmp_path / "back", "rlds")
+        import_dataset(tmp_path, tmp_path / "back", "csv")
 
 
 def test_a_column_that_a_format_lacks(tmp_path: Path) -> None:

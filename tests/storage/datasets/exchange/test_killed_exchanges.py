@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from pathlib import Path
@@ -19,7 +20,8 @@ from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "4"))
 ROWS = 4000
-KINDS = ("npz", "torchrl", "d4rl", "torchrl")
+HAS_RLDS = all(map(importlib.util.find_spec, ("google", "google_crc32c")))
+KINDS = ("npz", "torchrl", "d4rl", "rlds" if HAS_RLDS else "torchrl")
 
 
 def exchange(folder: Path, place: Path, back: Path, kind: str, told: Told) -> None:

@@ -16,8 +16,7 @@ from lerobot_kit import pictured, unpacked
 
 from tallyroll.storage import LeRobotOptions, MemmapStorage, import_dataset
 from tallyroll.storage.datasets.exchange.formats.lerobot import layout
-from tallyroll.storage.datasets.exchange.formats.lerobot.features import Picture
-from tallyroll.storage.datasets.exchange.formats.lerobot.images import Decoder
+from tallyroll.storage.datasets.exchange.formats.pictures import Decoder, Picture
 from tallyroll.storage.errors import (
     InvalidDataset,
     NotEnoughMemory,
@@ -242,7 +241,7 @@ def test_images(theirs: Path, content: bytes | None) -> None:
 
 @pytest.mark.parametrize(("width", "height", "kind"), [(64, 65, 2), (3000, 3000, 2), (64, 64, 0)])
 def test_images_of_another_size_are_not_decoded(width: int, height: int, kind: int) -> None:
-    decoder = Decoder(Picture(64, 64, 3, first=False))
+    decoder = Decoder(Picture(64, 64, 3, first=False), "lerobot")
     with pytest.raises(InvalidDataset, match=r"pixels of \w+, expected \(64, 64\) of RGB"):
         decoder.decoded(png(width, height, kind))  # which has no pixels at all
 

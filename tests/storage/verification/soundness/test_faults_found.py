@@ -26,13 +26,16 @@ def formats() -> dict[str, tuple[str, Sound, list[Fault]]]:
         "minari": ("minari", minari_faults.sound, minari_faults.FAULTS),
         "torchrl": ("torchrl", torchrl_faults.sound, torchrl_faults.FAULTS),
     }
-    if not all(map(importlib.util.find_spec, ("av", "pyarrow"))):
-        return found
-    import lerobot_faults
-    import lerobot_recordings
+    if all(map(importlib.util.find_spec, ("PIL", "google", "google_crc32c"))):
+        import rlds_faults
 
-    found["lerobot-v2"] = ("lerobot", lerobot_recordings.sound_v2, lerobot_faults.V2)
-    found["lerobot-v3"] = ("lerobot", lerobot_recordings.sound_v3, lerobot_faults.V3)
+        found["rlds"] = ("rlds", rlds_faults.sound, rlds_faults.FAULTS)
+    if all(map(importlib.util.find_spec, ("av", "pyarrow"))):
+        import lerobot_faults
+        import lerobot_recordings
+
+        found["lerobot-v2"] = ("lerobot", lerobot_recordings.sound_v2, lerobot_faults.V2)
+        found["lerobot-v3"] = ("lerobot", lerobot_recordings.sound_v3, lerobot_faults.V3)
     return found
 
 

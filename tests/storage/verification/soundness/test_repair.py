@@ -254,7 +254,7 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
         repair(tmp_path / "empty", tmp_path / "out", "lerobot")
     with pytest.raises(StorageMissing):
         repair(tmp_path / "nothing", tmp_path / "out")
-    with pytest.raises(ValueError, match="kind is one of d4rl, lerobot, minari, tallyroll"):
+    with pytest.raises(ValueError, match="kind is one of d4rl, lerobot, minari, rlds, tallyroll"):
         repair(tmp_path / "empty", tmp_path / "out", "csv")
     d4rl_faults.sound(tmp_path / "rows.hdf5")
     with pytest.raises(PathIsTaken):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,12 +49,21 @@ def _minari(place: Path) -> Path:
     return place / "rows"
 
 
+def _rlds(place: Path) -> Path:
+    rlds_faults.sound(place / "rows")
+    return place / "rows"
+
+
 _WRITERS: dict[str, tuple[Callable[[Path], Path], str, list[Fault]]] = {
     "d4rl": (_d4rl, "d4rl", d4rl_faults.FAULTS),
     "no next": (_without("next_observations"), "d4rl", d4rl_faults.FAULTS),
     "no timeouts": (_without("next_observations", "timeouts"), "d4rl", d4rl_faults.FAULTS),
     "minari": (_minari, "minari", minari_faults.FAULTS),
 }
+if all(map(importlib.util.find_spec, ("PIL", "google", "google_crc32c"))):
+    import rlds_faults
+
+    _WRITERS["rlds"] = (_rlds, "rlds", rlds_faults.FAULTS)
 
 
 @pytest.mark.parametrize("name", _WRITERS)

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.datasets.exchange.door import refused
+from tallyroll.storage.datasets.exchange.formats.folders import filled
 from tallyroll.storage.datasets.exchange.formats.lerobot import layout, tables
 from tallyroll.storage.datasets.exchange.formats.parquet import damage_of, opened_parquet
 from tallyroll.storage.errors import InvalidDataset
@@ -115,7 +116,7 @@ def _of_lines(inside: Inside, info: Info, videos: Sequence[str], place: Path) ->
 
     def paths(template: Any, **more: str) -> list[str]:
         return [
-            layout.filled(template, episode_chunk=n // info.chunk, episode_index=n, **more)
+            filled(template, episode_chunk=n // info.chunk, episode_index=n, **more)
             for n in numbers
         ]
 
@@ -153,9 +154,7 @@ def _of_tables(inside: Inside, info: Info, videos: Sequence[str], place: Path) -
         made = dict[tuple[int, int], str]()
         for chunk, file in pairs:
             if (chunk, file) not in made:
-                made[chunk, file] = layout.filled(
-                    template, chunk_index=chunk, file_index=file, **more
-                )
+                made[chunk, file] = filled(template, chunk_index=chunk, file_index=file, **more)
         return [made[pair] for pair in pairs]
 
     return Episodes(

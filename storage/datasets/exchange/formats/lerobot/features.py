@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
+from tallyroll.storage.datasets.exchange.formats.pictures import Picture
 from tallyroll.storage.rows.keys import COLLECTOR, NEXT, Key
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -27,44 +28,8 @@ OWN: Final = {
 
 _RESERVED: Final = {*OWN, "task", "subtask", "subtask_index"}
 _FLAGS: Final = {"done", "terminated", "truncated", "reward"}
-_LEAST_SIDE, _MOST_CHANNELS, _MOST_DIMS = 8, 4, 5
+_MOST_DIMS: Final = 5
 _VIDEO_CHANNELS: Final = (1, 3)
-
-
-@dataclass(frozen=True)
-class Picture:
-    """The layout of an image: [height, width, channels], channels first or not, or none."""
-
-    height: int
-    width: int
-    channels: int
-    first: bool
-
-    @classmethod
-    def of(cls, column: Column) -> Picture | None:
-        """Return the layout of a column's values, if they are images."""
-        if column.dtype is not torch.uint8:
-            return None
-        match column.shape:
-            case (height, width):
-                found = cls(height, width, 1, False)
-            case (height, width, channels) if channels <= _MOST_CHANNELS:
-                found = cls(height, width, channels, False)
-            case (channels, height, width) if channels <= _MOST_CHANNELS:
-                found = cls(height, width, channels, True)
-            case _:
-                return None
-        return found if min(found.height, found.width) >= _LEAST_SIDE else None
-
-    def out(self, values: np.ndarray) -> np.ndarray:
-        """Return images [n, height, width, channels] of a column's values."""
-        shape = (len(values), self.height, self.width, self.channels)
-        return np.moveaxis(values, 1, -1) if self.first else values.reshape(shape)
-
-    def back(self, images: np.ndarray, column: Column) -> np.ndarray:
-        """Return a column's values of images [n, height, width, channels]."""
-        values = np.moveaxis(images, -1, 1) if self.first else images
-        return np.ascontiguousarray(values).reshape(len(images), *column.shape)
 
 
 @dataclass(frozen=True)

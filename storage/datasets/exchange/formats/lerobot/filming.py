@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tallyroll.storage.datasets.exchange.formats.folders import filled
 from tallyroll.storage.datasets.exchange.formats.lerobot import layout, videos
 from tallyroll.storage.datasets.exchange.formats.lerobot.features import Feature
 from tallyroll.storage.datasets.exchange.formats.lerobot.options import LeRobotOptions
@@ -100,7 +101,7 @@ class _FilmOf:
 
     def _path(self) -> Path:
         chunk, file = divmod(self.number, layout.CHUNK)
-        path = layout.filled(
+        path = filled(
             layout.VIDEOS, video_key=self.feature.name, chunk_index=chunk, file_index=file
         )
         return self._place / path

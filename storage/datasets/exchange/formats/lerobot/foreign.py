@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from tallyroll.storage.datasets.exchange.door import Block
-from tallyroll.storage.datasets.exchange.formats.lerobot.features import Feature, Picture
+from tallyroll.storage.datasets.exchange.formats.lerobot.features import Feature
+from tallyroll.storage.datasets.exchange.formats.pictures import Picture
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.dtypes import NAMES

@@ -10,6 +10,7 @@ from typing import Any, Final, get_args
 
 from tallyroll.storage.datasets.exchange.about import schema_said
 from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming, refused
+from tallyroll.storage.datasets.exchange.formats.folders import read_json
 from tallyroll.storage.datasets.exchange.formats.lerobot import layout, tables
 from tallyroll.storage.datasets.exchange.formats.lerobot.episodes import Info, episodes_of
 from tallyroll.storage.datasets.exchange.formats.lerobot.features import features_of
@@ -60,10 +61,10 @@ class LeRobotFormat(ExchangeFormat):
         tables.arrow_module()
         inside, stack = Inside(place), contextlib.ExitStack()
         try:
-            info = Info.of(layout.read_json(inside, layout.INFO, place))
+            info = Info.of(read_json(inside, layout.INFO, place))
             about = None
             if os.path.lexists(place / layout.ABOUT):
-                about = layout.read_json(inside, layout.ABOUT, place)
+                about = read_json(inside, layout.ABOUT, place)
             said = schema_said(about)
             for name in _BESIDE:
                 if os.path.lexists(place / name):

@@ -16,9 +16,9 @@ from tallyroll.storage.datasets.exchange.formats.arrow import ArrowColumn
 from tallyroll.storage.datasets.exchange.formats.lerobot import tables
 from tallyroll.storage.datasets.exchange.formats.lerobot.episodes import Episodes
 from tallyroll.storage.datasets.exchange.formats.lerobot.features import Feature, numbers_back
-from tallyroll.storage.datasets.exchange.formats.lerobot.images import Decoder
 from tallyroll.storage.datasets.exchange.formats.lerobot.videos import Frames
 from tallyroll.storage.datasets.exchange.formats.parquet import damage_of, opened_parquet
+from tallyroll.storage.datasets.exchange.formats.pictures import Decoder
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.files.safe_files import Inside
@@ -52,7 +52,7 @@ class Source:
         self._episodes, self._fps = episodes, fps
         self._tables = [each for each in features if each.kind in ("numbers", "image")]
         self._decoders = {
-            each.name: Decoder(each.picture)
+            each.name: Decoder(each.picture, "lerobot")
             for each in features
             if each.kind == "image" and each.picture
         }

@@ -11,8 +11,8 @@ from typing import IO, Any, Final
 
 import numpy as np
 
-from tallyroll.storage.datasets.exchange.formats.lerobot.features import Picture
 from tallyroll.storage.datasets.exchange.formats.lerobot.options import LeRobotOptions
+from tallyroll.storage.datasets.exchange.formats.pictures import Picture
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.formats.optional_libraries import needed
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tallyroll.storage.datasets.exchange.formats.folders import filled
 from tallyroll.storage.datasets.exchange.formats.lerobot import layout, statistics, tables
 from tallyroll.storage.datasets.exchange.formats.lerobot.features import (
     OWN,
@@ -19,9 +20,9 @@ from tallyroll.storage.datasets.exchange.formats.lerobot.features import (
     numbers_out,
 )
 from tallyroll.storage.datasets.exchange.formats.lerobot.filming import Films
-from tallyroll.storage.datasets.exchange.formats.lerobot.images import Pngs
 from tallyroll.storage.datasets.exchange.formats.lerobot.options import LeRobotOptions
 from tallyroll.storage.datasets.exchange.formats.lerobot.statistics import Numbers, Pixels
+from tallyroll.storage.datasets.exchange.formats.pictures import Pngs
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing
 from tallyroll.storage.rows.keys import NEXT, Key
 
@@ -129,13 +130,15 @@ class _DataFiles:
     def __init__(self, place: Path, features: list[Feature]) -> None:
         self._place, self._number = place, 0
         self._features = [each for each in features if each.kind in ("numbers", "image")]
-        self._pngs = {e.name: Pngs(e.picture) for e in features if e.kind == "image" and e.picture}
+        self._pngs = {
+            e.name: Pngs(e.picture, "lerobot") for e in features if e.kind == "image" and e.picture
+        }
         self._kinds = tables.data_kinds(features)
         self._writer = self._opened()
 
     def _path(self) -> Path:
         chunk, file = divmod(self._number, layout.CHUNK)
-        return self._place / layout.filled(layout.DATA, chunk_index=chunk, file_index=file)
+        return self._place / filled(layout.DATA, chunk_index=chunk, file_index=file)
 
     def _opened(self) -> Any:
         return tables.writer(self._path(), self._kinds)
@@ -188,7 +191,7 @@ class _Episodes:
     """The table of episodes, with the statistics of each, and those of all."""
 
     def __init__(self, place: Path, features: list[Feature], task: str, rows: int) -> None:
-        self._path = place / layout.filled(layout.EPISODES, chunk_index=0, file_index=0)
+        self._path = place / filled(layout.EPISODES, chunk_index=0, file_index=0)
         self._task = task
         self._writer: Any = None
         self._numbers = [

@@ -1,28 +1,67 @@
-"""Images as PNG in a table, and back: sizes are compared before one is decoded."""
+"""Images as PNG, and back: sizes are compared before one is decoded."""
 
 from __future__ import annotations
 
 import io
 import warnings
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import torch
 
-from tallyroll.storage.datasets.exchange.formats.lerobot.features import Picture
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.formats.optional_libraries import needed
+from tallyroll.storage.rows.schema import Column
 
 _MODES: Final = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _READ: Final = ("PNG", "JPEG")
 _LEVEL: Final = 1
 """The level of zlib: higher ones take several times as long for a tenth less."""
+_LEAST_SIDE, _MOST_CHANNELS = 8, 4
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The layout of an image: [height, width, channels], channels first or not, or none."""
+
+    height: int
+    width: int
+    channels: int
+    first: bool
+
+    @classmethod
+    def of(cls, column: Column) -> Picture | None:
+        """Return the layout of a column's values, if they are images."""
+        if column.dtype is not torch.uint8:
+            return None
+        match column.shape:
+            case (height, width):
+                found = cls(height, width, 1, False)
+            case (height, width, channels) if channels <= _MOST_CHANNELS:
+                found = cls(height, width, channels, False)
+            case (channels, height, width) if channels <= _MOST_CHANNELS:
+                found = cls(height, width, channels, True)
+            case _:
+                return None
+        return found if min(found.height, found.width) >= _LEAST_SIDE else None
+
+    def out(self, values: np.ndarray) -> np.ndarray:
+        """Return images [n, height, width, channels] of a column's values."""
+        shape = (len(values), self.height, self.width, self.channels)
+        return np.moveaxis(values, 1, -1) if self.first else values.reshape(shape)
+
+    def back(self, images: np.ndarray, column: Column) -> np.ndarray:
+        """Return a column's values of images [n, height, width, channels]."""
+        values = np.moveaxis(images, -1, 1) if self.first else images
+        return np.ascontiguousarray(values).reshape(len(images), *column.shape)
 
 
 class Pngs:
-    """Encodes images."""
+    """Encodes images; ``extra`` is the one that has Pillow."""
 
-    def __init__(self, picture: Picture) -> None:
-        self._pillow: Any = needed("PIL.Image", "lerobot", "an image of LeRobot needs")
+    def __init__(self, picture: Picture, extra: str) -> None:
+        self._pillow: Any = needed("PIL.Image", extra, "an image needs")
         self._picture = picture
 
     def encoded(
@@ -61,8 +100,8 @@ class Pngs:
 class Decoder:
     """Decodes images of one size; any other is refused before memory is taken for it."""
 
-    def __init__(self, picture: Picture) -> None:
-        self._pillow: Any = needed("PIL.Image", "lerobot", "an image of LeRobot needs")
+    def __init__(self, picture: Picture, extra: str) -> None:
+        self._pillow: Any = needed("PIL.Image", extra, "an image needs")
         self._picture = picture
 
     def decoded(self, content: bytes) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Checks of datasets of RLDS, in the files of TensorFlow Datasets."""

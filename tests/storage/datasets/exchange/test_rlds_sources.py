@@ -1,0 +1,250 @@
+"""Folders of RLDS that are damaged, or were made to do harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rlds_kit as kit
+
+from tallyroll.storage import import_dataset, repair, verify_dataset
+from tallyroll.storage.errors import InvalidDataset, NotEnoughMemory, StorageError, StorageFull
+
+pytest.importorskip("google.protobuf")
+pytest.importorskip("google_crc32c")
+pytest.importorskip("PIL")
+
+MORE = int(os.environ.get("TALLYROLL_EXCHANGES", "1"))
+SHARD = "walk-train.tfrecord-00000-of-00001"
+STEP = {
+    "observation": kit.tensor("float32", 2),
+    "camera": kit.picture(8, 8, 3),
+    "packed": kit.tensor("int32", 2, encoding="zlib"),
+    "action": kit.tensor("uint8"),
+    **kit.FLAGS,
+}
+
+
+def episode(steps: int = 4) -> kit.Episode:
+    """Return an episode that can be imported."""
+    packed = zlib.compress(np.arange(2, dtype="<i4").tobytes())
+    return {
+        "steps/observation": np.arange(2 * steps, dtype=np.float32),
+        "steps/camera": [kit.png(np.zeros((8, 8, 3), np.uint8))] * steps,
+        "steps/packed": [packed] * steps,
+        "steps/action": np.arange(steps),
+        **kit.flags(steps, terminal=True),
+    }
+
+
+def said(**step: Any) -> dict[str, Any]:
+    """Return ``features.json``, with features of a step that are others."""
+    return kit.dictionary(steps=kit.dataset(kit.dictionary(**{**STEP, **step})))
+
+
+def written(place: Path, **lists: Any) -> Path:
+    """Write a folder of one episode, of which some features are others."""
+    kit.write(place, [[{**episode(), **lists}]], said())
+    return place
+
+
+def refused(place: Path, match: str) -> None:
+    back = place.parent / "back"
+    kinds = (InvalidDataset, StorageFull, NotEnoughMemory)
+    with pytest.raises(kinds, match=match) as caught:
+        import_dataset(place, back, "rlds")
+    assert str(caught.value).count("cannot be imported") <= 1
+    assert not back.exists()
+
+
+def test_one_that_is_whole(tmp_path: Path) -> None:
+    report = import_dataset(written(tmp_path / "rows"), tmp_path / "back", "rlds")
+    assert (report.rows, report.lost) == (3, {"last_actions": 1})
+
+
+LISTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no such kind": ({"steps/observation": np.arange(8)}, "has 0 steps|has 4 steps"),
+    "another width": ({"steps/observation": np.ones(7, "f4")}, "7 numbers, expected 2 for each"),
+    "fewer": ({"steps/action": np.arange(3)}, "steps"),
+    "beyond its dtype": ({"steps/action": np.arange(4) * 300}, "none of uint8"),
+    "no flag": ({"steps/is_last": np.array([0, 0, 0, 7])}, "none of bool"),
+    "no image": ({"steps/camera": [b"GIF89a"] * 4}, "cannot be decoded"),
+    "a bomb of zlib": ({"steps/packed": [zlib.compress(bytes(2**24))] * 4}, "of 9 bytes, expected"),
+    "no zlib": ({"steps/packed": [b"12345678"] * 4}, "cannot be unpacked"),
+    "an image of another size": (
+        {"steps/camera": [kit.png(np.zeros((8, 9, 3), np.uint8))] * 4},
+        "expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", LISTS)
+def test_values_that_cannot_be(fault: str, tmp_path: Path) -> None:
+    lists, match = LISTS[fault]
+    refused(written(tmp_path / "rows", **lists), match)
+
+
+RECORDS = {
+    "a length of terabytes": (kit.framed(b"", 2**44), "ends within a record"),
+    "a length beyond 63 bits": (kit.framed(b"", 2**64 - 1), "ends within a record"),
+    "a length that is another": (b"\1" + kit.framed(b"1234")[1:], "record's length differs"),
+    "no example": (kit.framed(b"\xff" * 9), "is no tf.train.Example"),
+    "a name that is no text": (kit.framed(kit.part(1, kit.part(1, kit.part(1, b"\xff")))), "no tf"),
+    "groups in groups": (kit.framed(b"\x0b" * 100_000), "is no tf.train.Example"),
+    "nothing": (kit.framed(b""), "there is no steps/"),
+    "no record": (b"", "0 episodes, and should have 1"),
+    "two records": (kit.framed(kit.example(episode())) * 2, "2 episodes, and should have 1"),
+}
+
+
+@pytest.mark.parametrize("fault", RECORDS)
+def test_records_that_are_damaged(fault: str, tmp_path: Path) -> None:
+    content, match = RECORDS[fault]
+    place = written(tmp_path / "rows")
+    (place / SHARD).write_bytes(content)
+    refused(place, match)
+
+
+def test_damage_under_right_checksums(tmp_path: Path) -> None:
+    """Ours is the only error of a reader, whatever a record has in it; a repair says why."""
+    generator, whole = np.random.default_rng(0), 0
+    sound, damaged = kit.example(episode()), [episode(), episode(7)]
+    for number in range(6 * MORE):
+        content = bytearray(kit.example(damaged[number % 2]))
+        for at in generator.integers(0, len(content), generator.integers(1, 9)):
+            content[at] = generator.integers(256)
+        del content[len(content) - generator.integers(0, 2) * generator.integers(9) :]
+        place, out = written(tmp_path / f"rows{number}"), tmp_path / f"out{number}"
+        (place / SHARD).write_bytes(kit.framed(bytes(content)) + kit.framed(sound))
+        info = (place / "dataset_info.json").read_text().replace('["1"]', '["2"]')
+        (place / "dataset_info.json").write_text(info)
+        try:
+            whole += import_dataset(place, out, "rlds").rows > 0
+        except (InvalidDataset, NotEnoughMemory):
+            assert not out.exists()
+        verify_dataset(place)
+        report = repair(place, tmp_path / f"saved{number}")
+        assert report.rows == 3 if report.lost else report.rows >= 6
+    assert whole < 6 * MORE
+
+
+INFOS: dict[str, tuple[dict[str, Any], str]] = {
+    "another format": ({"fileFormat": "array_record"}, "convert it by TensorFlow Datasets"),
+    "no name": ({"name": "../walk"}, "its name is"),
+    "no splits": ({"splits": []}, "has no splits"),
+    "many splits": ({"splits": [{}] * 2000}, "has no splits"),
+    "no list": ({"splits": [3]}, "is no dictionary"),
+    "a way out": ({"filepathTemplate": "../../{SPLIT}"}, "leads elsewhere"),
+    "an absolute path": ({"filepathTemplate": "/etc/passwd"}, "leads elsewhere"),
+    "an attribute": ({"filepathTemplate": "{SPLIT.__class__}"}, "leads elsewhere"),
+    "a name that there is not": ({"filepathTemplate": "{HOME}"}, "which it may not"),
+    "one file for all": (
+        {"filepathTemplate": SHARD, "shardLengths": ["1", "1"]},
+        "a split is there twice",
+    ),
+    "a negative length": ({"shardLengths": ["-1"]}, "a shard's length"),
+    "a long length": ({"shardLengths": ["9" * 5000]}, "a shard's length"),
+    "a length that is none": ({"shardLengths": [{}]}, "a shard's length"),
+    "many shards": ({"shardLengths": ["1"] * 70_000}, "more than 65,536 shards"),
+}
+
+
+@pytest.mark.parametrize("fault", INFOS)
+def test_metadata_that_cannot_be(fault: str, tmp_path: Path) -> None:
+    more, match = INFOS[fault]
+    place = written(tmp_path / "rows")
+    info = json.loads((place / "dataset_info.json").read_text())
+    if not {*more} & {"fileFormat", "name", "splits"}:
+        info["splits"][0] |= more
+    else:
+        info |= more
+    (place / "dataset_info.json").write_text(json.dumps(info))
+    refused(place, match)
+
+
+def deep(count: int) -> dict[str, Any]:
+    found = kit.tensor("float32")
+    for _ in range(count):
+        found = kit.dictionary(a=found)
+    return found
+
+
+FEATURES: dict[str, tuple[Any, str]] = {
+    "none": ([], "no dataset of RLDS"),
+    "no steps": (kit.dictionary(image=kit.picture(8, 8, 3)), "no dataset of RLDS"),
+    "no observation": (kit.dictionary(steps=kit.dataset(kit.dictionary())), "has no observation"),
+    "a huge shape": (said(observation=kit.tensor("float32", 2**40, 2**40)), "has no observation"),
+    "a negative shape": (said(observation=kit.tensor("float32", -3)), "has no observation"),
+    "no shape": (
+        said(observation={"tensor": {"shape": [], "dtype": "int8"}}),
+        "has no observation",
+    ),
+    "no dtype": (said(observation=kit.tensor("object")), "has no observation"),
+    "nested too deep": (said(observation=deep(30)), "nested too deep"),
+    "a name that leads out": (
+        said(observation=kit.dictionary(**{"..": deep(0)})),
+        "no observation",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FEATURES)
+def test_features_that_cannot_be(fault: str, tmp_path: Path) -> None:
+    features, match = FEATURES[fault]
+    place = written(tmp_path / "rows")
+    (place / "features.json").write_text(json.dumps(features))
+    refused(place, match)
+
+
+def test_texts_that_are_nested_too_deep(tmp_path: Path) -> None:
+    for name in ("features.json", "dataset_info.json"):
+        place = written(tmp_path / name)
+        (place / name).write_text("[" * 100_000)
+        refused(place, "cannot be read")
+
+
+def test_images_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes claim gigabytes of pixels: memory is looked for before it is taken."""
+    large = said(camera=kit.picture(2**14, 2**14, 3))
+    kit.write(tmp_path / "rows", [[episode()]], large)
+    monkeypatch.setattr("tallyroll.storage.engine.memory_left.available_bytes", lambda *_: 2**28)
+    refused(tmp_path / "rows", "of memory|no room")
+
+
+def test_no_module_of_a_dataset_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFlow Datasets imports the module of a feature's class, whichever it is."""
+    (tmp_path / "harmful_feature.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    place = written(tmp_path / "rows")
+    features = said(other={"pythonClassName": "harmful_feature.Feature", "jsonFeature": {}})
+    text = json.dumps(features).replace(f"{kit.CLASS}.tensor_feature.Tensor", "harmful_feature.It")
+    (place / "features.json").write_text(text)
+    report = import_dataset(place, tmp_path / "back", "rlds")
+    assert (report.rows, report.lost) == (3, {"columns": 1, "last_actions": 1})
+    assert not (tmp_path / "harm").exists()
+    assert "harmful_feature" not in sys.modules
+
+
+def test_a_text_of_ours_of_other_columns(tmp_path: Path) -> None:
+    place = written(tmp_path / "rows")
+    columns: list[Any] = [
+        {"key": ["observation"], "dtype": "float32", "shape": [2]},
+        {"key": ["next", "observation"], "dtype": "float32", "shape": [2]},
+        {"key": ["action"], "dtype": "uint8", "shape": []},
+        {"key": ["next", "reward"], "dtype": "float32", "shape": [1]},
+        {"key": ["next", "terminated"], "dtype": "bool", "shape": [1]},
+    ]
+    text = json.dumps({"tallyroll_exchange": 1, "columns": columns})
+    (place / "tallyroll.json").write_text(text)
+    refused(place, "there is no steps/reward")
+    (place / "tallyroll.json").write_text(text.replace("float32", "object"))
+    with pytest.raises(StorageError):
+        import_dataset(place, tmp_path / "back", "rlds")
