@@ -115,7 +115,13 @@ def test_in_step_it_goes_on_as_one_process_would(source: str, policy: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "ways", [("one", "sync 2"), ("sync 3", "async 1"), ("async 3", "sync 2"), ("async 3", "one")]
+    "ways",
+    [
+        ("one", "sync 2"),
+        ("sync 3", "async 1"),
+        pytest.param(("async 3", "sync 2"), marks=pytest.mark.slow),
+        pytest.param(("async 3", "one"), marks=pytest.mark.slow),
+    ],
 )
 def test_budgets_of_episodes_and_random_frames_go_on(ways: tuple[str, str]) -> None:
     runs = in_two_halves(ways, SAME, ByObservation(), total_frames=None, total_episodes=25)
@@ -240,7 +246,7 @@ def test_states_of_the_beginning_and_of_the_end(mode: str) -> None:
 # --- storages -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [SAME, NEXT])
+@pytest.mark.parametrize("source", [SAME, pytest.param(NEXT, marks=pytest.mark.slow)])
 def test_a_stored_run_is_resumed_with_other_numbers_of_workers(source: str, tmp_path: Any) -> None:
     batches: Batches = []
     plan = [("one", 3), ("sync 3", 5), ("async 1", 6), ("async 3", 7), ("sync 2", 100)]
