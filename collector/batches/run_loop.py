@@ -106,7 +106,7 @@ class Collector(Attributes, Reaching, ABC):
         source = RowSource(plan)
         call["unobserved"] = [list(key) for key in source.unobserved]
         self._rollout = rollout
-        self._run = self._beginning.state(description, call)
+        self._run = self._beginning.state(description, plan.spaces, call)
         self._restarting = Restarting(self._run, self._beginning, rollout, self._publish)
         self._assembly = assemble(
             self._run,

@@ -1,6 +1,7 @@
 """Plan the slab of an environment and a policy, and choose the driver that fills it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchrl.envs.utils import set_exploration_type
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
 from tallyroll.collector.envs.driven.make import require_names_of
 from tallyroll.collector.envs.driven.observed import observed_keys
+from tallyroll.collector.envs.driven.spaces import spaces_of
 from tallyroll.collector.envs.driven.traits import fills_slabs, loses_finals, system_of
 from tallyroll.collector.envs.probes.known_faults import known_fault
 from tallyroll.collector.envs.system_env import SystemEnv
@@ -102,6 +104,8 @@ class SlabPlan:
     """Masks of legal actions among the columns."""
     fault: str | None = None
     """The way the environment falsifies ends of episodes, if TorchRL's layout lets it."""
+    spaces: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Spaces of observations and actions as JSON, by columns' names; workers may differ in them."""
 
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
         """Mark the slots ``[start, stop)`` of ``slab`` that are transitions ``[time, lane]``.
@@ -217,6 +221,7 @@ def plan_slab(
         fault=known_fault(env, options.max_frames_per_traj, options.checks.finals == "lost")
         if torchrl  # in other layouts it was refused before
         else None,
+        spaces=spaces_of(env, layout, options),
     )
 
 

@@ -43,14 +43,36 @@ def written_aside(place: Path) -> Iterator[Path]:
     """
     folder = place.parent / f".{place.name}{_SUFFIX}"
     target = folder / f"rows{place.suffix}"
+    with _held(folder, place):
+        _take_back(target, place)
+        _clear(folder)
+        yield target
+        _publish(target, place)
+
+
+@contextlib.contextmanager
+def folder_beside(place: Path, suffix: str) -> Iterator[Path]:
+    """Yield an empty folder beside ``place``, for what is needed until a new storage is there.
+
+    What a killed process left there goes first, and all of it at the end.
+
+    Raises:
+        StorageLocked: another process has it.
+    """
+    folder = place.parent / f".{place.name}{suffix}"
+    with _held(folder, place):
+        _clear(folder)
+        yield folder
+
+
+@contextlib.contextmanager
+def _held(folder: Path, place: Path) -> Iterator[None]:
+    """Have a folder that no other process has, and remove it at the end."""
     make_directory(place.parent)
     with translated(folder):
         held = _locked(folder, place)
         try:
-            _take_back(target, place)
-            _clear(folder)
-            yield target
-            _publish(target, place)
+            yield
         finally:
             try:
                 _clear(folder)

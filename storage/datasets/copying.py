@@ -390,7 +390,6 @@ class _Sources:
             runs, _ = makers(manifest["runs"], range(each.least, each.most + 1))
             rows: list[int | None] = [each.least, each.most]
             room = room_beside(found)
-            found.append(
-                copy_entry({"first_row": each.first_row}, manifest["id"], rows, runs, room)
-            )
+            entry, id = {"first_row": each.first_row}, manifest["id"]
+            found.append(copy_entry(entry, id, rows, runs, room, unchanged=True))
         return found or [{"first_row": 0}]

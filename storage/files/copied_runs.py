@@ -4,7 +4,8 @@ Such an entry is ``{"first_row": 0, "copied_from": {"id": ..., "rows": [first, l
 "runs": [...]}``. ``rows`` is a range of the other storage that has all that were copied; its
 last one is None where they are copied in pieces, until the writer knows. ``runs`` are the entries
 there of the runs that made them, with the numbers of rows that they have there.
-``runs_left_out`` says how many more there were. After `_MOST_COPIES` one last entry,
+``runs_left_out`` says how many more there were, ``unchanged`` that no program had the rows in its
+hands on their way. After `_MOST_COPIES` one last entry,
 ``{"first_row": n, "copies_left_out": true}``, is of all rows that come from elsewhere.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from tallyroll.storage.files.run_events import inline, without_events
@@ -23,7 +25,9 @@ COPIED = "copied_from"
 LEFT_OUT = "copies_left_out"
 FIRST_ROW_OF_RUN = "first_row_of_run"
 _RUNS, _RUNS_LEFT_OUT = "runs", "runs_left_out"
-_OURS = (COPIED, _RUNS, _RUNS_LEFT_OUT)
+_UNCHANGED = "unchanged"
+"""True if no program had the rows in its hands on their way, which may have changed them."""
+_OURS = (COPIED, _RUNS, _RUNS_LEFT_OUT, _UNCHANGED)
 
 ENTRY_NBYTES = 2**14
 _ALL_NBYTES = 2**17
@@ -53,6 +57,23 @@ def copied_runs(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the runs that made the rows of a copy, as far as the entry has them."""
     found = entry.get(_RUNS)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def all_makers(entry: Mapping[str, Any], *, unchanged: bool = False) -> list[Mapping[str, Any]]:
+    """Return the runs that made an entry's rows, none where one of them is not known.
+
+    ``unchanged``: of rows that are certainly as these runs made them; none of others.
+    """
+    if not is_copied(entry):
+        return [entry]
+    found = [all_makers(run, unchanged=unchanged) for run in copied_runs(entry)]
+    changed = unchanged and not is_unchanged(entry)
+    return [] if changed or runs_left_out(entry) or not all(found) else list(chain(*found))
+
+
+def is_unchanged(entry: Mapping[str, Any]) -> bool:
+    """Return whether the rows of a copy are certainly those that were there."""
+    return entry.get(_UNCHANGED) is True
 
 
 def runs_left_out(entry: Mapping[str, Any]) -> int:
@@ -89,13 +110,17 @@ def copy_entry(
     rows: list[int | None],
     runs: Sequence[Any],
     room: int,
+    *,
+    unchanged: bool = False,
 ) -> Entry:
     """``entry`` as one of rows that ``runs`` made and that were copied from storage ``id``.
 
-    It has the newest runs, as many as fit into ``room`` bytes.
+    It has the newest runs, as many as fit into ``room`` bytes. ``unchanged``: as they were.
     """
     kept = _that_fit(runs, room)
-    more = {_RUNS_LEFT_OUT: len(runs) - len(kept)} if len(kept) < len(runs) else {}
+    more: Entry = {_RUNS_LEFT_OUT: len(runs) - len(kept)} if len(kept) < len(runs) else {}
+    if unchanged:
+        more[_UNCHANGED] = True
     return {**without_copy(entry), COPIED: {"id": id, "rows": rows}, _RUNS: kept, **more}
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tallyroll.storage.files.copied_runs import (
-    copied_runs,
-    goes_on,
-    is_copied,
-    runs_left_out,
-)
+from tallyroll.storage.files.copied_runs import all_makers, goes_on
 from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.readers.spaces import agreed_spaces
+from tallyroll.storage.rows.spaces import UNCHECKED
 from tallyroll.storage.trajectories.by_lane import MOST_LANES
 from tallyroll.storage.verification.findings import Findings, Place
 
@@ -39,6 +35,8 @@ class RunEntry:
     """Columns that look like observations and are none: their keys, as lists."""
     goes_on: bool = False
     """Trajectories of the entry before may go on in it."""
+    spaces: Mapping[str, Any] = field(default_factory=dict)
+    """The spaces of its columns that hold for all rows, as JSON, by the columns' names."""
 
 
 def check_runs(entries: list[Mapping[str, Any]], head: int, findings: Findings) -> list[RunEntry]:
@@ -61,21 +59,16 @@ def check_runs(entries: list[Mapping[str, Any]], head: int, findings: Findings) 
 
 def _entry_of(entry: Mapping[str, Any]) -> RunEntry:
     lanes, origin = entry.get("lanes"), entry.get("first_row_of_run")
-    calls = [_call_of(run) for run in _made_by(entry)]
+    made = all_makers(entry)
+    calls = [_call_of(run) for run in made]
     kept = bool(calls) and all(call.get("finals") == "kept" for call in calls)
     unobserved = [call.get("unobserved") for call in calls]
     # Of a copy: what none of the runs that made it observed.
     same = unobserved and all(each == unobserved[0] for each in unobserved)
     keys = unobserved[0] if same and isinstance(unobserved[0], list) else ()
-    return RunEntry(entry["first_row"], lanes, origin, kept, keys)
-
-
-def _made_by(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the runs that made an entry's rows, none where one of them is not known."""
-    if not is_copied(entry):
-        return [entry]
-    found = [_made_by(run) for run in copied_runs(entry)]
-    return [] if runs_left_out(entry) or not all(found) else list(chain(*found))
+    as_made = all_makers(entry, unchanged=True)
+    spaces = {} if any(UNCHECKED in run for run in as_made) else agreed_spaces(as_made)
+    return RunEntry(entry["first_row"], lanes, origin, kept, keys, spaces=spaces)
 
 
 def _call_of(run: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -30,6 +30,7 @@ from tallyroll.storage.verification.observation_checks import ObservationChecks,
 from tallyroll.storage.verification.record_checks import RunEntry
 from tallyroll.storage.verification.self_resets.checks import ResetChecks
 from tallyroll.storage.verification.value_checks import (
+    SpaceChecks,
     UnwrittenRows,
     holds_numbers,
     not_finite,
@@ -53,6 +54,7 @@ class RowChecks:
     Args:
         reader: of the rows.
         runs: the runs that wrote its rows, by their first rows.
+        counted: the rows that there were when a run wrote the last record; None: all are a run's.
         nan: look for NaN, too.
         table: the table of episodes that the rows are to be compared with.
         gather: makes the collections of findings that are merged into the caller's.
@@ -63,12 +65,13 @@ class RowChecks:
         reader: RowReader,
         runs: Sequence[RunEntry],
         *,
+        counted: int | None = None,
         nan: bool = True,
         table: np.ndarray | None = None,
         gather: Callable[[], Findings] = Findings,
     ) -> None:
         self._reader, self.span, self._gather = reader, reader.span, gather
-        self._runs = runs
+        self._runs, self._counted = runs, self.span.stop if counted is None else counted
         self._columns = {column.key: column for column in reader.schema.columns}
         self._values = {key: reader.column(key) for key in self._columns}
         self.unavailable: dict[str, str] = {}
@@ -86,6 +89,9 @@ class RowChecks:
         self._observations = ObservationChecks(observed, self._values, gather)
         self._resets = ResetChecks(observed, self._values)
         self._finite = [c for c in self._columns.values() if nan and holds_numbers(c)]
+        self._spaces = SpaceChecks(self._columns, finals=NEXT_VALID not in self._columns)
+        if not any(run.spaces for run in runs):
+            self.unavailable["spaces"] = "no run says spaces to which its rows keep"
         self._unwritten = UnwrittenRows(() if self._followed else self._values.values())
         self._episodes: EpisodeChecks | None = None
         if table is not None:
@@ -183,6 +189,7 @@ class RowChecks:
         rows = chunk or NumberedRows(start)
         self._check_flags(rows, flags, ended, findings)
         self._check_finite(rows, part, valid, findings)
+        self._check_spaces(run, rows, part, findings)
         if chunk is None:
             self._unwritten.advance(part, findings)
             return start
@@ -237,6 +244,15 @@ class RowChecks:
                 wrong &= valid  # what was lost may be anything
             message = f"{'NaN or infinity' if infinity else 'NaN'} in {name}"
             rows.report(findings, "nan", message, wrong, lambda at: "", column=name)
+
+    def _check_spaces(
+        self, run: RunEntry, rows: NumberedRows, part: range, findings: Findings
+    ) -> None:
+        """Compare values with the spaces that the run says, as far as it made these rows."""
+        stop = min(part.stop, self._counted)
+        for column, space in self._spaces.of(run.first_row, run.spaces):
+            values = self._values[column.key].slice(part.start, max(part.start, stop))
+            self._spaces.check(column, space, values, rows, findings)
 
 
 def _check_own(chunk: CheckedRows, valid: np.ndarray | None, findings: Findings) -> None:

@@ -25,6 +25,7 @@ from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.rewind_history import without_runs_from
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT
+from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, spell
@@ -57,6 +58,7 @@ CHECKS: Mapping[str, str] = {
     "observations": "each row begins with what the one before says came next",
     "finals": "final observations are there, or marked as lost",
     "nan": "no NaN, and no infinity in observations and rewards",
+    "spaces": "values are within the spaces that the environment named",
     "zeros": "no rows that look as if they were never written",
     "episodes": "the table of episodes says what the rows say",
     "index": "the index of trajectories says what the rows say",
@@ -216,7 +218,14 @@ class _Verification:
         if "events" not in self._skip:
             self._check_events(manifest["runs"], at)
         table = None if "episodes" in self._skip else self._table()
-        rows = RowChecks(reader, runs, nan="nan" not in self._skip, table=table)
+        parsed = RunRecord.parse(record)
+        rows = RowChecks(
+            reader,
+            runs,
+            counted=None if parsed is None else parsed.at,
+            nan="nan" not in self._skip,
+            table=table,
+        )
         # A writer that is just writing one looks like that, once.
         if all(reader.record_damaged for _ in range(3)):
             what = "was cut short" if self._left_open else "is damaged"

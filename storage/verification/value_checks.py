@@ -1,16 +1,19 @@
-"""Checks of values that need no row but their own: NaN, infinity, rows of zeros. Pure."""
+"""Checks of values that need no row but their own: NaN, spaces, rows of zeros. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from tallyroll.storage.readers.row_reader import ColumnReader
+from tallyroll.storage.rows.keys import NEXT, Key, spell
 from tallyroll.storage.rows.schema import Column
-from tallyroll.storage.verification.findings import Findings, Place
+from tallyroll.storage.rows.spaces import NO_SPACE, Space, space_of
+from tallyroll.storage.verification.findings import Findings, NumberedRows, Place
 
 _BATCH_NBYTES = 2**22
 """Rows are looked at in batches that stay in the processor's cache."""
@@ -72,6 +75,54 @@ def not_finite(column: Column, rows: np.ndarray, *, infinity: bool) -> np.ndarra
         return found
 
     return rows_with(bad, len(rows), column.row_nbytes)
+
+
+class SpaceChecks:
+    """Looks for values outside the spaces that the entries of runs have.
+
+    Numbers of actions may be: exploration drives them beyond a box, and they are stored so.
+
+    Args:
+        columns: each of them, by its key.
+        finals: next observations are not lost at ends, where they may be anything.
+    """
+
+    def __init__(self, columns: Mapping[Key, Column], *, finals: bool) -> None:
+        self._columns, self._finals = columns, finals
+        self._known: dict[int, list[tuple[Column, Space]]] = {}
+
+    def of(self, first_row: int, said: Mapping[str, Any]) -> list[tuple[Column, Space]]:
+        """Return the columns that can be checked of the run from ``first_row`` on."""
+        found = self._known.get(first_row)
+        if found is None:
+            found = self._known[first_row] = [*self._checked(said)]
+        return found
+
+    def _checked(self, said: Mapping[str, Any]) -> Iterator[tuple[Column, Space]]:
+        for key, column in self._columns.items():
+            after = self._columns.get((NEXT, *key))
+            if spell(key) not in said or column.dtype is torch.bfloat16:
+                continue
+            try:
+                space = space_of(said[spell(key)])
+            except NO_SPACE:
+                continue
+            if space.differs(column.numpy_dtype, column.shape) or space.takes_all:
+                continue
+            if after is not None or column.numpy_dtype.kind != "f":
+                yield column, space
+            if after is not None and self._finals:
+                yield after, space
+
+    @staticmethod
+    def check(
+        column: Column, space: Space, values: np.ndarray, rows: NumberedRows, findings: Findings
+    ) -> None:
+        """Look at the first values [n, ...] of ``rows``."""
+        if not space.holds(values):
+            name, wrong = spell(column.key), space.outside(values)
+            message = f"a value of {name} is outside its space"
+            rows.report(findings, "spaces", message, wrong, lambda at: "", column=name)
 
 
 class UnwrittenRows:

@@ -10,6 +10,7 @@ from tallyroll.collector.batches.state.provenance import (
     call_of,
     common_id,
     run_provenance,
+    spaces_said,
 )
 from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
 from tallyroll.collector.batches.state.run_state import RunState
@@ -104,10 +105,18 @@ class Beginning:
             run_lanes=None if self._options.part is None else self._lanes,
         )
 
-    def state(self, environment: Mapping[str, Any], more: Mapping[str, Any]) -> RunState:
-        """Return the state that the run begins in. ``more`` of its call is kept as provenance."""
+    def state(
+        self, environment: Mapping[str, Any], spaces: Mapping[str, Any], more: Mapping[str, Any]
+    ) -> RunState:
+        """Return the state that the run begins in.
+
+        The ``environment``, the ``spaces`` of its columns and ``more`` of its call are kept as
+        provenance.
+        """
         self.ledger.versions = {**self.ledger.versions, **environment.get(VERSIONS, {})}
         self._environment = {name: v for name, v in environment.items() if name != VERSIONS}
+        buffer = self._writer.replay_buffer
+        self._spaces = spaces_said(spaces, self._options, buffer)
         self._call = call_of(self._options, self.policy, more)
         lanes = LaneState.fresh(self._lanes, self._writer.stored_run.next_id())
         return RunState(self._options, self._writer, self.ledger, lanes, self.provenance())
@@ -124,6 +133,7 @@ class Beginning:
             policy_version=RANDOM_VERSION if self.policy is None else self.policy.version,
             made=made,
         )
+        run |= self._spaces
         if (part := self._options.part) is not None:
             last = self._writer.stored_run.last_run
             weights = None if last is None else last.weights

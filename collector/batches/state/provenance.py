@@ -5,12 +5,15 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
+from torchrl.data import ReplayBuffer
+
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.slab.names import spelled_rename
+from tallyroll.storage.rows.spaces import UNCHECKED, fitting
 
 MOST_SEEDS = 1024
 SHARD = "shard"
@@ -48,6 +51,22 @@ def _otherwise(options: Options) -> dict[str, Any]:
         "reset_slots": None if options.checks.reset_slots == "mask" else options.checks.reset_slots,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def spaces_said(
+    spaces: Mapping[str, Any], options: Options, buffer: ReplayBuffer | None
+) -> dict[str, Any]:
+    """Return what a run's entry says of spaces: those that fit, and why rows may not keep to them.
+
+    Actions beyond a box are stored with ``validate="noise"``, too: that is of all runs.
+    """
+    reasons = {
+        f"validate={options.checks.validate!r}": options.checks.validate in ("warn", "off"),
+        "postproc": options.postproc is not None,
+        "the replay buffer's transforms": buffer is not None and len(buffer._transform) > 0,  # noqa: SLF001
+    }
+    found = [why for why, holds in reasons.items() if holds]
+    return fitting(spaces) | ({UNCHECKED: ", ".join(found)} if found else {})
 
 
 def common_id(run: Mapping[str, Any], part: ShardOfRun, policy: Mapping[str, Any]) -> str:

@@ -39,7 +39,9 @@ from tallyroll.storage.files.copied_runs import (
 from tallyroll.storage.files.manifest import exported
 from tallyroll.storage.files.run_events import EVENTS
 from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.readers.spaces import spaces_of
 from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.spaces import spelled
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import (
     END_NAMES,
@@ -90,7 +92,7 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
     span, manifest = storage.span, storage.manifest
     record = RunRecord.parse(storage.record)
     entries = manifest["runs"] if hosts else [exported(run) for run in manifest["runs"]]
-    runs = runs_of(entries, span)
+    runs, spaces = runs_of(entries, span), spaces_of(manifest["runs"], storage.schema)
     return {
         "path": str(storage.path),
         "format": manifest["format"],
@@ -107,6 +109,7 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
                 "dtype": column.dtype_name,
                 "shape": list(column.shape),
                 "row_bytes": column.row_nbytes,
+                "space": spaces.get(column.key),
             }
             for column in storage.schema.columns
         ],
@@ -223,8 +226,7 @@ def as_text(facts: Mapping[str, Any]) -> str:
     if content := facts.get("content") or (facts["finalized"] or {}).get("content"):
         page.print(f"content {content}")
     page.head("Columns")
-    columns = (each.values() for each in facts["columns"])
-    page.table(("column", "dtype", "shape", "bytes a row"), columns)
+    _show_columns(page, facts["columns"])
     if overlays := facts["overlays"]:
         page.head("Overlays")
         lines = ((each["name"], each["dtype"], each["shape"], each["fill"]) for each in overlays)
@@ -273,6 +275,16 @@ def as_text(facts: Mapping[str, Any]) -> str:
             ((name, *(_cell(row[name]) for row in rows)) for name in rows[0]),
         )
     return page.text
+
+
+def _show_columns(page: Page, columns: Sequence[Mapping[str, Any]]) -> None:
+    heads: tuple[str, ...] = ("column", "dtype", "shape", "bytes a row")
+    lines = [[each[name] for name in ("name", "dtype", "shape", "row_bytes")] for each in columns]
+    if any(each["space"] for each in columns):
+        heads = (*heads, "space")
+        for line, each in zip(lines, columns, strict=True):
+            line.append(spelled(each["space"]) if each["space"] else "")
+    page.table(heads, lines)
 
 
 def _show_members(page: Page, facts: Mapping[str, Any]) -> None:

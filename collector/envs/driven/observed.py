@@ -39,7 +39,7 @@ def observed_keys(env: EnvBase, layout: SlabColumns, options: Options) -> tuple[
         candidates: Iterable[Key] = env.observation_keys
     else:
         candidates = map(as_key, env.observation_spec.keys(True, True))
-    counted = _written_by_transforms(env) | _infos(env, layout, options) | {VALID, NEXT_VALID}
+    counted = _written_by_transforms(env) | info_columns(env, layout, options) | {VALID, NEXT_VALID}
     return tuple(
         key
         for key in candidates
@@ -50,7 +50,8 @@ def observed_keys(env: EnvBase, layout: SlabColumns, options: Options) -> tuple[
     )
 
 
-def _infos(env: EnvBase, layout: SlabColumns, options: Options) -> set[Key]:
+def info_columns(env: EnvBase, layout: SlabColumns, options: Options) -> set[Key]:
+    """Return the columns that come from Gymnasium's ``info``."""
     base = system_of(env)
     if base is not None and base.info_keys:
         return set(base.info_keys)

@@ -24,6 +24,7 @@ from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.startup.replacements import Lead, Replacements
 from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.spaces import agreed
 
 
 class WorkerStartup:
@@ -97,8 +98,11 @@ class WorkerStartup:
             member.seeds = answer.lane_seeds
         if len(answers) > 1:
             self.apart = sorted({name for answer in answers for name in answer.statistics})
+        first, spaces = answers[0], agreed([answer.plan.spaces for answer in answers])
         self.planned = replace(
-            answers[0], drawn_ahead=all(answer.drawn_ahead for answer in answers)
+            first,
+            plan=replace(first.plan, spaces=spaces),
+            drawn_ahead=all(answer.drawn_ahead for answer in answers),
         )
         self.ranges = _widest([answer.ranges for answer in answers])
         found = [seed for answer in answers for seed in answer.lane_seeds]

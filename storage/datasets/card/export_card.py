@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tallyroll.storage.datasets.card.page import UNKNOWN, Card
-from tallyroll.storage.datasets.exchange.about import counts_said, runs_said
+from tallyroll.storage.datasets.exchange.about import counts_said, runs_said, spaces_said
 from tallyroll.storage.datasets.exchange.door import ExchangeFormat, opened_source, refused
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.files.copied_runs import is_deep
@@ -73,6 +73,7 @@ def card_of_export(
 ) -> Card:
     """Return the card of an export, whose files at ``place`` are whole."""
     counts, statistics = counts_said(about), about.get("statistics") if about else None
+    spaces = spaces_said(about, schema)
     loading = (door.loading or _IMPORTED).replace("PATH", repr(name))
     return Card(
         name=name,
@@ -84,6 +85,7 @@ def card_of_export(
                 "said": spell(column.key),
                 "dtype": column.dtype_name,
                 "shape": list(column.shape),
+                "space": spaces.get(column.key),
             }
             for shown, column in zip(door.names(schema), schema.columns, strict=True)
         ],

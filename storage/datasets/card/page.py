@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tallyroll.storage.rows.spaces import spelled
+
 UNKNOWN: Final = "unknown"
 """The licence of a dataset of which none is known, as the Hugging Face Hub has it."""
 _SIZES: Final = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
@@ -31,7 +33,7 @@ class Card:
     """``memmap``, ``hdf5``, ``zarr`` or another reader's, or the kind of an export."""
     rows: int
     columns: Sequence[Mapping[str, Any]]
-    """``name``, ``dtype`` and ``shape`` of each."""
+    """``name``, ``dtype`` and ``shape`` of each, and its ``space``, if one is known, as JSON."""
     trajectories: int | None = None
     """None where rows do not say whose they are."""
     ends: Mapping[str, int] = field(default_factory=dict)
@@ -88,12 +90,16 @@ def _body(card: Card) -> list[str]:
 def _columns(card: Card) -> Iterable[str]:
     shown = {name: each for name, each in card.statistics.items() if isinstance(each, dict)}
     more = _NUMBERS if shown else ()
+    spaces = [spelled(each["space"]) if each.get("space") else "" for each in card.columns]
+    named = ("space",) if any(spaces) else ()
     cells = []
-    for each in card.columns[:_MOST_LINES]:
+    for each, space in zip(card.columns[:_MOST_LINES], spaces, strict=False):
         said = shown.get(str(each.get("said", each["name"])), {})
         numbers = [_numbers(said.get(name)) for name in more]
-        cells.append([f"`{_text(each['name'])}`", each["dtype"], str(each["shape"]), *numbers])
-    return _table(("column", "dtype", "shape", *more), cells, len(card.columns))
+        words = [_text(space)] if named else []
+        shape = str(each["shape"])
+        cells.append([f"`{_text(each['name'])}`", each["dtype"], shape, *words, *numbers])
+    return _table(("column", "dtype", "shape", *named, *more), cells, len(card.columns))
 
 
 def _made(card: Card) -> Iterable[str]:

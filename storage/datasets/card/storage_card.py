@@ -9,6 +9,7 @@ from tallyroll.storage.datasets.exchange.about import flat_runs
 from tallyroll.storage.datasets.exchange.beside import statistics_kept
 from tallyroll.storage.datasets.exchange.outgoing import Progress
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.spaces import spaces_of
 from tallyroll.storage.rows.keys import TERMINATED, spell
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import WHOSE, missing
@@ -38,13 +39,19 @@ def card_of(reader: RowReader, licence: str | None, progress: Progress | None) -
         ends: Counter[str] = Counter()
         if whose:
             ends.update(END_NAMES[end] for end in reader.trajectories.table["end"].tolist())
+        spaces = spaces_of(reader.runs, schema)
         kept, _ = statistics_kept(reader, schema, len(reader), ())
         return Card(
             name=reader.path.name,
             kind=str(reader.manifest["format"]).removeprefix("tallyroll."),
             rows=len(reader),
             columns=[
-                {"name": spell(c.key), "dtype": c.dtype_name, "shape": list(c.shape)}
+                {
+                    "name": spell(c.key),
+                    "dtype": c.dtype_name,
+                    "shape": list(c.shape),
+                    "space": spaces.get(c.key),
+                }
                 for c in schema.columns
             ],
             trajectories=ends.total() if whose else None,

@@ -10,6 +10,7 @@ from tallyroll.storage.files.copied_runs import (
     copied_runs,
     copy_entry,
     is_copied,
+    is_unchanged,
     makers,
     room_beside,
     rows_copied,
@@ -18,6 +19,8 @@ from tallyroll.storage.files.copied_runs import (
 from tallyroll.storage.files.run_events import LEFT_OUT
 from tallyroll.storage.package.versions import installed
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.spaces import spaces_of
+from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.episodes import END_NAMES
 
@@ -37,7 +40,8 @@ def about_rows(reader: RowReader, schema: Schema) -> dict[str, Any]:
     }
     if len(span):
         runs, _ = makers(reader.manifest["runs"], span)
-        entry = copy_entry({}, id, [span.start, span.stop - 1], runs, room_beside([]))
+        rows: list[int | None] = [span.start, span.stop - 1]
+        entry = copy_entry({}, id, rows, runs, room_beside([]), unchanged=True)
         found["rows"] = entry
     return found
 
@@ -60,6 +64,12 @@ def runs_said(about: Any) -> list[Mapping[str, Any]]:
     """Return the entries of the runs that made the rows, as far as the text has them."""
     entry = about.get("rows") if isinstance(about, dict) else None
     return flat_runs([entry]) if isinstance(entry, dict) else []
+
+
+def spaces_said(about: Any, schema: Schema) -> dict[Key, dict[str, Any]]:
+    """Return the spaces of columns that the runs say which made the rows, as JSON."""
+    entry = about.get("rows") if isinstance(about, dict) else None
+    return spaces_of([entry], schema) if isinstance(entry, dict) else {}
 
 
 def flat_runs(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -97,4 +107,5 @@ def entry_of(about: Mapping[str, Any] | None, imported: Mapping[str, Any]) -> di
     if found is None or not isinstance(said, dict):
         return entry
     id, first, last = found
-    return copy_entry(entry, id[:200], [first, last], copied_runs(said), room_beside([]))
+    runs, unchanged = copied_runs(said), is_unchanged(said)
+    return copy_entry(entry, id[:200], [first, last], runs, room_beside([]), unchanged=unchanged)

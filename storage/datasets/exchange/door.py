@@ -34,6 +34,8 @@ class Incoming:
     """The format's version, as the source says."""
     lost: dict[str, int] = field(default_factory=dict)
     """Counts, by reason, of the things that the source has and no storage of ours gets."""
+    spaces: Mapping[str, Any] = field(default_factory=dict)
+    """The spaces that a source of another program says, as a run's entry has them."""
 
 
 class ExchangeFormat(ABC):

@@ -113,7 +113,7 @@ def imported(
         files.check(schema)
         require_room(files, schema, total)
         own = {"kind": door.name, "path": os.path.abspath(whence), "version": incoming.version}
-        entry = entry_of(incoming.about, own | dict(said or {}))
+        entry = entry_of(incoming.about, own | dict(said or {})) | dict(incoming.spaces)
         with written_aside(place) as target:
             opened = OpenedFiles(
                 FileReader(FILES[name](target), target, "create"),

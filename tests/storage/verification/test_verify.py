@@ -949,7 +949,8 @@ SHOWN: dict[str, tuple[str, Callable[[Path], None], str]] = {
         ".h5", lambda path: change_attribute(path, "capacity", 3), "its attribute capacity is 3",
     ),
     "hdf5, its schema": (
-        ".h5", lambda path: replace(path, b'"float32"', b'"float64"'), "its attribute schema is",
+        ".h5", lambda path: replace(path, b'"], "dtype": "float32"', b'"], "dtype": "float64"'),
+        "its attribute schema is",
     ),
 }  # fmt: skip
 

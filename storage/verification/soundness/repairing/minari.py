@@ -13,6 +13,7 @@ import torch
 
 from tallyroll.storage.datasets.exchange.door import Block, Incoming
 from tallyroll.storage.datasets.exchange.formats.hdf5_files import column_of, read_rows
+from tallyroll.storage.datasets.exchange.formats.of_minari.places import key_of
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.rows.keys import NEXT, RESET_SEED, REWARD, TERMINATED, TRUNCATED, Key
@@ -31,13 +32,17 @@ from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsR
 
 _FILE: Final = "main_data.hdf5"
 _FLAGS: Final = {"rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
+_INFOS: Final = "infos"
 _EPISODE: Final = re.compile(r"episode_([0-9]{1,18})")
 
 _Kind = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 class MinariRepair(RowsRepair):
-    """Reads what is readable; steps after a gap are a trajectory of their own. Infos are left."""
+    """Reads what is readable; steps after a gap are a trajectory of their own.
+
+    An info is there if it can be read of all these steps: no step is left out for one.
+    """
 
     name: ClassVar[str] = "minari"
 
@@ -50,12 +55,8 @@ class MinariRepair(RowsRepair):
 
 
 def _key(name: str) -> Key | None:
-    top, *rest = name.split("/")
-    if top == "observations":
-        return tuple(rest) or ("observation",)
-    if top == "actions":
-        return (*rest, "action")
-    return _FLAGS.get(name)
+    path = tuple(name.split("/"))
+    return (NEXT, *path) if path[0] == _INFOS else key_of(path)
 
 
 class _Episodes:
@@ -63,11 +64,12 @@ class _Episodes:
         self._file, self._size, self._place, self._losses = file, size, place, losses
         self._kinds: dict[Key, tuple[str, Column]] = {}
         """The name and the column of each, as most episodes have them."""
-        self._infos = False
+        self._infos: dict[Key, tuple[str, Column]] = {}
+        """The same of infos."""
 
     def incoming(self) -> Incoming:
         episodes = dict(self._datasets())
-        self._kinds = self._common(list(episodes.values()))
+        self._kinds = self._common([self._without_infos(each) for each in episodes.values()])
         pieces = [
             (number, start, stop)
             for number, datasets in episodes.items()
@@ -75,9 +77,8 @@ class _Episodes:
         ]
         if not pieces:
             raise InvalidDataset(f"{self._place} cannot be repaired: no step can be read.")
-        if self._infos:
-            self._losses.add("infos are not repaired", 0, file=_FILE)
-        columns = [column for _, column in self._kinds.values()]
+        self._infos = self._whole_infos(pieces, episodes)
+        columns = [column for _, column in (*self._kinds.values(), *self._infos.values())]
         columns += [
             Column((NEXT, *key), column.dtype, column.shape)
             for key, (name, column) in self._kinds.items()
@@ -105,11 +106,56 @@ class _Episodes:
                 self._losses.add(message, None, file=_FILE, episode=number, what=what)
                 continue
             datasets = hdf5.datasets_in(group, found, Where(_FILE, number))
-            self._infos |= any(each.startswith("infos/") for each in datasets)
             yield number, {key: data for each, data in datasets.items() if (key := _key(each))}
 
+    def _without_infos(self, datasets: Mapping[Key, Any]) -> dict[Key, Any]:
+        return {key: each for key, each in datasets.items() if key[:2] != (NEXT, _INFOS)}
+
+    def _whole_infos(
+        self, pieces: list[tuple[int, int, int]], episodes: Mapping[int, Mapping[Key, Any]]
+    ) -> dict[Key, tuple[str, Column]]:
+        """Return the infos that can be read of all steps of ``pieces``, and list the others."""
+        keys = {key for each in episodes.values() for key in each} - {*self._kinds}
+        every = [{key: each[key] for key in keys if key in each} for each in episodes.values()]
+        found = self._alike(every)
+        for key in sorted(keys):
+            lost = sum(
+                stop
+                - start
+                - self._readable(episodes[number].get(key), found.get(key), start, stop)
+                for number, start, stop in pieces
+            )
+            if lost:
+                found.pop(key, None)
+                what = f"{lost:,} of its steps have no number that can be read"
+                name = "/".join(key[1:])
+                self._losses.add("an info is not saved", 0, file=_FILE, column=name, what=what)
+        return found
+
+    def _readable(self, data: Any, info: tuple[str, Column] | None, start: int, stop: int) -> int:
+        """Return how many of some steps have an entry of an info that can be read."""
+        if info is None or data is None or not self._is_of(data, info[1]):
+            return 0
+        # Those of Minari have one of the reset, too, and then one for each step.
+        return int(readable_rows(data, self._size)[start + 1 : stop + 1].sum())
+
+    def _is_of(self, data: Any, column: Column) -> bool:
+        shape = () if column.key in _FLAGS.values() else column.shape
+        return (data.dtype, data.shape[1:]) == (column.numpy_dtype, shape)
+
     def _common(self, episodes: list[dict[Key, Any]]) -> dict[Key, tuple[str, Column]]:
-        """Return the columns that are alike in most episodes."""
+        """Return the columns that are alike in most episodes; refuse a dataset that lacks some."""
+        found = self._alike(episodes)
+        lacking = [key[-1] for key in (REWARD, TERMINATED, TRUNCATED) if key not in found]
+        tops = {name.split("/")[0] for name, _ in found.values()}
+        lacking += [each for each in ("observations", "actions") if each not in tops]
+        if lacking:
+            raise InvalidDataset(
+                f"{self._place} cannot be repaired: nothing of {', '.join(lacking)} can be read."
+            )
+        return found
+
+    def _alike(self, episodes: list[dict[Key, Any]]) -> dict[Key, tuple[str, Column]]:
         kinds: dict[Key, dict[_Kind, int]] = {}
         for datasets in episodes:
             for key, data in datasets.items():
@@ -129,13 +175,6 @@ class _Episodes:
             if key in _FLAGS.values():
                 column = Column(key, column.dtype, column.shape or (1,))
             found[key] = "/".join(data.name.split("/")[2:]), column
-        lacking = [key[-1] for key in (REWARD, TERMINATED, TRUNCATED) if key not in found]
-        tops = {name.split("/")[0] for name, _ in found.values()}
-        lacking += [each for each in ("observations", "actions") if each not in tops]
-        if lacking:
-            raise InvalidDataset(
-                f"{self._place} cannot be repaired: nothing of {', '.join(lacking)} can be read."
-            )
         return found
 
     def _steps(self, number: int, datasets: Mapping[Key, Any]) -> list[tuple[int, int]]:
@@ -143,9 +182,7 @@ class _Episodes:
         lacking = [
             name
             for key, (name, column) in self._kinds.items()
-            if key not in datasets
-            or (datasets[key].dtype, datasets[key].shape[1:])
-            != (column.numpy_dtype, () if key in _FLAGS.values() else column.shape)
+            if key not in datasets or not self._is_of(datasets[key], column)
         ]
         count = max((d.shape[0] for k, d in datasets.items() if k in _FLAGS.values()), default=0)
         if lacking:
@@ -191,6 +228,8 @@ class _Episodes:
                 block[key] = values[:-1] if more else values
                 if more:
                     block[(NEXT, *key)] = values[1:]
+            for key, (_, column) in self._infos.items():
+                block[key] = read_rows(datasets[key], start + 1, stop + 1, column, self._place)
             seed = self._seed(number) if start == 0 else -1
             block[RESET_SEED] = np.full(stop - start, seed, np.int64)
             yield block | numbers(np.full(stop - start, id), np.arange(stop - start))

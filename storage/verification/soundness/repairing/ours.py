@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -19,7 +17,8 @@ import numpy as np
 from tallyroll.storage.datasets.exchange.about import about_rows
 from tallyroll.storage.datasets.exchange.door import Block, Incoming
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
-from tallyroll.storage.errors import CorruptStorage, InvalidDataset, InvalidSchema
+from tallyroll.storage.datasets.packed.packed_reader import PackedReader
+from tallyroll.storage.errors import CorruptStorage, InvalidDataset, InvalidSchema, NotAStorage
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.memmap import place_of
@@ -33,8 +32,17 @@ from tallyroll.storage.verification.record_checks import check_runs
 from tallyroll.storage.verification.row_checks import RowChecks
 from tallyroll.storage.verification.soundness.repairing.hdf5 import runs
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
+from tallyroll.storage.verification.soundness.repairing.packed import (
+    packed_reader,
+    unreadable_rows,
+)
 from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
+from tallyroll.storage.verification.soundness.repairing.working_copy import (
+    Ranges,
+    working_copy,
+)
 from tallyroll.storage.verification.storage_checks import SlotColumn
+from tallyroll.storage.verification.value_checks import words
 
 _TRUSTED: Final = ("zeros", "ids", "steps", "lanes", "ends", "observations")
 """Checks whose rows are left out where there are no checksums."""
@@ -42,71 +50,92 @@ _MANIFEST: Final = "manifest.json"
 
 
 class OurRepair(RowsRepair):
-    """Reads rows that are as they were written; those after a gap are a trajectory of their own."""
+    """Reads rows that are as they were written; those after a gap are a trajectory of their own.
+
+    Args:
+        losses: gets what is not read.
+        aside: an empty folder, for copies of what is damaged.
+        unreadable: ranges of files that the disk cannot read.
+    """
 
     name: ClassVar[str] = "tallyroll"
 
+    def __init__(self, losses: Losses, aside: Path, unreadable: Mapping[Path, Ranges]) -> None:
+        super().__init__(losses)
+        self._aside, self._unreadable = aside, unreadable
+
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Open the storage, or a copy whose short files are as long as the others."""
+        """Open the storage, or copies that can be opened."""
         with contextlib.ExitStack() as stack:
-            short: dict[str, int] = {}
             try:
-                storage = stack.enter_context(open_storage(place, accept_copy=True))
-            except CorruptStorage as error:
-                folder = stack.enter_context(_lengthened(place, short, error))
-                storage = stack.enter_context(open_storage(folder, accept_copy=True))
-            yield _Rows(storage.reader, self._losses, short).incoming()
+                yield self._rows(place, stack).incoming()
+            except (CorruptStorage, NotAStorage) as error:
+                raise InvalidDataset(f"{place} cannot be repaired: {error!s:.400}") from error
+
+    def _rows(self, place: Path, stack: contextlib.ExitStack) -> _Rows:
+        if (packed := packed_reader(place)) is not None:
+            stack.enter_context(contextlib.closing(packed))
+            return _Rows(packed, self._losses)
+        if self._unreadable:
+            readers = []
+            for name, filled in (("zeros", b"\0"), ("ones", b"\xff")):
+                copy = self._aside / f"{name}{place.suffix}"
+                working_copy(place, copy, self._unreadable, filled=filled)
+                readers.append(_opened(copy, stack))
+            return _Rows(readers[0], self._losses, twin=readers[1])
+        try:
+            return _Rows(_opened(place, stack), self._losses)
+        except CorruptStorage as error:
+            lengths, short = _lengths(place, error)
+            working_copy(place, self._aside / "rows", {}, lengths=lengths)
+            return _Rows(_opened(self._aside / "rows", stack), self._losses, short)
 
 
-@contextlib.contextmanager
-def _lengthened(place: Path, short: dict[str, int], error: CorruptStorage) -> Iterator[Path]:
-    """Yield a folder with the same files, of which those that are too short end in zeros.
+def _opened(place: Path, stack: contextlib.ExitStack) -> RowReader:
+    return stack.enter_context(open_storage(place, accept_copy=True)).reader
 
-    ``short`` gets the rows of the columns that are too short.
+
+def _lengths(place: Path, error: CorruptStorage) -> tuple[dict[Path, int], dict[str, int]]:
+    """Return the bytes that files of columns are to have, and the rows of those that are short.
+
+    Raises:
+        CorruptStorage: none is: ``error`` is of something else.
     """
-    refused = InvalidDataset(f"{place} cannot be repaired: {error!s:.400}")
-    inside = Inside(place)
     try:
-        schema = Schema.from_json(json.loads(inside.read(place / _MANIFEST, 2**25))["schema"])
+        said = json.loads(Inside(place).read(place / _MANIFEST, 2**25))["schema"]
         sizes = {
             each.key: (os.stat(place / place_of(each.key, leaf=True)).st_size, each.row_nbytes)
-            for each in schema.columns
+            for each in Schema.from_json(said).columns
         }
     except (OSError, ValueError, KeyError, TypeError, InvalidSchema) as why:
-        raise refused from why
+        raise error from why
     most = max((size // row for size, row in sizes.values()), default=0)
-    lengths = {place_of(key, leaf=True): most * row for key, (_, row) in sizes.items()}
-    short |= {spell(k): size // row for k, (size, row) in sizes.items() if size // row < most}
+    short = {spell(k): size // row for k, (size, row) in sizes.items() if size // row < most}
     if not short:
-        raise refused
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as folder:
-        target = Path(folder, "rows")
-        for above, folders, files in os.walk(place):
-            for each in folders:
-                if os.path.islink(os.path.join(above, each)):
-                    raise refused
-            here = target / os.path.relpath(above, place)
-            here.mkdir(exist_ok=True)
-            for each in files:
-                path = Path(above, each)
-                name = path.relative_to(place)
-                with open(inside.open(path, os.O_RDONLY), "rb") as source:
-                    if lengths.get(name, 0) > os.fstat(source.fileno()).st_size:
-                        with (here / each).open("xb") as out:
-                            shutil.copyfileobj(source, out)
-                            out.truncate(lengths[name])
-                    else:
-                        os.link(path, here / each, follow_symlinks=False)
-        try:
-            yield target
-        except CorruptStorage as why:
-            raise refused from why
+        raise error
+    return {place_of(key, leaf=True): most * row for key, (_, row) in sizes.items()}, short
 
 
 class _Rows:
-    def __init__(self, reader: RowReader, losses: Losses, short: Mapping[str, int]) -> None:
-        self._reader, self._losses, self._short = reader, losses, short
+    """Rows of a reader, and which of them are as they were written.
+
+    Args:
+        reader: of the rows.
+        losses: gets those that are not.
+        short: how many rows the columns have whose files are too short.
+        twin: a reader of the same rows, but for the bytes that a disk could not read.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        losses: Losses,
+        short: Mapping[str, int] | None = None,
+        twin: RowReader | None = None,
+    ) -> None:
+        self._reader, self._losses, self._short = reader, losses, short or {}
+        self._twin = twin
         self._span = reader.span
         self._numbered = not missing(reader.schema, WHOSE)
 
@@ -137,12 +166,31 @@ class _Rows:
             lost = good.copy()
             lost[: max(0, rows - self._span.start)] = False
             self._lose(good, lost, "rows beyond the end of a file that is too short", column)
+        if isinstance(self._reader, PackedReader):
+            for key, wrong in unreadable_rows(self._reader):
+                self._lose(good, wrong, "rows of a chunk that cannot be read", spell(key))
+            return good
+        if self._twin is not None:
+            self._by_twin(good, self._twin)
         sums = self._sums()
         if sums is not None:
             self._by_checksums(good, sums)
-        else:
+        elif self._twin is None:  # a row beside one that is lost would contradict it
             self._by_checks(good)
         return good
+
+    def _by_twin(self, good: np.ndarray, twin: RowReader) -> None:
+        """Leave out rows that differ where the bytes do which the disk could not read."""
+        schema = self._reader.schema
+        size = max(1, BLOCK_NBYTES // max(1, schema.row_nbytes))
+        wrong = {key: np.zeros(len(good), bool) for key in schema.keys}
+        for start in range(0, len(good), size):
+            part = np.arange(start, min(start + size, len(good)))
+            both = [each.copies(part + self._span.start) for each in (self._reader, twin)]
+            for key, one, other in zip(schema.keys, *both, strict=True):
+                wrong[key][part] = (words(one) != words(other)).any(1)
+        for key, rows in wrong.items():
+            self._lose(good, rows, "rows that the disk cannot read", spell(key))
 
     def _lose(
         self, good: np.ndarray, wrong: np.ndarray, message: str, column: str | None = None
@@ -165,6 +213,8 @@ class _Rows:
                 wrong = np.zeros(len(good), bool)
                 rows = reader.rows_in(np.arange(each.start, each.stop)) - self._span.start
                 wrong[rows[(rows >= 0) & (rows < len(wrong))]] = True
+                if self._twin is not None and not good[wrong].all():
+                    continue  # the others of its rows were read without an error
                 message = "a block of rows whose checksum differs"
                 self._lose(good, wrong, message, spell(each.key))
         except CorruptStorage as error:
@@ -173,10 +223,6 @@ class _Rows:
 
     def _by_checks(self, good: np.ndarray) -> None:
         reader = self._reader
-        for column, what in reader.damaged_chunks(lambda nbytes: None) or ():
-            raise InvalidDataset(
-                f"{reader.path} cannot be repaired: {column}: {what}. Packed rows are not."
-            )
         gathered = _Gathered()
         entries = check_runs(reader.manifest["runs"], reader.head, Findings())
         RowChecks(reader, entries, nan=False, gather=_Gathered).run(gathered, lambda nbytes: None)
@@ -188,17 +234,17 @@ class _Rows:
                 wrong |= self._before(wrong)
             self._lose(good, wrong, f"rows that contradict others: {message}")
 
-    def _order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return rows by trajectory and step, and both of them."""
-        ids, steps = (
-            self._reader.shown(key).reshape(len(self._span), -1)[:, 0] for key in (TRAJ_IDS, STEP)
-        )
+    def _order(self, good: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rows [n] that are good by trajectory and step, and both of them."""
+        at = np.flatnonzero(good)
+        found = self._reader.copies(at + self._span.start, [TRAJ_IDS, STEP])
+        ids, steps = (each.reshape(len(at)) for each in found)
         order = np.lexsort((steps, ids))
-        return order, ids[order], steps[order]
+        return at[order], ids[order], steps[order]
 
     def _before(self, wrong: np.ndarray) -> np.ndarray:
         """Return the rows that come before others in their trajectories: either may be wrong."""
-        order, ids, _ = self._order()
+        order, ids, _ = self._order(np.ones(len(wrong), bool))
         before = np.zeros(len(wrong), bool)
         same = ids[1:] == ids[:-1]
         before[order[:-1][same & wrong[order[1:]]]] = True
@@ -206,9 +252,7 @@ class _Rows:
 
     def _renumbered(self, good: np.ndarray) -> dict[Key, np.ndarray]:
         """Return ids and steps [n] by which rows after a gap are a trajectory of their own."""
-        order, ids, steps = self._order()
-        kept = good[order]
-        order, ids, steps = order[kept], ids[kept], steps[kept]
+        order, ids, steps = self._order(good)
         if not len(order):
             return {}
         begins = np.ones(len(order), bool)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tallyroll.storage.datasets.aside import require_free
+from tallyroll.storage.datasets.aside import folder_beside, require_free
 from tallyroll.storage.datasets.exchange.door import ExchangeFormat
-from tallyroll.storage.datasets.exchange.importing import ImportReport, imported
+from tallyroll.storage.datasets.exchange.importing import imported
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.errors import CorruptStorage, InvalidDataset, NotAStorage
-from tallyroll.storage.files.paths import make_directory, refuse_nothing, translated, user_path
+from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.storages import open_storage
 from tallyroll.storage.verification.soundness.checking import kind_at
 from tallyroll.storage.verification.soundness.repairing.d4rl import D4rlRepair
@@ -23,6 +22,7 @@ from tallyroll.storage.verification.soundness.repairing.losses import Loss, Loss
 from tallyroll.storage.verification.soundness.repairing.minari import MinariRepair
 from tallyroll.storage.verification.soundness.repairing.ours import OurRepair
 from tallyroll.storage.verification.soundness.repairing.rlds import RldsRepair
+from tallyroll.storage.verification.soundness.repairing.working_copy import unreadable_in
 
 OURS: Final = "tallyroll"
 """The kind of our own storages."""
@@ -30,8 +30,9 @@ _KINDS: Final[dict[str, Callable[[Losses], ExchangeFormat]]] = {
     "d4rl": D4rlRepair,
     "minari": MinariRepair,
     "rlds": RldsRepair,
-    OURS: OurRepair,
 }
+_SUFFIX: Final = ".repaired-aside"
+_REPAIRED: Final = "repaired"
 
 Progress = Callable[[int, int], object]
 
@@ -65,7 +66,7 @@ class RepairReport:
 
 def kinds() -> list[str]:
     """Return the kinds of datasets that can be repaired."""
-    return sorted([*_KINDS, "lerobot"])
+    return sorted([*_KINDS, "lerobot", OURS])
 
 
 def repair(
@@ -105,52 +106,51 @@ def repair(
         raise ValueError(f"kind is one of {', '.join(kinds())}, got {kind!r:.80}.")
     refuse_nothing(whence, "Give the path of a dataset.")
     require_free(place)
-    wanted = kind or _kind_of(whence)
     losses = Losses()
-    said = {"kind": wanted, "path": os.path.abspath(whence), "repaired": "True"}
-    if wanted == "lerobot":
-        report = _by_folder(whence, place, losses, format, progress, said)
-    else:
-        door = _KINDS[wanted](losses)
-        report = imported(door, whence, place, format=format, progress=progress, said=said)
+    with translated(whence), folder_beside(place, _SUFFIX) as aside:
+        unreadable = unreadable_in(whence) if kind in (None, OURS) else {}
+        wanted = kind or _kind_of(whence, bool(unreadable))
+        said = {"kind": wanted, "path": os.path.abspath(whence), "repaired": "True"}
+        report = imported(
+            OurRepair(losses, aside, unreadable)
+            if wanted == OURS
+            else _door(wanted, whence, losses, aside),
+            aside / _REPAIRED if wanted == "lerobot" else whence,
+            place,
+            format=format,
+            progress=progress,
+            said=said,
+        )
     return RepairReport(
         report.path, report.format, wanted, report.rows, report.columns, tuple(losses)
     )
 
 
-def _kind_of(whence: Path) -> str:
+def _kind_of(whence: Path, unreadable: bool) -> str:
+    """Return the kind of a dataset; a storage that is ``unreadable`` in parts is not opened."""
+    found = kind_at(whence)
+    theirs = found if found in (*_KINDS, "lerobot") else None
+    if unreadable:
+        return theirs or OURS
     try:
         open_storage(whence, accept_copy=True).close()
         return OURS
     except CorruptStorage:
         return OURS
     except NotAStorage as error:
-        found = kind_at(whence)
-        if found in (*_KINDS, "lerobot"):
-            assert found is not None
-            return found
+        if theirs is not None:
+            return theirs
         raise InvalidDataset(
             f"{whence} cannot be repaired: its files do not say of which library it is, or it is "
             f"of one whose datasets are not repaired. Give its kind, one of {', '.join(kinds())}."
         ) from error
 
 
-def _by_folder(
-    whence: Path,
-    place: Path,
-    losses: Losses,
-    format: str | None,
-    progress: Progress | None,
-    said: dict[str, str],
-) -> ImportReport:
-    """Repair a dataset of LeRobot by one in a folder beside ``place``, which is imported."""
-    make_directory(place.parent)
-    with (
-        translated(place.parent),
-        tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as folder,
-    ):
-        target = Path(folder, "repaired")
+def _door(wanted: str, whence: Path, losses: Losses, aside: Path) -> ExchangeFormat:
+    """Return what reads the rows; of LeRobot a dataset that is repaired in the folder ``aside``."""
+    if wanted == "lerobot":
+        target = aside / _REPAIRED
         target.mkdir()
         LerobotRepair(whence, losses).write(target)
-        door = format_named("lerobot")
-        return imported(door, target, place, format=format, progress=progress, said=said)
+        return format_named("lerobot")
+    return _KINDS[wanted](losses)

@@ -92,12 +92,13 @@ def test_the_card_of_a_storage(source: DiskStorage, made: Path) -> None:
     assert sum(card.ends.values()) == count
     assert card.ends["terminated"] == list(source.trajectories.ends).count("terminated")
     names, *lines = table(page, "Columns")
-    assert names == ["column", "dtype", "shape", "mean", "std", "min", "max"]
+    assert names == ["column", "dtype", "shape", "space", "mean", "std", "min", "max"]
     assert [line[0].strip("`") for line in lines] == ["/".join(k) for k in source.schema.keys]
     assert [line[1] for line in lines] == [c.dtype_name for c in source.schema.columns]
     reward = next(line for line in lines if line[0] == "`next/reward`")
-    assert reward == ["`next/reward`", "float32", "[1]", "[1]", "[0]", "[1]", "[1]"]
-    assert next(line for line in lines if line[0] == "`action`")[3:] == [""] * 4
+    assert reward == ["`next/reward`", "float32", "[1]", "", "[1]", "[0]", "[1]", "[1]"]
+    action = next(line for line in lines if line[0] == "`action`")
+    assert action[3:] == ["Discrete(2)"] + [""] * 4
     _, *runs = table(page, "How it was made")
     assert [line[:6] for line in runs] == [
         [str(number), "CartPole-v1", "", str(seed), "2", "random"]

@@ -184,7 +184,7 @@ def test_a_writer_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_our_export_is_repaired_by_its_own_text(tmp_path: Path) -> None:
-    """Ids and every column are as they were; without the text they are as of any other dataset."""
+    """Ids and columns are as they were; without a text that is read, as of any other dataset."""
     exported(tmp_path, pictured(23, 6, pixels=(8, 8, 3)))
     (path,) = (tmp_path / "out").glob("*.tfrecord-*")
     content = bytearray(path.read_bytes())
@@ -194,8 +194,12 @@ def test_our_export_is_repaired_by_its_own_text(tmp_path: Path) -> None:
     assert (report.rows, len(report.lost)) == (17, 1)
     found = diff(tmp_path / "out-rows", tmp_path / "saved")
     assert (found.equal, found.changed, found.only, found.schema) == (17, 0, (6, 0), ())
-    (tmp_path / "out" / layout.ABOUT).unlink()
-    assert repair(tmp_path / "out", tmp_path / "theirs").rows == 17
+    (tmp_path / "out" / layout.ABOUT).write_text('{"tallyroll_exchange": 99}')
+    info = (tmp_path / "out" / layout.INFO).read_text().replace('"4"', '"9"')
+    (tmp_path / "out" / layout.INFO).write_text(info)
+    report = repair(tmp_path / "out", tmp_path / "theirs")
+    assert (report.rows, len(report.lost)) == (17, 2)
+    assert str(report.lost[1]).endswith("it has 4 of 9: a file of records has fewer episodes")
 
 
 def test_flags_that_are_missing_or_early(tmp_path: Path) -> None:

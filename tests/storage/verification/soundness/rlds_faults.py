@@ -154,7 +154,7 @@ def features_without_steps(place: Path) -> None:
     (place / "features.json").write_text(json.dumps(kit.dictionary(image=kit.picture(8, 9, 3))))
 
 
-@FAULTS("columns", column="steps/is_last")
+@FAULTS("columns", file="features.json", column="steps/is_last")
 def features_without_a_flag(place: Path) -> None:
     step = {name: each for name, each in _STEP.items() if name != "is_last"}
     features = kit.dictionary(steps=kit.dataset(kit.dictionary(**step)))
@@ -426,13 +426,24 @@ def time_goes_back(place: Path) -> None:
     set_rows(place, 2, "timestamp", 17, 0.5)
 
 
-@FAULTS("zeros", file=_FILES[1], episode=0, row=4)
-def rows_never_written(place: Path) -> None:
+def unwritten(place: Path, rows: slice, count: int) -> None:
+    """Write zeros and black images into steps of an episode."""
+
     def change(found: list[list[Episode]]) -> None:
         steps = found[1][0]
         for name in ("observation/position", "observation/mode", "action", "reward"):
-            steps[f"steps/{name}"][4:24] = 0
+            steps[f"steps/{name}"][rows] = 0
         blank = kit.png(np.zeros((8, 9, 3), np.uint8))
-        steps["steps/observation/camera"][4:24] = [blank] * 20
+        steps["steps/observation/camera"][rows] = [blank] * count
 
     changed(place, change)
+
+
+@FAULTS("zeros", file=_FILES[1], episode=0, row=4)
+def rows_never_written(place: Path) -> None:
+    unwritten(place, slice(4, 24), 20)
+
+
+@FAULTS("zeros", file=_FILES[1], episode=0, row=12)
+def the_last_rows_never_written(place: Path) -> None:
+    unwritten(place, slice(12, 31), 19)

@@ -1,0 +1,47 @@
+"""The spaces of columns, as far as the runs that made the rows say them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from tallyroll.storage.files.copied_runs import all_makers
+from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.spaces import NO_SPACE, SPACES, agreed, space_of
+
+
+def agreed_spaces(runs: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the spaces that all runs say alike, as JSON, by columns' names."""
+    return agreed(_own(run.get(SPACES)) for run in runs)
+
+
+def _own(said: Any) -> dict[str, Any]:
+    known = said.items() if isinstance(said, dict) else ()
+    return {name: each for name, each in known if isinstance(each, dict)}
+
+
+def spaces_of(entries: Iterable[Mapping[str, Any]], schema: Schema) -> dict[Key, dict[str, Any]]:
+    """Return the spaces of columns of rows that the runs of ``entries`` made, as JSON.
+
+    None of a column of which one of these runs says nothing, or something else, or that its space
+    does not fit.
+    """
+    runs = list[Mapping[str, Any]]()
+    for entry in entries:
+        if not (made := all_makers(entry, unchanged=True)):
+            return {}
+        runs += made
+    by_all, found = agreed_spaces(runs), dict[Key, dict[str, Any]]()
+    for column in schema.columns:
+        said = by_all.get(spell(column.key))
+        if said is not None and column.dtype is not torch.bfloat16:
+            try:
+                fits = space_of(said).differs(column.numpy_dtype, column.shape) is None
+            except NO_SPACE:
+                continue
+            if fits:
+                found[column.key] = dict(said)
+    return found

@@ -1,0 +1,361 @@
+"""Repair of packed rows, of what a disk cannot read, and repairs that are killed or meet.
+
+``TALLYROLL_REPAIRS`` says how many are killed, 4 by default.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import h5py
+import minari_faults
+import numpy as np
+import pytest
+import torch
+from fault_kit import LENGTHS, ROWS, rewrite, walk
+from repair_kit import repair
+
+from tallyroll.storage import (
+    FrameStack,
+    H5Storage,
+    InvalidDataset,
+    MemmapStorage,
+    StorageLocked,
+    ZarrStorage,
+    content_hash,
+    open_storage,
+)
+from tallyroll.storage import repair as repair_alone
+from tallyroll.storage.datasets.exchange import importing
+from tallyroll.storage.datasets.packed.layout import ArrayLayout
+from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.verification.soundness.repairing import hdf5, ours, working_copy
+
+from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
+
+KILLS = int(os.environ.get("TALLYROLL_REPAIRS", "4"))
+
+
+def shown(path: Path, *key: str) -> np.ndarray:
+    with open_storage(path) as storage:
+        return storage.reader.shown(key)
+
+
+# --- packed rows ----------------------------------------------------------------------------------
+
+
+ROWS_PACKED = 5000
+
+
+def packed(folder: Path, name: str, **options: Any) -> Path:
+    """Pack rows in trajectories of 20, with frames that are stacked by four."""
+    rows = trajectory_rows(0, ROWS_PACKED, steps=20)
+    # No frame is of zeros, or like another one.
+    frames = np.random.default_rng(0).integers(1, 256, (ROWS_PACKED + 5, 9), np.uint8)
+    for key, first in (("pixels", 0), (("next", "pixels"), 1)):
+        stacks = [frames[first + n : first + n + ROWS_PACKED] for n in range(4)]
+        rows[key] = torch.from_numpy(np.stack(stacks, 1))
+    rows["action"] = torch.from_numpy(walk(3, ROWS_PACKED, 2))
+    with MemmapStorage(folder / "plain") as storage:
+        storage.extend(rows)
+        storage.pack(folder / name, **options)
+    return folder / name
+
+
+def source_of(place: Path, *key: str) -> ArrayLayout:
+    """Return the array that a column is made of."""
+    with open_storage(place) as storage:
+        return storage.reader.column(key).source.layout
+
+
+def shard_of(place: Path, array: ArrayLayout) -> Path:
+    (file,) = place.joinpath(*array.path).glob("c.0*")
+    return file
+
+
+def damage_chunk(place: Path, array: ArrayLayout, chunk: int) -> None:
+    """Overwrite the middle of a chunk; the index at the end of a shard says where it is."""
+    file, lines = shard_of(place, array), array.shard_rows // array.chunk_rows
+    index = np.frombuffer(file.read_bytes()[-4 - 16 * lines : -4], "<u8").reshape(-1, 2)
+    begin, nbytes = index[chunk].tolist()
+    rewrite(file, begin + nbytes // 2, b"\x55\xaa" * min(8, nbytes // 4))
+
+
+def test_rows_of_a_chunk_that_is_damaged_are_lost_and_no_others(tmp_path: Path) -> None:
+    place = packed(tmp_path, "rows")
+    array = source_of(place, "action")
+    size = array.chunk_rows
+    damage_chunk(place, array, 1)
+    report = repair(place, tmp_path / "out")
+    assert (report.kind, report.rows, report.lost_rows) == (
+        "tallyroll",
+        ROWS_PACKED - size,
+        size,
+    )
+    (lost,) = report.lost
+    assert (lost.place.row, lost.place.column, lost.rows) == (size, "action", size)
+    kept = [*range(size), *range(2 * size, ROWS_PACKED)]
+    for key in (("action",), ("pixels",), ("next", "pixels"), ("next", "reward")):
+        wanted = shown(tmp_path / "plain", *key)[kept]
+        assert shown(tmp_path / "out", *key).tobytes() == wanted.tobytes(), key
+
+
+def test_what_is_made_of_frames_that_are_damaged(tmp_path: Path) -> None:
+    """Each row whose stack has a frame of the chunk is lost, and no other."""
+    place = packed(tmp_path, "rows", stacks=[FrameStack("pixels")])
+    array = source_of(place, "pixels")
+    assert array.shape == (1, 9)
+    # A row has four frames, all but one those of the row before; what came next has one more.
+    frame, size = np.arange(ROWS_PACKED), array.chunk_rows
+    wrong = np.any([(frame + more) // size == 2 for more in range(5)], 0)
+    damage_chunk(place, array, 2)
+    report = repair(place, tmp_path / "out")
+    assert (report.rows, report.lost_rows) == (ROWS_PACKED - wrong.sum(), wrong.sum())
+    wanted = shown(tmp_path / "plain", "pixels")[~wrong]
+    assert shown(tmp_path / "out", "pixels").tobytes() == wanted.tobytes()
+
+
+def test_shards_that_are_missing_or_cut(tmp_path: Path) -> None:
+    place = packed(tmp_path, "rows")
+    array = source_of(place, "collector", "traj_ids")
+    damage_chunk(place, array, 0)
+    report = repair(place, tmp_path / "out")
+    first = array.chunk_rows
+    assert (report.rows, report.lost_rows) == (ROWS_PACKED - first, first)
+    wanted = shown(tmp_path / "plain", "action")[first:]
+    assert shown(tmp_path / "out", "action").tobytes() == wanted.tobytes()
+    # The first row that is left is of a trajectory that lost its beginning.
+    assert shown(tmp_path / "out", "collector", "step")[0] == 0
+    shard = shard_of(place, source_of(place, "action"))
+    os.truncate(shard, 2)
+    with pytest.raises(InvalidDataset, match="no row can be read"):
+        repair(place, tmp_path / "other")
+    shard.unlink()
+    with pytest.raises(InvalidDataset, match="no row can be read"):
+        repair(place, tmp_path / "other")
+
+
+def test_packed_as_hdf5(tmp_path: Path) -> None:
+    place = packed(tmp_path, "rows.h5", format="hdf5")
+    with h5py.File(place, locking=False) as file:
+        found = file["action"].id.get_chunk_info(1)
+        size = file["action"].chunks[0]
+    rewrite(place, found.byte_offset + found.size // 2, b"\x55\xaa" * 8)
+    report = repair(place, tmp_path / "out")
+    assert (report.rows, report.lost_rows) == (ROWS_PACKED - size, size)
+    assert {each.place.row for each in report.lost} == {size}
+
+
+# --- a disk that cannot read ----------------------------------------------------------------------
+
+
+class Disk:
+    """Reads of files fail as those of a disk do, at some ranges of bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bad = dict[str, range]()
+        self.failed = 0
+        self._read = working_copy.read_at
+        monkeypatch.setattr(working_copy, "read_at", self.read_at)
+        opened = ours.open_storage
+
+        def open_storage_there(path: Any, **options: Any) -> Any:
+            below = [each for each in self.bad if each.startswith(f"{path}")]
+            assert not below, f"{path} is mapped, and parts of it cannot be read"
+            return opened(path, **options)
+
+        monkeypatch.setattr(ours, "open_storage", open_storage_there)
+
+    def read_at(self, file: int, nbytes: int, at: int) -> bytes:
+        bad = self.bad.get(os.readlink(f"/proc/self/fd/{file}"), range(0))
+        if at < bad.stop and at + nbytes > bad.start:
+            self.failed += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self._read(file, nbytes, at)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", [MemmapStorage, ZarrStorage, H5Storage])
+@pytest.mark.parametrize("finalize", [True, False])
+def test_blocks_that_cannot_be_read(kind: Any, finalize: bool, tmp_path: Path, disk: Disk) -> None:
+    """The rows of two blocks of a column are lost, and no others, with checksums or without."""
+    place = tmp_path / f"rows{'.h5' if kind is H5Storage else ''}"
+    rows = trajectory_rows(0, 6000, steps=20)
+    rows["action"] = torch.arange(1, 12001, dtype=torch.float64).reshape(6000, 2)
+    with kind(place, **({"capacity": 6000} if kind is H5Storage else {})) as storage:
+        storage.extend(rows)
+        if finalize:
+            storage.finalize()
+    wanted = rows["action"].numpy()
+    # Where the 1,000th row lies, whatever the format is: 16 bytes of two numbers.
+    bytes_there = wanted[1000].tobytes()
+    path, at = next(
+        (each, found)
+        for each in (place.rglob("*") if place.is_dir() else [place])
+        if each.is_file() and (found := each.read_bytes().find(bytes_there)) >= 0
+    )
+    begin = at // 4096 * 4096
+    first = 1000 - (at - begin) // 16
+    disk.bad = {str(path): range(begin, begin + 8192)}
+    lost = 512 + ((at - begin) % 16 > 0)
+    report = repair_alone(place, tmp_path / "out")
+    assert disk.failed
+    assert (report.kind, report.rows, report.lost_rows) == ("tallyroll", 6000 - lost, lost)
+    (loss,) = report.lost
+    assert (loss.place.column, loss.place.row) == ("action", first - ((at - begin) % 16 > 0))
+    kept = np.ones(6000, bool)
+    kept[loss.place.row : loss.place.row + lost] = False
+    assert shown(tmp_path / "out", "action").tobytes() == wanted[kept].tobytes()
+    ended = shown(tmp_path / "out", "next", "terminated")
+    assert ended.tobytes() == rows["next", "terminated"].numpy()[kept].tobytes()
+    names = {each.name for each in tmp_path.iterdir()}
+    assert names == {place.name, "out"} | {n for n in names if n.startswith(f"{place.name}.")}
+
+
+def test_a_manifest_that_cannot_be_read(tmp_path: Path, disk: Disk) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend(trajectory_rows(0, 60, steps=20))
+    disk.bad = {str(tmp_path / "rows" / "manifest.json"): range(4096)}
+    with pytest.raises(InvalidDataset, match="cannot be repaired"):
+        repair(tmp_path / "rows", tmp_path / "out", "tallyroll")
+    assert {each.name for each in tmp_path.iterdir()} == {"rows"}
+
+
+def test_blocks_of_minari_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "rows"
+    minari_faults.sound(place)
+    with h5py.File(place / "data" / "main_data.hdf5") as file:
+        found = file["episode_2/actions"].id.get_chunk_info(0)
+    read = hdf5.Padded.readinto
+
+    def fails(self: Any, buffer: Any) -> int:
+        if (
+            self.tell() < found.byte_offset + found.size
+            and self.tell() + len(memoryview(buffer).cast("B")) > found.byte_offset
+        ):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(self, buffer)
+
+    monkeypatch.setattr(hdf5.Padded, "readinto", fails)
+    report = repair(place, tmp_path / "out")
+    assert report.lost
+    assert {each.place.episode for each in report.lost} == {2}
+    kept = [number for number in range(len(LENGTHS)) if number != 2]
+    assert report.rows >= sum(LENGTHS[number] for number in kept)
+
+
+# --- infos of Minari ------------------------------------------------------------------------------
+
+
+def energy(number: int) -> np.ndarray:
+    return walk(number + 70, LENGTHS[number] + 1, 1)[1:, 0]
+
+
+def test_infos_are_saved(tmp_path: Path) -> None:
+    minari_faults.sound(tmp_path / "rows")
+    report = repair(tmp_path / "rows", tmp_path / "out")
+    assert (report.rows, report.lost) == (ROWS, ())
+    wanted = np.concatenate([energy(number) for number in range(len(LENGTHS))])
+    assert shown(tmp_path / "out", "next", "infos", "energy").tobytes() == wanted.tobytes()
+
+
+def test_an_info_costs_no_step(tmp_path: Path) -> None:
+    """One that lacks entries of steps that are saved is left out; of steps that are lost, none."""
+    place = tmp_path / "rows"
+    minari_faults.sound(place)
+    with minari_faults.opened(place) as file:
+        short = file["episode_1/actions"]
+        short.resize(5, axis=0)
+        file["episode_1/infos/energy"].resize(6, axis=0)
+        for number, count in enumerate(LENGTHS):
+            infos = file[f"episode_{number}/infos"]
+            infos["heat"] = np.arange(count + 1.0)
+            infos["one a step"] = np.arange(count)
+        del file["episode_3/infos/heat"]
+    report = repair(place, tmp_path / "out")
+    assert (report.rows, report.lost_rows) == (ROWS - LENGTHS[1] + 5, LENGTHS[1] - 5)
+    whole = np.concatenate([energy(0), energy(1)[:5], energy(2), energy(3)])
+    assert shown(tmp_path / "out", "next", "infos", "energy").tobytes() == whole.tobytes()
+    left = {each.place.column for each in report.lost if "info" in each.message}
+    assert left == {"infos/heat", "infos/one a step"}
+    with open_storage(tmp_path / "out") as storage:
+        assert ("next", "infos", "heat") not in storage.reader.keys
+
+
+# --- kills, and two at once -----------------------------------------------------------------------
+
+
+def repaired(folder: Path, out: Path, told: Told) -> None:
+    """Repair in small blocks, and say how far it is."""
+    importing.BLOCK_NBYTES = ours.BLOCK_NBYTES = 10_000  # type: ignore[misc]
+
+    def tell(done: int, total: int) -> None:
+        told.head += 1
+
+    repair_alone(folder / "rows", out, progress=tell)
+    told.head = -1
+    while True:
+        pass
+
+
+def short_column(folder: Path) -> None:
+    """Store rows of which a column is too short: a repair makes links and a copy first."""
+    with MemmapStorage(folder / "rows") as storage:
+        storage.extend(trajectory_rows(0, 4000, steps=20))
+    with (folder / "rows" / "next" / "reward.memmap").open("r+b") as file:
+        file.truncate(3000 * 4)
+
+
+def kill_at_random(folder: Path, kills: int) -> list[int]:
+    """Kill repairs; return how many left nothing, and how many a whole storage."""
+    short_column(folder)
+    repair_alone(folder / "rows", folder / "whole")
+    wanted, found = content_hash(folder / "whole"), [0, 0]
+    for seed in range(kills):
+        told, out = Told(), folder / f"out{seed}"
+        until = 0 if seed == 0 else random.Random(seed).randrange(1, 14)
+        told.head = 0
+        child = forked(lambda o=out, t=told: repaired(folder, o, t))
+        wait_until(lambda t=told, u=until: t.head >= u or t.head == -1)
+        killed(child)
+        found[out.exists()] += 1
+        if not out.exists():
+            repair_alone(folder / "rows", out)
+        assert content_hash(out) == wanted, seed
+    left = {each.name for each in folder.iterdir() if not each.name.startswith("out")}
+    assert left == {"rows", "whole"}
+    return found
+
+
+@pytest.mark.timeout(60 + 10 * KILLS)
+def test_killed_repairs_leave_nothing_or_all(tmp_path: Path) -> None:
+    found = in_a_process(kill_at_random, tmp_path, KILLS, seconds=50 + 10 * KILLS)
+    assert sum(found) == KILLS
+    assert found[0], "no kill came in the middle"
+
+
+def test_two_repairs_of_one_place(tmp_path: Path) -> None:
+    """The second is refused while the first goes on, and the first is whole."""
+    short_column(tmp_path)
+    refused = list[str]()
+
+    def meet(done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(StorageLocked) as caught:
+                repair_alone(tmp_path / "rows", tmp_path / "out")
+            refused.append(str(caught.value))
+
+    report = repair_alone(tmp_path / "rows", tmp_path / "out", progress=meet)
+    assert "is being written by another process" in refused[0]
+    assert report.rows == 3000
+    assert {each.name for each in tmp_path.iterdir()} == {"rows", "out"}
