@@ -89,7 +89,8 @@ class Space:
         """Return whether all values [n, ...] are within bounds that all entries share: quick."""
         if self.low is None or self.high is None or self.hot or not values.size:
             return not self.hot
-        return bool(values.min() >= self.low.max() and values.max() <= self.high.min())
+        with np.errstate(invalid="ignore"):  # of signalling NaNs, which are in no bounds
+            return bool(values.min() >= self.low.max() and values.max() <= self.high.min())
 
     def outside(self, values: np.ndarray) -> np.ndarray:
         """Return which rows [n, ...] have a finite value outside the bounds."""

@@ -251,4 +251,10 @@ def test_a_row_of_another_origin_has_no_known_space(tmp_path: Path) -> None:
         rows = storage.get(slice(0, 5)).clone()
         rows["observation"][2] = 100
         storage.extend(rows, ids="fresh")
+        with MemmapStorage(tmp_path / "others") as others:
+            handed = storage.get(slice(0, 10))  # it says where it came from, whatever became of it
+            handed["observation"][2] = 100
+            others.extend(handed)
+            assert others.runs[0]["runs"][0]["spaces"]
+    assert "spaces to which" in verify(tmp_path / "others").skipped["spaces"]
     assert not [each for each in verify(tmp_path / "rows").findings if each.check == "spaces"]

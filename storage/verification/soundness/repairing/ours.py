@@ -136,6 +136,8 @@ class _Rows:
     ) -> None:
         self._reader, self._losses, self._short = reader, losses, short or {}
         self._twin = twin
+        self._unread = dict[Key, np.ndarray]()
+        """The rows [n] of each column that the disk could not read."""
         self._span = reader.span
         self._numbered = not missing(reader.schema, WHOSE)
 
@@ -183,7 +185,7 @@ class _Rows:
         """Leave out rows that differ where the bytes do which the disk could not read."""
         schema = self._reader.schema
         size = max(1, BLOCK_NBYTES // max(1, schema.row_nbytes))
-        wrong = {key: np.zeros(len(good), bool) for key in schema.keys}
+        self._unread = wrong = {key: np.zeros(len(good), bool) for key in schema.keys}
         for start in range(0, len(good), size):
             part = np.arange(start, min(start + size, len(good)))
             both = [each.copies(part + self._span.start) for each in (self._reader, twin)]
@@ -213,7 +215,7 @@ class _Rows:
                 wrong = np.zeros(len(good), bool)
                 rows = reader.rows_in(np.arange(each.start, each.stop)) - self._span.start
                 wrong[rows[(rows >= 0) & (rows < len(wrong))]] = True
-                if self._twin is not None and not good[wrong].all():
+                if each.key in self._unread and self._unread[each.key][wrong].any():
                     continue  # the others of its rows were read without an error
                 message = "a block of rows whose checksum differs"
                 self._lose(good, wrong, message, spell(each.key))

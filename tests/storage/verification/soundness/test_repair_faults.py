@@ -189,13 +189,13 @@ def test_blocks_that_cannot_be_read(kind: Any, finalize: bool, tmp_path: Path, d
     """The rows of two blocks of a column are lost, and no others, with checksums or without."""
     place = tmp_path / f"rows{'.h5' if kind is H5Storage else ''}"
     rows = trajectory_rows(0, 6000, steps=20)
-    rows["action"] = torch.arange(1, 12001, dtype=torch.float64).reshape(6000, 2)
+    rows["action"] = torch.arange(1, 18001, dtype=torch.float64).reshape(6000, 3)
     with kind(place, **({"capacity": 6000} if kind is H5Storage else {})) as storage:
         storage.extend(rows)
         if finalize:
             storage.finalize()
     wanted = rows["action"].numpy()
-    # Where the 1,000th row lies, whatever the format is: 16 bytes of two numbers.
+    # Where the 1,000th row lies, whatever the format is. Its 24 bytes divide no block.
     bytes_there = wanted[1000].tobytes()
     path, at = next(
         (each, found)
@@ -203,16 +203,16 @@ def test_blocks_that_cannot_be_read(kind: Any, finalize: bool, tmp_path: Path, d
         if each.is_file() and (found := each.read_bytes().find(bytes_there)) >= 0
     )
     begin = at // 4096 * 4096
-    first = 1000 - (at - begin) // 16
     disk.bad = {str(path): range(begin, begin + 8192)}
-    lost = 512 + ((at - begin) % 16 > 0)
+    first, stop = 1000 + (begin - at) // 24, 1000 - (at - begin - 8192) // 24
+    lost = stop - first
     report = repair_alone(place, tmp_path / "out")
     assert disk.failed
     assert (report.kind, report.rows, report.lost_rows) == ("tallyroll", 6000 - lost, lost)
     (loss,) = report.lost
-    assert (loss.place.column, loss.place.row) == ("action", first - ((at - begin) % 16 > 0))
+    assert (loss.place.column, loss.place.row) == ("action", first)
     kept = np.ones(6000, bool)
-    kept[loss.place.row : loss.place.row + lost] = False
+    kept[first:stop] = False
     assert shown(tmp_path / "out", "action").tobytes() == wanted[kept].tobytes()
     ended = shown(tmp_path / "out", "next", "terminated")
     assert ended.tobytes() == rows["next", "terminated"].numpy()[kept].tobytes()
