@@ -139,7 +139,7 @@ def test_zarr_and_tensorstore_read_it_where_it_is(
 # --- large objects --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [Fault(status=500), Fault(reset=True), Fault(cut=True)])
+@pytest.mark.parametrize("how", [Fault(status=500), Fault(reset=True)])
 def test_a_part_that_fails_is_sent_again(
     how: Fault, proxy: Proxy, frames: Path, address: str
 ) -> None:

@@ -72,13 +72,12 @@ class Folder:
             strict=True,
         ):
             before.rename(self._place / after)
-        about = {**self._rows.about, "rlds": {"rows": len(self._rows)}}
         self._put(layout.INFO, info)
         self._put(layout.FEATURES, features_json(self._features))
-        self._put(layout.ABOUT, about)
+        self._put(layout.ABOUT, self._rows.about)
         return self._successors.lost
 
-    def _put(self, name: str, value: Any) -> None:
+    def _put(self, name: str, value: Mapping[str, Any]) -> None:
         (self._place / name).write_text(json.dumps(value, indent=2))
 
     def _record(self, rows: Rows) -> bytes:
