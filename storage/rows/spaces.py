@@ -58,7 +58,8 @@ class Space:
         if self.low is None or self.high is None or self.dtype is None:
             return self.low is None or self.high is None
         least, most = _limits(self.dtype)
-        return not self.hot and bool((self.low <= least).all() and (self.high >= most).all())
+        low, high = _once(self.low), _once(self.high)
+        return not self.hot and bool((low <= least).all() and (high >= most).all())
 
     def differs(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str | None:
         """Return why rows of such a dtype and shape are not of the space."""
@@ -90,7 +91,8 @@ class Space:
         if self.low is None or self.high is None or self.hot or not values.size:
             return not self.hot
         with np.errstate(invalid="ignore"):  # of signalling NaNs, which are in no bounds
-            return bool(values.min() >= self.low.max() and values.max() <= self.high.min())
+            low, high = _once(self.low), _once(self.high)
+            return bool(values.min() >= low.max() and values.max() <= high.min())
 
     def outside(self, values: np.ndarray) -> np.ndarray:
         """Return which rows [n, ...] have a finite value outside the bounds."""
@@ -178,6 +180,11 @@ def _bounds(said: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarr
     return np.broadcast_to(found, shape)
 
 
+def _once(bound: np.ndarray) -> np.ndarray:
+    """Return a bound without what broadcasting repeats: its shape may be any that JSON says."""
+    return bound[tuple(slice(None) if stride else slice(1) for stride in bound.strides)]
+
+
 def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
@@ -263,6 +270,7 @@ def spelled(said: Mapping[str, Any]) -> str:
 def _spelled_ends(low: np.ndarray, high: np.ndarray) -> str:
     ends = []
     for bound in (low, high):
-        least, most = (float(each) for each in (bound.min(), bound.max()))
+        each = _once(bound)
+        least, most = float(each.min()), float(each.max())
         ends.append(f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}")
     return f"[{', '.join(ends)}]"

@@ -125,6 +125,10 @@ def test_json_that_is_no_space(said: dict[str, Any]) -> None:
 def test_a_claim_takes_no_memory() -> None:
     wide = {"type": "MultiBinary", "n": [2**40]}
     assert space_of(wide).shape == (2**40,)
+    box = {"type": "Box", "dtype": "uint8", "shape": [2**20, 2**20], "low": 0, "high": 255}
+    assert space_of(box).takes_all
+    assert space_of(box).holds(np.zeros(3, np.uint8))
+    assert spelled(box) == "Box [0, 255]"
     assert space_of({"type": "Text", "max_length": 3}).is_text
 
 
