@@ -62,10 +62,11 @@ class SegmentGiver:
 
     def given(self, block: Block) -> None:
         """The rows of ``block`` are the caller's; the segment is free once empty."""
-        segment, count = self.segment, len(block)
+        segment, before = self.segment, self.segment.left
         segment.slab.transitions[: block.used] &= ~block.taken
-        segment.left -= count
-        self.taken(count)
+        # Counted, for a block that lost a row must not keep its segment for ever.
+        segment.left = int(np.count_nonzero(segment.transitions))
+        self.taken(before - segment.left)
         if not segment.left:
             self.emptied(segment, block.kept)
 
