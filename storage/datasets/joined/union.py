@@ -15,6 +15,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from tallyroll.storage.datasets.joined.maps import JoinedMaps
+from tallyroll.storage.datasets.joined.member_of import MemberOf
 from tallyroll.storage.datasets.joined.members import Member, joined_runs, joined_schema
 from tallyroll.storage.datasets.joined.packs import JoinedPacks
 from tallyroll.storage.datasets.joined.shards import Shards, shards_of
@@ -153,7 +154,7 @@ class UnionReader(RowReader):
         self.members: tuple[Member, ...] = tuple(found)
         """The storages, in their order, and which rows are theirs."""
         self._span = range(first)
-        self._starts = np.array([each.rows.start for each in found], np.int64)
+        self._member_of = MemberOf(np.array([each.rows.start for each in found], np.int64), first)
         self._moves = np.array([each.moved_by for each in found], np.int64)
         self._rings = [number for number, each in enumerate(found) if each.reader.ring]
         self._taken_back = TakenBack(self.members)
@@ -396,10 +397,6 @@ class UnionReader(RowReader):
             return self._joined.slice(place, range(rows.start + by, rows.stop + by), number)
         column = self.members[number].reader.column(self._keys[place])
         return column.slice(rows.start, rows.stop)
-
-    def _member_of(self, rows: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self._starts.searchsorted(rows, "right") - 1
-        return found
 
     def require_rows(self, rows: np.ndarray) -> None:
         """Raise an error if rows that were just read are not those of the union any more.
