@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tallyroll.storage.datasets.exchange.formats.rlds.examples import descriptors
 from tallyroll.storage.datasets.exchange.formats.rlds.layout import (
     FEATURES,
     INFO,
@@ -14,7 +13,11 @@ from tallyroll.storage.datasets.exchange.formats.rlds.layout import (
     Info,
     Split,
 )
-from tallyroll.storage.datasets.exchange.formats.rlds.records import Damage, crc_module, records
+from tallyroll.storage.datasets.exchange.formats.rlds.records import (
+    Damage,
+    records,
+    require_libraries,
+)
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.verification.soundness.checker import Checker, Folder, Gathered, Where
 from tallyroll.storage.verification.soundness.rlds.episodes import EpisodeChecks
@@ -43,8 +46,7 @@ class RldsChecker(Checker):
 
     def check(self, place: Path, found: Gathered) -> None:
         """Read the metadata, then one record after the other."""
-        descriptors()
-        crc_module()
+        require_libraries()
         folder = Folder(place, found)
         info, episodes = _info(folder, found), _episodes(folder, found)
         if info is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
+from tallyroll.storage.datasets.exchange.formats.rlds.examples import descriptors
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.formats.optional_libraries import needed
@@ -32,6 +33,12 @@ class Damage:
 def crc_module() -> Any:
     """Return the library of checksums."""
     return needed("google_crc32c", "rlds", "RLDS needs")
+
+
+def require_libraries() -> None:
+    """Raise MissingLibrary unless records and their messages can be read and written."""
+    descriptors()
+    crc_module()
 
 
 def _masked(crc32c: Any, content: bytes) -> int:

@@ -12,7 +12,6 @@ from tallyroll.storage.datasets.exchange.about import schema_said
 from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.datasets.exchange.formats.folders import read_json
 from tallyroll.storage.datasets.exchange.formats.rlds import layout
-from tallyroll.storage.datasets.exchange.formats.rlds.examples import descriptors
 from tallyroll.storage.datasets.exchange.formats.rlds.features import features_of
 from tallyroll.storage.datasets.exchange.formats.rlds.foreign import TheirRows
 from tallyroll.storage.datasets.exchange.formats.rlds.layout import Info
@@ -22,7 +21,7 @@ from tallyroll.storage.datasets.exchange.formats.rlds.reading import (
     count_of,
     transitions,
 )
-from tallyroll.storage.datasets.exchange.formats.rlds.records import crc_module
+from tallyroll.storage.datasets.exchange.formats.rlds.records import require_libraries
 from tallyroll.storage.datasets.exchange.formats.rlds.writing import Folder
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing
 from tallyroll.storage.datasets.exchange.roles import Roles
@@ -50,15 +49,13 @@ class RldsFormat(ExchangeFormat):
 
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write one episode after the other."""
-        descriptors()
-        crc_module()
+        require_libraries()
         return Folder(rows, place, Roles.of(rows.schema, self.name)).write()
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
         """Read the metadata, and how long each episode is."""
-        descriptors()
-        crc_module()
+        require_libraries()
         inside = Inside(place)
         try:
             info = Info.of(read_json(inside, layout.INFO, place))
