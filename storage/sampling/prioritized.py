@@ -135,6 +135,8 @@ class PrioritizedSampler(Sampler):
         require_storage(storage, "PrioritizedSampler", others)
         require_slots_stay(storage, "Draw where it is written.", "reading them")
         self._saved = False
+        self._rewinds_kept: int | None = None
+        """How often rows had been taken back when the file beside the rows was written."""
         if slice_len is not None:
             check_positive("slice_len", slice_len)
         if reduction not in _REDUCTIONS:
@@ -503,12 +505,17 @@ class PrioritizedSampler(Sampler):
                 files = writer.files
                 write_priorities(files.inside, files.priorities_path, kept, leaves)
                 self._priorities.changed, self._saved = False, True
+                self._rewinds_kept = kept.rewinds
 
     def _save_at_the_end(self) -> None:
         with self._lock:
             if self._priorities.most or self._saved:  # it was used, or its file is to be newer
                 self._priorities.follow()
-                if self._priorities.changed:
+                # Rows that came and were taken back in between change no priority.
+                if self._priorities.changed or self._rewinds_kept not in (
+                    None,
+                    self._reader.rewinds,
+                ):
                     self.save()
 
     def _kept(self) -> tuple[Kept, np.ndarray]:
@@ -552,7 +559,7 @@ class PrioritizedSampler(Sampler):
                 f"{reader.head}: rows that came since begin with the largest priority.",
                 stacklevel=4,
             )
-        self._priorities.changed = old
+        self._priorities.changed, self._rewinds_kept = old, kept.rewinds
 
     def _take(self, kept: Kept, leaves: np.ndarray, what: str) -> None:
         until = kept.require_of(self._reader, self.slice_len, what)

@@ -194,8 +194,6 @@ class Machine(RuleBasedStateMachine):
         self.storage = open_storage(self.path, "append")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if killed else "error")
-            # Rows that were taken back may leave what was saved of the others, which is older then.
-            warnings.filterwarnings("ignore", r".* is of (\d+) rows, and .* has \1: rows that came")
             self.make()
         self.batches, self.drawn, self.rewound = [], {}, False
         self.floor = self.storage.reader.floor
