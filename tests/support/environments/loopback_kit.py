@@ -1,26 +1,34 @@
 """A Ray of a test module's own, in a network namespace with a loopback alone.
 
 ``TALLYROLL_RAY_KILLS`` says how many actors are killed at random, 3 by default, and
-``TALLYROLL_RAY_SEED`` which: limits of time grow with them.
+``TALLYROLL_RAY_SEED`` which: limits of time grow with them. With ``TALLYROLL_RAY_WARM=1`` actors
+are forks of one process (`warm_actors`): one starts in 0.2 seconds of CPU time instead of 4. Where
+that takes more than ten minutes, give pytest ``-o faulthandler_timeout=0``.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 import ray
+import warm_actors
 from ray.cluster_utils import Cluster
 
 from tallyroll.collector import RayCollector
@@ -33,6 +41,7 @@ SHORT = os.environ.get("TALLYROLL_RAY") == "short"
 """Only a few tests of these are run, as `check.sh --all` does it."""
 KILLS = int(os.environ.get("TALLYROLL_RAY_KILLS", "3"))
 SEED = int(os.environ.get("TALLYROLL_RAY_SEED", KILLS))
+WARM = "TALLYROLL_RAY_WARM" in os.environ
 SECONDS_OF_KILLS = 120 + 60 * KILLS
 """For a test with all of them: an actor may take most of a minute to start beside other work."""
 SECONDS_OF_ALL = 1500 + 3 * 60 * max(0, KILLS - 3)
@@ -66,6 +75,7 @@ def run_inside(file: str, short: str = "") -> None:
     if subprocess.run([*_ENTER, "true"], capture_output=True, check=False).returncode:
         pytest.skip("network namespaces are not allowed here")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    words += ["-o", "faulthandler_timeout=0"]  # each test has a limit of its own
     words += ["-k", short] if SHORT else []
     ours = {**os.environ, **_SETTINGS, INSIDE: "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ours.pop("PYTEST_XDIST_WORKER", None)
@@ -104,19 +114,36 @@ def own_ray(**options: Any) -> Iterator[None]:
         return
     with folder_of_ray() as folder:
         given: dict[str, Any] = {"num_cpus": 12, "object_store_memory": 200 * 2**20, **options}
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
-            **given,
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown()
+        with _python_of_actors(folder) as python:
+            with patch.object(sys, "executable", python):
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder),
+                    **given,
+                )
+            try:
+                yield
+            finally:
+                ray.shutdown()
+
+
+@contextmanager
+def _python_of_actors(folder: Path) -> Iterator[str]:
+    """The program that Ray starts actors with: Python, or what asks for forks."""
+    if not WARM:
+        yield sys.executable
+        return
+    kit, asking, at = warm_actors.__file__, folder / "python", folder / "forks"
+    asking.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {kit} ask {at} "$@"\n')
+    asking.chmod(0o700)
+    # Its end of standard input ends it.
+    with subprocess.Popen([sys.executable, kit, "serve", at], stdin=subprocess.PIPE):
+        wait_until(at.exists, 60, "a process that forks")
+        yield str(asking)
 
 
 class Nodes:
@@ -182,6 +209,64 @@ def assert_whole(folder: Path, stored: int, mode: str) -> list[int]:
         lives = check_lives(storage[:], LANES, gaps=mode == "async")
     assert verify(folder / "rows").sound
     return lives
+
+
+class Killer(threading.Thread):
+    """Kills actors at random moments: one, several in the same moment, those that wait or start.
+
+    Args:
+        collector: the run whose actors they are.
+        draws: decides which, and when.
+        deaths: after so many it ends.
+    """
+
+    def __init__(self, collector: RayCollector, draws: random.Random, deaths: int) -> None:
+        super().__init__(daemon=True)
+        self._collector, self._draws, self._left = collector, draws, deaths
+        self._ages: Counter[int] = Counter()
+        self._over = threading.Event()
+        self._killed: set[int] = set()
+        self.deaths: Counter[str] = Counter()
+        """How many were workers, waited or started, had just been seen, died with others."""
+
+    def run(self) -> None:
+        """Kill until enough are dead, or until :meth:`stop`."""
+        stored = -1
+        while self._left and not self._over.wait(self._draws.expovariate(1 / 0.2)):
+            alive = [pid for pid in actors() if pid not in self._killed]
+            self._ages.update(alive)
+            now, full = self._collector.ledger.stored, len(self._collector.worker_pids)
+            # Mostly after rows came, and where there are enough; but not always.
+            if alive and ((len(alive) >= full and now > stored) or self._draws.random() < 0.1):
+                stored = now
+                self._strike(alive)
+
+    def stop(self) -> None:
+        """End it, if it goes on, and wait until it has ended."""
+        self._over.set()
+        self.join(60)
+        assert not self.is_alive()
+
+    def _strike(self, alive: list[int]) -> None:
+        workers = set(self._collector.worker_pids)
+        groups = {
+            "one": [self._draws.choice([pid for pid in alive if pid in workers] or alive)],
+            "several": self._draws.sample(alive, min(len(alive), self._draws.randint(2, 4))),
+            "workers": [pid for pid in alive if pid in workers],
+            "waiting": [pid for pid in alive if pid not in workers],
+            "youngest": [min(alive, key=lambda pid: self._ages[pid])],
+            "all": alive,
+        }
+        drawn = self._draws.choices([*groups], (6, 5, 1, 2, 3, 1))[0]
+        chosen = groups[drawn if self._killed else "one"][: self._left]
+        for pid in chosen:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self._killed.add(pid)
+                self._left -= 1
+                self.deaths["worker" if pid in workers else "waiting"] += 1
+                self.deaths["young"] += self._ages[pid] == 1
+                self.deaths["together"] += len(chosen) > 1
 
 
 def _called(*beginnings: str) -> list[int]:
