@@ -193,8 +193,9 @@ def test_actors_killed_at_random(mode: Any, tmp_path: Path) -> None:
     executed, stored = faults.executed(LANES), ledger.stored
     assert ledger.executed <= executed
     assert_whole(tmp_path, stored, mode)
-    found = mode, SEED, dict(deaths), ledger.respawned, stored, executed - stored, ledger.lost
-    _log.info("%s, seed %d: %s, respawned %d, rows %d, not kept %d, known lost %d", *found)
+    lost = executed - ledger.executed + ledger.lost
+    found = mode, SEED, dict(deaths), ledger.respawned, stored, ledger.lost, lost
+    _log.info("%s, seed %d: %s, respawned %d, rows %d, lost %d of %d", *found)
     more = {"resume": True, "spares": 0, "total_frames": stored + 137}
     with collecting(tmp_path, mode, workers=1, **more) as collector:
         assert sum(map(len, collector)) == 137
