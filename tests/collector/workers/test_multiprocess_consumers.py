@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.objectives.value import GAE
 
+from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
 from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
 from tallyroll.storage import MemmapStorage, TrajectorySliceSampler, open_storage, verify
@@ -37,6 +39,8 @@ from worker_kit import (
 )
 
 BUDGET: dict[str, Any] = {"frames_per_batch": 17, "total_frames": 120, "seed": 3}
+ENDLESS = {**BUDGET, "total_frames": -1}
+"""For a wrong row of the second worker: the first may have made 120 before that one's first."""
 both_modes = pytest.mark.parametrize("mode", ["sync", "async"])
 
 
@@ -279,6 +283,16 @@ def test_shut_down_in_the_loop_it_ends(mode: str) -> None:
 # --- what an environment should not have returned -----------------------------------------------
 
 
+def until_lane_3(collector: MultiprocessCollector) -> Iterator[TensorDictBase]:
+    """Batches until lane 3 has some rows after its twelfth."""
+    had = 0
+    for batch in collector:
+        yield batch
+        had += int((batch["collector", "lane"] == 3).sum())
+        if had > 20:
+            return
+
+
 @both_modes
 @pytest.mark.parametrize("what", ["nan", "range", "reward"])
 def test_rows_before_a_wrong_one_are_stored_and_it_is_named(
@@ -289,7 +303,7 @@ def test_rows_before_a_wrong_one_are_stored_and_it_is_named(
         faulty_vec(first, own, what=what, lane=3, at=11)
         for first, own in lanes_of_workers(LANES, 2)
     ]
-    collector = start(makes, ByObservation(), **BUDGET, mode=mode, storage=tmp_path / "s")
+    collector = start(makes, ByObservation(), **ENDLESS, mode=mode, storage=tmp_path / "s")
     with collector, pytest.raises(TransitionError, match=r"lane 3, step \d of its traj"):
         list(collector)
     ledger = collector.ledger
@@ -314,9 +328,8 @@ def test_validation_that_is_off_lets_all_pass(mode: str) -> None:
         faulty_vec(first, own, what="range", lane=3, at=11)
         for first, own in lanes_of_workers(LANES, 2)
     ]
-    run = collect_all(start(makes, ByObservation(), **BUDGET, mode=mode, validate="off"))
-    rows = joined(run.batches)
-    assert len(rows) == 120
+    with start(makes, ByObservation(), **ENDLESS, mode=mode, validate="off") as collector:
+        rows = joined([batch.clone() for batch in until_lane_3(collector)])
     assert (rows["next", "observation"] < 0).any(-1).sum() == 1
 
 
@@ -326,11 +339,11 @@ def test_validation_that_warns_does_so_once(mode: str) -> None:
         faulty_vec(first, own, what="range", lane=3, at=11)
         for first, own in lanes_of_workers(LANES, 2)
     ]
-    collector = start(makes, ByObservation(), **BUDGET, mode=mode, validate="warn")
-    with pytest.warns(OutOfRangeWarning, match="lane 3, step") as warned:
-        collect_all(collector)
+    collector = start(makes, ByObservation(), **ENDLESS, mode=mode, validate="warn")
+    with collector, pytest.warns(OutOfRangeWarning, match="lane 3, step") as warned:
+        rows = sum(len(each) for each in until_lane_3(collector))
     assert len(warned) == 1
-    assert collector.ledger.stored == 120
+    assert collector.ledger.stored == rows
 
 
 def test_factories_that_are_many_make_one_run(tmp_path: Path) -> None:
