@@ -36,7 +36,7 @@ from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.workers.leases.source import Leases
 from tallyroll.collector.workers.local.threads import ThreadTransport
 
-from collect_kit import Batches, ByObservation, OwnTicks, assert_same
+from collect_kit import Batches, ByObservation, OwnTicks, assert_same, joined
 from fork_server import warm_fork_server
 from oracles import OracleEnv, OracleTorchEnv, OracleVectorEnv, Rows, length_of, make_oracle_vec
 
@@ -371,6 +371,20 @@ def worker_collector(
     """The collector of so many processes; the same lanes as :func:`sync_collector`."""
     own = kwargs.pop("oracle", {})
     return start(factories(source, workers, lanes, **own), policy, **kwargs)
+
+
+def rows_until(
+    collector: MultiprocessCollector, reached: Callable[[TensorDictBase], bool]
+) -> TensorDict:
+    """Rows of an endless run, five batches longer than that: however late a worker is."""
+    batches: list[TensorDictBase] = []
+    after = 0
+    for batch in collector:
+        batches.append(batch.clone())
+        after += reached(batch)
+        if after > 5:
+            break
+    return joined(batches)
 
 
 def assert_alike(one: Run, other: Run) -> None:

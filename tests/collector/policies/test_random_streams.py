@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,6 +53,7 @@ from worker_kit import (
     in_threads,
     lanes_of_workers,
     make,
+    rows_until,
     start,
     sync_collector,
     worker_collector,
@@ -146,8 +148,14 @@ def test_a_transform_changes_no_action() -> None:
 def test_workers_that_do_not_wait_for_one_another_draw_other_actions(made: Any) -> None:
     makes = [partial(made, 0, 3)] * 2
     with in_threads():
-        run = collect_all(start(makes, **{**BUDGET, "total_frames": 200}, mode="async"))
-    rows = joined(run.batches)
+        counts: Counter[int] = Counter()
+
+        def reached(batch: TensorDictBase) -> bool:
+            counts.update(batch["collector", "lane"].tolist())
+            return all(counts[lane] > 10 for lane in range(6))
+
+        with start(makes, **{**BUDGET, "total_frames": -1}, mode="async") as collector:
+            rows = rows_until(collector, reached)
     lanes = [rows[rows["collector", "lane"] == lane]["action"] for lane in range(6)]
     for lane in range(3):
         count = min(len(lanes[lane]), len(lanes[lane + 3]), 20)
