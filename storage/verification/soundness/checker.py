@@ -14,6 +14,7 @@ import numpy as np
 
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.verification.findings import PLACES, Findings, Place
+from tallyroll.storage.verification.soundness.disk import Ranges, filled, with_gaps
 
 CHECKS: Final[Mapping[str, str]] = {
     "files": "every file that is named is there, whole, and no link",
@@ -121,10 +122,21 @@ class Checker(ABC):
 
 
 class Folder:
-    """The files of a dataset, read through no link; a finding says which cannot be read."""
+    """The files of a dataset, read through no link; a finding says which cannot be read.
 
-    def __init__(self, root: Path, found: Gathered) -> None:
+    Args:
+        root: the folder.
+        found: gets the findings.
+        unreadable: the ranges that a disk cannot read, by the paths of files below it: reads of
+            them fail. None: they are not known, are zeros where they are met, and findings.
+    """
+
+    def __init__(
+        self, root: Path, found: Gathered, unreadable: Mapping[Path, Ranges] | None = None
+    ) -> None:
         self.root, self._inside, self._found = root, Inside(root), found
+        self._unreadable = unreadable
+        self._met: set[tuple[str, int]] = set()
 
     def path(self, name: str) -> Path | None:
         """Return a path below the folder; None, and a finding, of one that leads elsewhere."""
@@ -140,13 +152,22 @@ class Folder:
         if path is None:
             return None
         try:
-            return open(self._inside.open(path, os.O_RDONLY), "rb")
+            file = self._inside.open(path, os.O_RDONLY)
+            if self._unreadable is not None:
+                return with_gaps(file, path.relative_to(self.root), self._unreadable)
+            return filled(file, lambda start, stop: self._unread(name, start, stop))
         except FileNotFoundError:
             self._found.add(check, "a file is missing", Where(name))
         except OSError as error:
             what = error.strerror or ""
             self._found.add(check, "a file cannot be opened, or is a link", Where(name), what)
         return None
+
+    def _unread(self, name: str, start: int, stop: int) -> None:
+        if (name, start) not in self._met:
+            self._met.add((name, start))
+            message = "the disk cannot read a part of a file: it is zeros for what follows"
+            self._found.add("files", message, Where(name), f"bytes {start:,} to {stop - 1:,}")
 
     def text(self, name: str) -> str | None:
         """Return the text of a file; None, and a finding, if it cannot be read."""

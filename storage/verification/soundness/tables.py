@@ -25,6 +25,7 @@ from tallyroll.storage.rows.keys import (
     spell,
 )
 from tallyroll.storage.verification.soundness.checker import Checker, Gathered, Where
+from tallyroll.storage.verification.soundness.disk import unread
 from tallyroll.storage.verification.soundness.transitions import Names, TransitionChecks
 
 
@@ -44,6 +45,10 @@ class _Tables(Checker):
         try:
             with format_named(self.name).read(place) as incoming:
                 _check(incoming, found)
+        except OSError as error:
+            if not unread(error):
+                raise
+            found.add("files", "the disk cannot read a part of a file", what=str(error))
         except (InvalidDataset, InvalidSchema) as error:
             why = str(error).replace("Nothing was written.", "").strip()
             found.add("files", "the rows cannot be read", what=why)

@@ -296,7 +296,11 @@ def opened_parquet(folder: Folder, name: str, found: Gathered) -> Iterator[Any]:
     with raw:
         size = os.fstat(raw.fileno()).st_size
         raw.seek(max(0, size - 8))
-        tail = raw.read(8)
+        try:
+            tail = raw.read(8)
+        except OSError as error:
+            found.add("files", "a file of Parquet cannot be read", where, str(error))
+            tail = b""
         raw.seek(0)
         footer = int.from_bytes(tail[:4], "little")
         if len(tail) < 8 or tail[4:] != b"PAR1" or footer > min(size, _FOOTER_LIMIT):

@@ -22,6 +22,7 @@ from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.verification.soundness import hdf5
 from tallyroll.storage.verification.soundness.checker import Gathered, Where
 from tallyroll.storage.verification.soundness.repairing.hdf5 import (
+    Padded,
     cut_after,
     lose_gaps,
     opened_damaged,
@@ -45,19 +46,21 @@ class D4rlRepair(RowsRepair):
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
         """Look at all rows, and find those that can be read."""
-        with opened_damaged(place.parent, place.name) as (file, size):
+        with opened_damaged(self.folder(place.parent), place.name) as (file, there):
             found = Gathered()
             datasets = hdf5.datasets_in(file, found, Where(place.name))
             for each in found.findings:
                 for where in each.places:
                     message = "a column cannot be read"
                     self._losses.add(message, 0, file=place.name, column=where.column)
-            yield _Rows(place, size, datasets, self._losses).incoming()
+            yield _Rows(place, there, datasets, self._losses).incoming()
 
 
 class _Rows:
-    def __init__(self, place: Path, size: int, datasets: Mapping[str, Any], losses: Losses) -> None:
-        self._place, self._size, self._losses = place, size, losses
+    def __init__(
+        self, place: Path, there: Padded, datasets: Mapping[str, Any], losses: Losses
+    ) -> None:
+        self._place, self._there, self._losses = place, there, losses
         self._data: dict[Key, Any] = {}
         self._columns: dict[Key, Column] = {}
         self._after: dict[Key, Any] = {}
@@ -166,7 +169,7 @@ class _Rows:
         return self._without_zeros(good)
 
     def _readable(self, data: Any, rows: int) -> np.ndarray:
-        good = readable_rows(data, self._size)
+        good = readable_rows(data, self._there)
         return np.concatenate([good, np.zeros(rows, bool)])[:rows]
 
     def _without_zeros(self, good: np.ndarray) -> np.ndarray:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,8 @@ from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
-from tallyroll.storage.verification.soundness.checker import Folder, Gathered
+from tallyroll.storage.verification.soundness.checker import Folder
+from tallyroll.storage.verification.soundness.disk import Ranges, touches
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
 from tallyroll.storage.verification.soundness.superblock import end_said
 
@@ -25,18 +26,24 @@ _WORDS: Final = 16
 
 
 class Padded:
-    """An open file, with zeros up to the end that its superblock names.
+    """An open file that is as long as its superblock says, of which parts cannot be read.
 
     HDF5 refuses a file that is shorter. It does not look at the flags of a killed writer in a file
-    that Python reads for it. Nothing is written.
+    that Python reads for it. A read of anything that is not there fails: of metadata, zeros may
+    say something else. Nothing is written.
     """
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
-        self.size = raw.seek(0, 2)
-        """The bytes that there are."""
-        self._end = max(self.size, end_said(raw) or 0)
+        size = raw.seek(0, 2)
+        self._end = max(size, end_said(raw) or 0)
+        self.gaps: Ranges = [*getattr(raw, "gaps", []), (size, self._end)]
+        """The bytes that are not there."""
         self._at = 0
+
+    def has(self, start: int, nbytes: int) -> bool:
+        """Return whether some bytes are all there."""
+        return start + nbytes <= self._end and not touches(self.gaps, start, start + nbytes)
 
     def seek(self, at: int, whence: int = 0) -> int:
         """Go to a byte."""
@@ -50,49 +57,54 @@ class Padded:
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer."""
         view = memoryview(buffer).cast("B")
+        if not self.has(self._at, len(view)):
+            raise OSError(errno.EIO, "a part of the file is not there")
         self._raw.seek(self._at)
         found = self._raw.readinto(view) or 0
-        more = max(0, min(len(view), self._end - self._at) - found)
-        view[found : found + more] = bytes(more)
-        self._at += found + more
-        return int(found + more)
-
-    def read(self, count: int) -> bytes:
-        """Return the bytes that come next."""
-        content = bytearray(max(0, min(count, self._end - self._at)))
-        self.readinto(content)
-        return bytes(content)
+        self._at += found
+        return int(found)
 
     def flush(self) -> None:
         """Do nothing."""
 
 
 @contextmanager
-def opened_damaged(place: Path, name: str) -> Iterator[tuple[Any, int]]:
-    """Yield an HDF5 file as far as it can be read, and the bytes that it has.
+def opened_damaged(folder: Folder, name: str) -> Iterator[tuple[Any, Padded]]:
+    """Yield an HDF5 file as far as it can be read, and which of its bytes are there.
 
     Raises:
         InvalidDataset: nothing of it can be read.
     """
-    h5py = h5py_module()
-    raw = Folder(place, Gathered()).opened(name)
+    raw, place = folder.opened(name), folder.root / name
     if raw is None:
-        raise InvalidDataset(f"{place / name} cannot be repaired: it is missing, or a link.")
+        raise InvalidDataset(f"{place} cannot be repaired: it is missing, or a link.")
     with raw:
         try:
             padded = Padded(raw)
-            file = h5py.File(padded, "r", rdcc_nbytes=2**24)
+            file = _opened(padded)
         except (*DAMAGE, OverflowError) as error:
             raise InvalidDataset(
-                f"{place / name} cannot be repaired: HDF5 cannot open it ({error!s:.200}). A "
+                f"{place} cannot be repaired: HDF5 cannot open it ({error!s:.200}). A "
                 "writer that flushes after each episode leaves a file that can be."
             ) from error
         with file:
-            yield file, padded.size
+            yield file, padded
 
 
-def readable_rows(data: Any, size: int) -> np.ndarray:
-    """Return which rows [n] of a dataset can be read, of a file of ``size`` bytes.
+def _opened(padded: Padded) -> Any:
+    """Open a file so that no more of it is read than is asked for."""
+    h5py = h5py_module()
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_sieve_buf_size(0)
+    _, slots, _, preemption = access.get_cache()
+    access.set_cache(0, slots, 2**24, preemption)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, padded)
+    return h5py.File(h5py.h5f.open(b"damaged", h5py.h5f.ACC_RDONLY, fapl=access))
+
+
+def readable_rows(data: Any, there: Padded) -> np.ndarray:
+    """Return which rows [n] of a dataset can be read, of the bytes that are there.
 
     Raises:
         NotEnoughMemory: it claims too many of them, or has chunks that are too large.
@@ -104,12 +116,12 @@ def readable_rows(data: Any, size: int) -> np.ndarray:
     require_memory(_WORDS * rows, f"the {rows:,} rows that it claims to have", instead)
     require_memory(step * row, f"a chunk of {step:,} rows", instead)
     try:
-        good = _stored(data, size)
+        good = _stored(data, there)
     except DAMAGE:
         return np.zeros(rows, bool)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        if good[start:stop].any():
+    for begin, end in runs(good):
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
             try:
                 data[start:stop]
             except DAMAGE:
@@ -117,7 +129,7 @@ def readable_rows(data: Any, size: int) -> np.ndarray:
     return good
 
 
-def _stored(data: Any, size: int) -> np.ndarray:
+def _stored(data: Any, there: Padded) -> np.ndarray:
     """Return which rows lie in the file."""
     h5py = h5py_module()
     rows = data.shape[0]
@@ -129,7 +141,10 @@ def _stored(data: Any, size: int) -> np.ndarray:
         offset = data.id.get_offset()
         row = max(1, math.prod(data.shape[1:]) * data.dtype.itemsize)
         if offset is not None:
-            good[: max(0, (size - offset) // row)] = True
+            good[:] = True
+            for start, stop in there.gaps:
+                first = max(0, (start - offset) // row)
+                good[first : max(first, -(-(stop - offset) // row))] = False
     elif layout == h5py.h5d.CHUNKED:
         shape, chunk = data.shape, data.chunks
         wanted = math.prod(-(-n // c) for n, c in zip(shape[1:], chunk[1:], strict=True))
@@ -137,7 +152,7 @@ def _stored(data: Any, size: int) -> np.ndarray:
 
         def count(info: Any) -> None:
             number = info.chunk_offset[0] // chunk[0]
-            if info.byte_offset + info.size <= size and number < len(counts):
+            if there.has(info.byte_offset, info.size) and number < len(counts):
                 counts[number] += 1
 
         data.id.chunk_iter(count)

@@ -20,6 +20,7 @@ import numpy as np
 from tallyroll.storage.errors import InvalidDataset, MissingLibrary
 from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.verification.soundness.checker import Folder, Gathered, count_said
+from tallyroll.storage.verification.soundness.disk import Ranges
 from tallyroll.storage.verification.soundness.lerobot.listing import (
     Film,
     Listing,
@@ -58,12 +59,12 @@ class LerobotRepair:
     Args:
         source: the damaged one.
         losses: what is lost goes here.
+        unreadable: the ranges of files that the disk cannot read, by their paths.
     """
 
-    def __init__(self, source: Path, losses: Losses) -> None:
-        self._source, self._losses = source, losses
-        self._ignored = Gathered()
-        self._folder = Folder(source, self._ignored)
+    def __init__(self, source: Path, losses: Losses, unreadable: Mapping[Path, Ranges]) -> None:
+        self._source, self._losses, self._unreadable = source, losses, unreadable
+        self._folder = Folder(source, Gathered(), unreadable)
         info = self._folder.json(_INFO)
         features = info.get("features") if isinstance(info, dict) else None
         rate = info.get("fps") if isinstance(info, dict) else None
@@ -134,7 +135,10 @@ class LerobotRepair:
     def _is_footer(self, raw: Any, start: int, size: int) -> bool:
         """Return whether a footer begins here, of which only the end is missing."""
         raw.seek(start)
-        return bool(raw.read(min(64, size - start)).startswith(b"\x15\x04\x19"))
+        try:
+            return bool(raw.read(min(64, size - start)).startswith(b"\x15\x04\x19"))
+        except OSError:
+            return False
 
     def _groups(self, arrow: Any, file: Any, name: str) -> Iterator[_Piece]:
         row = 0
@@ -254,6 +258,8 @@ class LerobotRepair:
         lengths: dict[str, float] = {}
 
         def seconds(name: str) -> float:
+            if Path(name) in self._unreadable:
+                return 0.0  # which of its frames are whole is not looked at
             if name not in lengths:
                 frames = frames_of(av, self._folder, name, Gathered())
                 lengths[name] = 0.0 if frames is None else len(frames.times) / self._rate
@@ -405,7 +411,11 @@ class _WithFooter:
         size = self._stop + len(self._footer)
         end = size if count < 0 else min(size, self._at + count)
         self._raw.seek(min(self._at, self._stop))
-        found: bytes = self._raw.read(max(0, min(end, self._stop) - self._at))
+        wanted = max(0, min(end, self._stop) - self._at)
+        found: bytes = self._raw.read(wanted)
+        if len(found) < wanted:  # before bytes that the disk cannot read
+            self._at += len(found)
+            return found
         begin = max(0, self._at - self._stop)
         found += self._footer[begin : max(0, end - self._stop)]
         self._at = max(self._at, end)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -13,29 +12,39 @@ import torch
 
 from tallyroll.storage.datasets.exchange.door import Block, Incoming
 from tallyroll.storage.datasets.exchange.formats.hdf5_files import column_of, read_rows
-from tallyroll.storage.datasets.exchange.formats.of_minari.places import key_of
+from tallyroll.storage.datasets.exchange.formats.of_minari.arrow_episodes import (
+    KINDS,
+    TableColumns,
+)
+from tallyroll.storage.datasets.exchange.formats.of_minari.pictures import pictures_of
+from tallyroll.storage.datasets.exchange.formats.of_minari.places import FLAGS, INFOS, key_of
+from tallyroll.storage.datasets.exchange.formats.of_minari.spaces import known_in, spaces_in
 from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.rows.keys import NEXT, RESET_SEED, REWARD, TERMINATED, TRUNCATED, Key
 from tallyroll.storage.rows.schema import Column, Schema
-from tallyroll.storage.verification.soundness import hdf5
-from tallyroll.storage.verification.soundness.checker import Gathered, Where
+from tallyroll.storage.verification.soundness.checker import Folder, count_said
 from tallyroll.storage.verification.soundness.repairing.hdf5 import (
     cut_after,
     lose_gaps,
     opened_damaged,
-    readable_rows,
     runs,
 )
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
+from tallyroll.storage.verification.soundness.repairing.minari_files import (
+    FILE,
+    EpisodeFiles,
+    GroupFiles,
+    Part,
+)
+from tallyroll.storage.verification.soundness.repairing.minari_tables import TableFiles
 from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
 
-_FILE: Final = "main_data.hdf5"
-_FLAGS: Final = {"rewards": REWARD, "terminations": TERMINATED, "truncations": TRUNCATED}
-_INFOS: Final = "infos"
-_EPISODE: Final = re.compile(r"episode_([0-9]{1,18})")
+_METADATA: Final = "metadata.json"
 
 _Kind = tuple[np.dtype[Any], tuple[int, ...]]
+_Piece = tuple[int, int, int]
+"""Steps that follow one another: the number of their episode, the first, and the end."""
 
 
 class MinariRepair(RowsRepair):
@@ -49,35 +58,69 @@ class MinariRepair(RowsRepair):
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
         """Look at all episodes, and find the steps that can be read."""
-        data = place / "data" if (place / "data").is_dir() else place
-        with opened_damaged(data, _FILE) as (file, size):
-            yield _Episodes(file, size, place, self._losses).incoming()
+        folder, below = self.folder(place), "data/" if (place / "data").is_dir() else ""
+        with contextlib.ExitStack() as stack:
+            files, said = self._files(folder, below, stack)
+            yield _Episodes(files, place, self._losses, said).incoming()
+
+    def _files(
+        self, folder: Folder, below: str, stack: contextlib.ExitStack
+    ) -> tuple[EpisodeFiles, int]:
+        """Return the episodes, and how many the metadata say."""
+        said = folder.json(f"{below}{_METADATA}")
+        if not isinstance(said, dict):
+            message = "the metadata cannot be read, and the shapes of values with them"
+            self._losses.add(message, 0, file=f"{below}{_METADATA}")
+            said = {}
+        known = known_in(spaces_in(said))
+        pictures = pictures_of(known) if said.get("jpeg_encoding") else {}
+        kind = said.get("data_format") or _kind_in(folder.root / below)
+        if kind in KINDS:
+            columns = TableColumns(kind, known, pictures)
+            files: EpisodeFiles = TableFiles(folder, below, kind, columns)
+        else:
+            opened = opened_damaged(folder, f"{below}{FILE}")
+            files = GroupFiles(*stack.enter_context(opened), pictures)
+        return files, count_said(said.get("total_episodes")) or 0
 
 
-def _key(name: str) -> Key | None:
-    path = tuple(name.split("/"))
-    return (NEXT, *path) if path[0] == _INFOS else key_of(path)
+def _kind_in(data: Path) -> str:
+    """Return the format of the first file that tells one."""
+    found = (kind for kind in KINDS if next(data.glob(f"[0-9]*/*.{kind}"), None) is not None)
+    return next(found, "hdf5")
+
+
+def _key(path: Key) -> Key | None:
+    return (NEXT, *path) if path[0] == INFOS else key_of(path)
 
 
 class _Episodes:
-    def __init__(self, file: Any, size: int, place: Path, losses: Losses) -> None:
-        self._file, self._size, self._place, self._losses = file, size, place, losses
+    def __init__(self, files: EpisodeFiles, place: Path, losses: Losses, count: int) -> None:
+        self._files, self._place, self._losses, self._count = files, place, losses, count
         self._kinds: dict[Key, tuple[str, Column]] = {}
         """The name and the column of each, as most episodes have them."""
         self._infos: dict[Key, tuple[str, Column]] = {}
         """The same of infos."""
+        self._found: dict[int, dict[Key, tuple[str, _Kind]]] = {}
+        """The columns of each episode."""
 
     def incoming(self) -> Incoming:
-        episodes = dict(self._datasets())
-        self._kinds = self._common([self._without_infos(each) for each in episodes.values()])
-        pieces = [
-            (number, start, stop)
-            for number, datasets in episodes.items()
-            for start, stop in self._steps(number, datasets)
-        ]
+        self._found = dict(self._opened())
+        every = [*self._found.values()]
+        own = [{key: e for key, e in each.items() if not _is_info(key)} for each in every]
+        self._kinds = self._common(own)
+        infos = [{key: e for key, e in each.items() if _is_info(key)} for each in every]
+        self._infos = self._alike(infos)
+        pieces, lost = list[_Piece](), dict.fromkeys({key for each in infos for key in each}, 0)
+        for number in self._found:
+            parts = self._parts(number)
+            for start, stop in self._steps(number, parts):
+                pieces.append((number, start, stop))
+                for key in lost:
+                    lost[key] += stop - start - self._readable(parts.get(key), key, start, stop)
         if not pieces:
             raise InvalidDataset(f"{self._place} cannot be repaired: no step can be read.")
-        self._infos = self._whole_infos(pieces, episodes)
+        self._lose_infos(lost)
         columns = [column for _, column in (*self._kinds.values(), *self._infos.values())]
         columns += [
             Column((NEXT, *key), column.dtype, column.shape)
@@ -87,61 +130,63 @@ class _Episodes:
         columns.append(Column(RESET_SEED, torch.int64, ()))
         schema = numbered(Schema(tuple(columns)))
         rows = sum(stop - start for _, start, stop in pieces)
-        return Incoming(schema, rows, self._blocks(pieces, episodes), None, "minari")
+        return Incoming(schema, rows, self._blocks(pieces), None, "minari")
 
-    def _datasets(self) -> Iterator[tuple[int, dict[Key, Any]]]:
-        """Yield the datasets of each episode that can be opened."""
-        numbers = sorted(int(m[1]) for name in self._file if (m := _EPISODE.fullmatch(name)))
-        for number in range(max(numbers, default=-1) + 1 if len(numbers) < 2**22 else 0):
-            name = f"episode_{number}"
-            if number not in numbers:
-                self._losses.add("an episode is missing", None, file=_FILE, episode=number)
-                continue
-            found = Gathered()
+    def _opened(self) -> Iterator[tuple[int, dict[Key, tuple[str, _Kind]]]]:
+        """Yield the columns of each episode that can be opened; list the others."""
+        before = -1
+        for number in self._files.numbers:
+            self._lose_missing(before + 1, number)
+            before = number
             try:
-                group = self._file[name]
-            except (KeyError, OSError, RuntimeError) as error:
-                what = f"{error!s:.150}"
-                message = "an episode cannot be opened"
-                self._losses.add(message, None, file=_FILE, episode=number, what=what)
+                parts = self._parts(number)
+            except InvalidDataset as error:
+                message, steps = "an episode cannot be opened", self._files.said(number)
+                count, what = count_said(steps.get("total_steps")), f"{error!s:.150}"
+                file = self._files.file(number)
+                self._losses.add(message, count, file=file, episode=number, what=what)
                 continue
-            datasets = hdf5.datasets_in(group, found, Where(_FILE, number))
-            yield number, {key: data for each, data in datasets.items() if (key := _key(each))}
-
-    def _without_infos(self, datasets: Mapping[Key, Any]) -> dict[Key, Any]:
-        return {key: each for key, each in datasets.items() if key[:2] != (NEXT, _INFOS)}
-
-    def _whole_infos(
-        self, pieces: list[tuple[int, int, int]], episodes: Mapping[int, Mapping[Key, Any]]
-    ) -> dict[Key, tuple[str, Column]]:
-        """Return the infos that can be read of all steps of ``pieces``, and list the others."""
-        keys = {key for each in episodes.values() for key in each} - {*self._kinds}
-        every = [{key: each[key] for key in keys if key in each} for each in episodes.values()]
-        found = self._alike(every)
-        for key in sorted(keys):
-            lost = sum(
-                stop
-                - start
-                - self._readable(episodes[number].get(key), found.get(key), start, stop)
-                for number, start, stop in pieces
+            yield (
+                number,
+                {key: (p.name, (p.dtype, p.shape[1:])) for key, p in parts.items() if p.shape},
             )
-            if lost:
-                found.pop(key, None)
-                what = f"{lost:,} of its steps have no number that can be read"
-                name = "/".join(key[1:])
-                self._losses.add("an info is not saved", 0, file=_FILE, column=name, what=what)
+        self._lose_missing(before + 1, self._count)
+
+    def _lose_missing(self, start: int, stop: int) -> None:
+        if start < stop:
+            what = f"and {stop - start - 1:,} after it" if stop - start > 1 else ""
+            message, file = "an episode is missing", self._files.file(start)
+            self._losses.add(message, None, file=file, episode=start, what=what)
+
+    def _parts(self, number: int) -> dict[Key, Part]:
+        found = dict[Key, Part]()
+        for path, part in self._files.parts(number).items():
+            key = _key(path)
+            if key is not None and found.setdefault(key, part) is not part:
+                name = "/".join(path)
+                raise InvalidDataset(f"{name} and {found[key].name} would be one column")
         return found
 
-    def _readable(self, data: Any, info: tuple[str, Column] | None, start: int, stop: int) -> int:
+    def _lose_infos(self, lost: Mapping[Key, int]) -> None:
+        """List the infos that cannot be read of all steps, and leave them out."""
+        for key, count in sorted(lost.items()):
+            if count:
+                self._infos.pop(key, None)
+                what = f"{count:,} of its steps have no number that can be read"
+                name = "/".join(key[1:])
+                self._losses.add("an info is not saved", 0, column=name, what=what)
+
+    def _readable(self, part: Part | None, key: Key, start: int, stop: int) -> int:
         """Return how many of some steps have an entry of an info that can be read."""
-        if info is None or data is None or not self._is_of(data, info[1]):
+        info = self._infos.get(key)
+        if info is None or part is None or not self._is_of(part, info[1]):
             return 0
         # Those of Minari have one of the reset, too, and then one for each step.
-        return int(readable_rows(data, self._size)[start + 1 : stop + 1].sum())
+        return int(part.good[start + 1 : stop + 1].sum())
 
-    def _is_of(self, data: Any, column: Column) -> bool:
-        shape = () if column.key in _FLAGS.values() else column.shape
-        return (data.dtype, data.shape[1:]) == (column.numpy_dtype, shape)
+    def _is_of(self, part: Part, column: Column) -> bool:
+        shape = () if column.key in FLAGS else column.shape
+        return (part.dtype, part.shape[1:]) == (column.numpy_dtype, shape)
 
     def _common(self, episodes: list[dict[Key, Any]]) -> dict[Key, tuple[str, Column]]:
         """Return the columns that are alike in most episodes; refuse a dataset that lacks some."""
@@ -155,88 +200,97 @@ class _Episodes:
             )
         return found
 
-    def _alike(self, episodes: list[dict[Key, Any]]) -> dict[Key, tuple[str, Column]]:
+    def _alike(self, episodes: list[dict[Key, tuple[str, _Kind]]]) -> dict[Key, tuple[str, Column]]:
         kinds: dict[Key, dict[_Kind, int]] = {}
-        for datasets in episodes:
-            for key, data in datasets.items():
-                if column_of(key, data) is not None:
-                    of = kinds.setdefault(key, {})
-                    of[data.dtype, data.shape[1:]] = of.get((data.dtype, data.shape[1:]), 0) + 1
+        names = dict[Key, str]()
+        for columns in episodes:
+            for key, (name, kind) in columns.items():
+                of, names[key] = kinds.setdefault(key, {}), name
+                of[kind] = of.get(kind, 0) + 1
         found = {}
         for key, of in kinds.items():
             kind = max(of, key=lambda each: of[each])
-            if 2 * of[kind] < len(episodes):
+            column = column_of(key, _Empty(kind))
+            if 2 * of[kind] < len(episodes) or column is None:
                 continue
-            data = next(
-                d[key] for d in episodes if key in d and (d[key].dtype, d[key].shape[1:]) == kind
-            )
-            column = column_of(key, data)
-            assert column is not None
-            if key in _FLAGS.values():
+            if key in FLAGS:
                 column = Column(key, column.dtype, column.shape or (1,))
-            found[key] = "/".join(data.name.split("/")[2:]), column
+            found[key] = names[key], column
         return found
 
-    def _steps(self, number: int, datasets: Mapping[Key, Any]) -> list[tuple[int, int]]:
+    def _steps(self, number: int, parts: Mapping[Key, Part]) -> list[tuple[int, int]]:
         """Return the runs of steps of an episode that can be read."""
+        file = self._files.file(number)
         lacking = [
             name
             for key, (name, column) in self._kinds.items()
-            if key not in datasets or not self._is_of(datasets[key], column)
+            if key not in parts or not self._is_of(parts[key], column)
         ]
-        count = max((d.shape[0] for k, d in datasets.items() if k in _FLAGS.values()), default=0)
+        count = max((d.shape[0] for k, d in parts.items() if k in FLAGS and d.shape), default=0)
         if lacking:
             what = f"no {', '.join(lacking)}"
             message = "an episode without a column"
-            self._losses.add(message, count or None, file=_FILE, episode=number, what=what)
+            self._losses.add(message, count or None, file=file, episode=number, what=what)
             return []
         good = np.ones(count, bool)
         for key, (name, _) in self._kinds.items():
-            each = readable_rows(datasets[key], self._size)
+            each = parts[key].good
             if name.split("/")[0] == "observations":
                 each = each[:-1] & each[1:]
             good &= np.concatenate([each, np.zeros(count, bool)])[:count]
-        message = "steps cannot be read"
-        lose_gaps(self._losses, good, message, _FILE, number)
+        lose_gaps(self._losses, good, "steps cannot be read", file, number)
+        if (end := self._files.lost_end(number)) is not None:
+            why, lost = end
+            message = "the end of an episode cannot be read"
+            self._losses.add(message, lost, file=file, episode=number, row=count, what=why)
         found = runs(good)
-        cut = cut_after(found, self._ended(found, datasets, count))
+        cut = cut_after(found, self._ended(found, parts, count))
         if len(cut) > len(found):
             message = "steps follow the end of an episode: they are a trajectory of their own"
-            self._losses.add(message, 0, file=_FILE, episode=number)
+            self._losses.add(message, 0, file=file, episode=number)
         return cut
 
     def _ended(
-        self, good: list[tuple[int, int]], datasets: Mapping[Key, Any], count: int
+        self, good: list[tuple[int, int]], parts: Mapping[Key, Part], count: int
     ) -> np.ndarray:
         """Return which of the steps that can be read are marked as ends."""
         ended = np.zeros(count, bool)
         for key in (TERMINATED, TRUNCATED):
             column = self._kinds[key][1]
             for start, stop in good:
-                values = read_rows(datasets[key], start, stop, column, self._place)
+                values = read_rows(parts[key], start, stop, column, self._place)
                 ended[start:stop] |= values.reshape(stop - start).astype(bool)
         return ended
 
-    def _blocks(
-        self, pieces: list[tuple[int, int, int]], episodes: Mapping[int, Mapping[Key, Any]]
-    ) -> Iterator[Block]:
+    def _blocks(self, pieces: list[_Piece]) -> Iterator[Block]:
         for id, (number, start, stop) in enumerate(pieces):
-            datasets, block = episodes[number], Block()
+            parts, block = self._parts(number), Block()
             for key, (name, column) in self._kinds.items():
                 more = name.split("/")[0] == "observations"
-                values = read_rows(datasets[key], start, stop + more, column, self._place)
+                values = read_rows(parts[key], start, stop + more, column, self._place)
                 block[key] = values[:-1] if more else values
                 if more:
                     block[(NEXT, *key)] = values[1:]
             for key, (_, column) in self._infos.items():
-                block[key] = read_rows(datasets[key], start + 1, stop + 1, column, self._place)
+                block[key] = read_rows(parts[key], start + 1, stop + 1, column, self._place)
             seed = self._seed(number) if start == 0 else -1
             block[RESET_SEED] = np.full(stop - start, seed, np.int64)
             yield block | numbers(np.full(stop - start, id), np.arange(stop - start))
 
     def _seed(self, number: int) -> int:
         try:
-            seed = int(self._file[f"episode_{number}"].attrs.get("seed", -1))
-        except (KeyError, OSError, RuntimeError, ValueError, TypeError):
+            seed = int(self._files.said(number).get("seed", -1))
+        except (ValueError, TypeError, OverflowError):
             return -1
         return seed if 0 <= seed < 2**63 else -1
+
+
+class _Empty:
+    """A column of no rows, of a dtype and of the shape of one."""
+
+    def __init__(self, kind: _Kind) -> None:
+        self.dtype, self.shape = kind[0], (0, *kind[1])
+
+
+def _is_info(key: Key) -> bool:
+    return key[:2] == (NEXT, INFOS)

@@ -30,6 +30,7 @@ from tallyroll.storage.trajectories.columns import WHOSE, missing
 from tallyroll.storage.verification.findings import Findings, Place
 from tallyroll.storage.verification.record_checks import check_runs
 from tallyroll.storage.verification.row_checks import RowChecks
+from tallyroll.storage.verification.soundness.disk import Ranges
 from tallyroll.storage.verification.soundness.repairing.hdf5 import runs
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
 from tallyroll.storage.verification.soundness.repairing.packed import (
@@ -37,10 +38,7 @@ from tallyroll.storage.verification.soundness.repairing.packed import (
     unreadable_rows,
 )
 from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
-from tallyroll.storage.verification.soundness.repairing.working_copy import (
-    Ranges,
-    working_copy,
-)
+from tallyroll.storage.verification.soundness.repairing.working_copy import working_copy
 from tallyroll.storage.verification.storage_checks import SlotColumn
 from tallyroll.storage.verification.value_checks import words
 
@@ -61,8 +59,8 @@ class OurRepair(RowsRepair):
     name: ClassVar[str] = "tallyroll"
 
     def __init__(self, losses: Losses, aside: Path, unreadable: Mapping[Path, Ranges]) -> None:
-        super().__init__(losses)
-        self._aside, self._unreadable = aside, unreadable
+        super().__init__(losses, unreadable)
+        self._aside = aside
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:

@@ -63,9 +63,6 @@ def rebuilt(raw: Any, size: int, kinds: Any, values: Sequence[int], codec: str) 
         values: the values that a row has in each column of Parquet.
         codec: the compression of its pages.
     """
-    raw.seek(0)
-    if raw.read(4) != _MAGIC:
-        return None
     pages = _pages(raw, size)
     groups, at = [], 0
     while (found := _group(pages, at, values)) is not None:
@@ -89,10 +86,10 @@ def _pages(raw: Any, size: int) -> list[_Page]:
     found, at = list[_Page](), len(_MAGIC)
     while at < size:
         raw.seek(at)
-        reader = Reader(raw.read(min(_HEADER_NBYTES, size - at)))
         try:
+            reader = Reader(raw.read(min(_HEADER_NBYTES, size - at)))
             page = _page(reader.struct(), at, reader.at)
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
             break
         if page is None or page.stop > size:
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,17 +16,18 @@ from tallyroll.storage.errors import CorruptStorage, InvalidDataset, NotAStorage
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.storages import open_storage
 from tallyroll.storage.verification.soundness.checking import kind_at
+from tallyroll.storage.verification.soundness.disk import Ranges, unreadable_in
 from tallyroll.storage.verification.soundness.repairing.d4rl import D4rlRepair
 from tallyroll.storage.verification.soundness.repairing.lerobot import LerobotRepair
 from tallyroll.storage.verification.soundness.repairing.losses import Loss, Losses
 from tallyroll.storage.verification.soundness.repairing.minari import MinariRepair
 from tallyroll.storage.verification.soundness.repairing.ours import OurRepair
 from tallyroll.storage.verification.soundness.repairing.rlds import RldsRepair
-from tallyroll.storage.verification.soundness.repairing.working_copy import unreadable_in
+from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
 
 OURS: Final = "tallyroll"
 """The kind of our own storages."""
-_KINDS: Final[dict[str, Callable[[Losses], ExchangeFormat]]] = {
+_KINDS: Final[dict[str, type[RowsRepair]]] = {
     "d4rl": D4rlRepair,
     "minari": MinariRepair,
     "rlds": RldsRepair,
@@ -108,13 +109,13 @@ def repair(
     require_free(place)
     losses = Losses()
     with translated(whence), folder_beside(place, _SUFFIX) as aside:
-        unreadable = unreadable_in(whence) if kind in (None, OURS) else {}
+        unreadable = unreadable_in(whence)
         wanted = kind or _kind_of(whence, bool(unreadable))
         said = {"kind": wanted, "path": os.path.abspath(whence), "repaired": "True"}
         report = imported(
             OurRepair(losses, aside, unreadable)
             if wanted == OURS
-            else _door(wanted, whence, losses, aside),
+            else _door(wanted, whence, losses, aside, unreadable),
             aside / _REPAIRED if wanted == "lerobot" else whence,
             place,
             format=format,
@@ -146,11 +147,17 @@ def _kind_of(whence: Path, unreadable: bool) -> str:
         ) from error
 
 
-def _door(wanted: str, whence: Path, losses: Losses, aside: Path) -> ExchangeFormat:
+def _door(
+    wanted: str, whence: Path, losses: Losses, aside: Path, unreadable: Mapping[Path, Ranges]
+) -> ExchangeFormat:
     """Return what reads the rows; of LeRobot a dataset that is repaired in the folder ``aside``."""
+    for path, ranges in unreadable.items():
+        for start, stop in ranges:
+            what = f"bytes {start:,} to {stop - 1:,}"
+            losses.add("the disk cannot read a part of a file", 0, file=str(path), what=what)
     if wanted == "lerobot":
         target = aside / _REPAIRED
         target.mkdir()
-        LerobotRepair(whence, losses).write(target)
+        LerobotRepair(whence, losses, unreadable).write(target)
         return format_named("lerobot")
-    return _KINDS[wanted](losses)
+    return _KINDS[wanted](losses, unreadable)

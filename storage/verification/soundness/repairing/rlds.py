@@ -22,7 +22,7 @@ from tallyroll.storage.datasets.exchange.formats.rlds.records import Damage, rec
 from tallyroll.storage.datasets.exchange.formats.rlds.rlds_format import OurRows, rows_of
 from tallyroll.storage.datasets.exchange.formats.rlds.values import Values
 from tallyroll.storage.errors import InvalidDataset, InvalidSchema
-from tallyroll.storage.verification.soundness.checker import Folder, Gathered
+from tallyroll.storage.verification.soundness.checker import Folder
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
 from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
 
@@ -35,7 +35,7 @@ class RldsRepair(RowsRepair):
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
         """Look at all records, and find those that can be read."""
-        folder = Folder(place, Gathered())
+        folder = self.folder(place)
         rows = _rows(folder, place)
         found = _Records(folder, _files(folder), [Values(each) for each in rows.read])
         counts = (count_of(steps, rows.features) for steps in found.episodes(self._losses))

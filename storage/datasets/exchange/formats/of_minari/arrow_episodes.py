@@ -28,8 +28,8 @@ from tallyroll.storage.rows.spaces import Space
 
 KINDS: Final = ("arrow", "parquet")
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
-_MAGIC: Final = b"ARROW1\0\0"
-_PADDED: Final = ("actions", "rewards", "terminations", "truncations")
+MAGIC: Final = b"ARROW1\0\0"
+PADDED: Final = ("actions", "rewards", "terminations", "truncations")
 _DEEPEST: Final = 24
 
 
@@ -50,10 +50,10 @@ class ArrowEpisodes:
         spaces: Mapping[Key, Space],
         pictures: Mapping[Key, tuple[int, ...]],
     ) -> None:
-        self._data, self._kind, self._pictures = data, kind, pictures
-        self._shapes = {path: each.shape for path, each in spaces.items() if each.shape}
+        self._data, self._kind = data, kind
         self._inside = Inside(data)
-        self._arrow: Any = needed("pyarrow", "arrow", f"a dataset of Minari in {kind} needs")
+        self._columns = TableColumns(kind, spaces, pictures)
+        self._arrow = self._columns.arrow
         names = [each.name for each in os.scandir(data) if each.is_dir(follow_symlinks=False)]
         self.numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
         """The numbers of episodes that have a folder."""
@@ -61,18 +61,12 @@ class ArrowEpisodes:
     def columns(self, number: int) -> dict[Key, Any]:
         """Return the arrays [rows, ...] of an episode, by their places; raise InvalidDataset."""
         try:
-            table = self._table(number)
-            count = len(table)
-            found = dict[Key, Any]()
-            for field in table.schema:
-                if field.name == "episode_id":
-                    continue
-                for path, array, shape in _leaves(self._arrow, field, table.column(field.name)):
-                    rows = max(0, count - (path[0] in _PADDED))
-                    found[path] = self._values(path, array.slice(0, rows), shape)
+            return {
+                path: self._columns.values(path, array, shape)
+                for path, array, shape in self._columns.leaves(self._table(number))
+            }
         except damage_of(self._arrow) as error:
             raise InvalidDataset(f"episode {number}: {error!s:.300}") from error
-        return found
 
     def said(self, number: int) -> dict[str, Any]:
         """Return what is said of an episode beside it: its number, its steps, its seed."""
@@ -84,23 +78,6 @@ class ArrowEpisodes:
         except (OSError, ValueError, RecursionError) as error:
             raise InvalidDataset(f"{path} cannot be read ({error!s:.200})") from error
         return found if isinstance(found, dict) else {}
-
-    def _values(self, path: Key, array: Any, shape: tuple[int, ...] | None) -> Any:
-        arrow = self._arrow
-        if (picture := self._pictures.get(path)) is not None:
-            return Jpegs(array, picture)
-        if array.null_count:
-            raise InvalidDataset(f"{'/'.join(path)} has rows without a value")
-        size: tuple[int, ...] = ()
-        if arrow.types.is_fixed_size_list(array.type):
-            size, array = (array.type.list_size,), array.flatten()
-        kind = array.type
-        if not (arrow.types.is_primitive(kind) and not arrow.types.is_temporal(kind)):
-            return np.empty(len(array), object)  # texts, and lists of any length
-        values = array.to_numpy(zero_copy_only=False)
-        values = values.reshape(-1, *size)
-        shape = self._shapes.get(path, shape)
-        return values if shape is None else values.reshape(len(values), *shape)
 
     def _table(self, number: int) -> Any:
         arrow, folder = self._arrow, self._data / str(number)
@@ -128,9 +105,9 @@ class ArrowEpisodes:
             nbytes = os.fstat(raw.fileno()).st_size
             require_memory_for(2 * nbytes, name)
             content = raw.read()
-        if not content.startswith(_MAGIC):
+        if not content.startswith(MAGIC):
             raise InvalidDataset(f"{name} is no file of Arrow")
-        source = arrow.BufferReader(arrow.py_buffer(content).slice(len(_MAGIC)))
+        source = arrow.BufferReader(arrow.py_buffer(content).slice(len(MAGIC)))
         messages = arrow.ipc.MessageReader.open_stream(source)
         schema = arrow.ipc.read_schema(messages.read_next_message())
         while True:
@@ -138,27 +115,85 @@ class ArrowEpisodes:
                 message = messages.read_next_message()
             except StopIteration:
                 return
-            if message.type != "record batch" or _is_compressed(message.metadata.to_pybytes()):
+            if message.type != "record batch" or is_compressed(message.metadata.to_pybytes()):
                 raise InvalidDataset(f"{name} is compressed, or has dictionaries: Minari's are not")
             batch = arrow.ipc.read_record_batch(message, schema)
             batch.validate(full=True)
             yield batch
 
 
-def _is_compressed(message: bytes) -> bool:
+class TableColumns:
+    """The columns of a table of an episode.
+
+    Args:
+        kind: one of `KINDS`.
+        spaces: of which values are, by their places in a table: it has no shapes.
+        pictures: shapes of the images that are JPEG.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        spaces: Mapping[Key, Space],
+        pictures: Mapping[Key, tuple[int, ...]],
+    ) -> None:
+        self.arrow: Any = needed("pyarrow", "arrow", f"a dataset of Minari in {kind} needs")
+        self._shapes = {path: each.shape for path, each in spaces.items() if each.shape}
+        self._pictures = pictures
+
+    def leaves(self, table: Any) -> Iterator[tuple[Key, Any, tuple[int, ...] | None]]:
+        """Yield the arrays of a table without their padding, with places and known shapes.
+
+        Raises:
+            InvalidDataset: rows have no value.
+        """
+        for field in table.schema:
+            if field.name != "episode_id":
+                rows = max(0, len(table) - (field.name in PADDED))
+                for path, array, shape in _leaves(self.arrow, field, table.column(field.name)):
+                    yield path, array.slice(0, rows), shape
+
+    def values(self, path: Key, array: Any, shape: tuple[int, ...] | None) -> Any:
+        """Return the values of such an array [rows, ...]; raise `damage_of` Arrow's errors."""
+        arrow = self.arrow
+        if (picture := self._pictures.get(path)) is not None:
+            return Jpegs(array, picture)
+        if array.null_count:
+            raise InvalidDataset(f"{'/'.join(path)} has rows without a value")
+        size: tuple[int, ...] = ()
+        if arrow.types.is_fixed_size_list(array.type):
+            size, array = (array.type.list_size,), array.flatten()
+        kind = array.type
+        if not (arrow.types.is_primitive(kind) and not arrow.types.is_temporal(kind)):
+            return np.empty(len(array), object)  # texts, and lists of any length
+        values = array.to_numpy(zero_copy_only=False)
+        values = values.reshape(-1, *size)
+        shape = self._shapes.get(path, shape)
+        return values if shape is None else values.reshape(len(values), *shape)
+
+
+def is_compressed(message: bytes) -> bool:
     """Return whether a batch's message, a table of flatbuffers, says so in its fourth field."""
+    header = _field(message, _number(message, 0, 4), 2)
+    return _field(message, header + _number(message, header, 4), 3) != 0
 
-    def number(at: int, nbytes: int, signed: bool = False) -> int:
-        return int.from_bytes(message[at : at + nbytes], "little", signed=signed)
 
-    def field(table: int, place: int) -> int:
-        offsets = table - number(table, 4, signed=True)
-        at = 4 + 2 * place
-        offset = number(offsets + at, 2) if at < number(offsets, 2) else 0
-        return table + offset if offset else 0
+def body_nbytes(message: bytes) -> int:
+    """Return how many bytes follow a message, as it says in its fourth field."""
+    at = _field(message, _number(message, 0, 4), 3)
+    return _number(message, at, 8) if at else 0
 
-    header = field(number(0, 4), 2)
-    return field(header + number(header, 4), 3) != 0
+
+def _number(message: bytes, at: int, nbytes: int, *, signed: bool = False) -> int:
+    return int.from_bytes(message[at : at + nbytes], "little", signed=signed)
+
+
+def _field(message: bytes, table: int, place: int) -> int:
+    """Return where a field of a table of flatbuffers is; 0: it is not there."""
+    offsets = table - _number(message, table, 4, signed=True)
+    at = 4 + 2 * place
+    offset = _number(message, offsets + at, 2) if at < _number(message, offsets, 2) else 0
+    return table + offset if offset else 0
 
 
 def _leaves(

@@ -34,6 +34,7 @@ from tallyroll.storage import repair as repair_alone
 from tallyroll.storage.datasets.exchange import importing
 from tallyroll.storage.datasets.packed.layout import ArrayLayout
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.verification.soundness import disk as disks
 from tallyroll.storage.verification.soundness.repairing import hdf5, ours, working_copy
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
@@ -160,8 +161,9 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bad = dict[str, range]()
         self.failed = 0
-        self._read = working_copy.read_at
-        monkeypatch.setattr(working_copy, "read_at", self.read_at)
+        self._read = disks.read_at
+        for module in (disks, working_copy):
+            monkeypatch.setattr(module, "read_at", self.read_at)
         opened = ours.open_storage
 
         def open_storage_there(path: Any, **options: Any) -> Any:

@@ -23,7 +23,7 @@ from repair_kit import repair
 
 from tallyroll.storage import InvalidDataset, open_storage, verify
 
-GOLDEN = Path(__file__).parent / "golden" / "lerobot-0.4.4-killed.zip"
+GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot-0.4.4-killed.zip"
 KILLED = (7, 9, 11)
 """Rows of the episodes that LeRobot 0.4.4 had saved when it was killed before its `finalize`."""
 

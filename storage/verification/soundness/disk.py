@@ -1,0 +1,175 @@
+"""Files of which a disk cannot read every block: what is lost is known by its bytes."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from tallyroll.storage.files.safe_files import Inside
+
+BLOCK: Final = 2**12
+"""Bytes that a disk reads, or cannot read, at once."""
+_STEP: Final = 2**20
+
+Ranges = list[tuple[int, int]]
+"""Ranges of bytes, each by its first one and one more than its last."""
+
+
+def read_at(file: int, nbytes: int, at: int) -> bytes:
+    """Return bytes of a file; raise the system's error where the disk cannot read them."""
+    return os.pread(file, nbytes, at)
+
+
+def unread(error: OSError) -> bool:
+    """Return whether an error is a disk's that cannot read a block."""
+    return error.errno == errno.EIO
+
+
+def unreadable_in(place: Path) -> dict[Path, Ranges]:
+    """Return the ranges of files that cannot be read, by their paths below ``place``; read all.
+
+    What is mapped into memory would end the process there. Links are passed over.
+    """
+    found = dict[Path, Ranges]()
+    for path in files_of(place):
+        if ranges := _unreadable(opened_in(place, path)):
+            found[path] = ranges
+    return found
+
+
+def _unreadable(file: int) -> Ranges:
+    found = Ranges()
+    try:
+        size = os.fstat(file).st_size
+        for start in range(0, size, _STEP):
+            _read(file, min(_STEP, size - start), start, partial(_join, found))
+    finally:
+        os.close(file)
+    return found
+
+
+def files_of(place: Path) -> Iterator[Path]:
+    """Yield the files of a folder by their paths below it, no links; of a file, its name."""
+    if not place.is_dir():
+        yield Path(place.name)
+        return
+    for above, _, files in os.walk(place):
+        for each in files:
+            if not os.path.islink(path := os.path.join(above, each)):
+                yield Path(path).relative_to(place)
+
+
+def opened_in(place: Path, path: Path) -> int:
+    """Open a file that `files_of` yields; return a descriptor."""
+    root = place if place.is_dir() else place.parent
+    return Inside(root).open(root / path, os.O_RDONLY)
+
+
+def _join(ranges: Ranges, start: int, stop: int) -> None:
+    if ranges and ranges[-1][1] == start:
+        start = ranges.pop()[0]
+    ranges.append((start, stop))
+
+
+def touches(ranges: Ranges, start: int, stop: int) -> bool:
+    """Return whether some bytes are in any of the ranges."""
+    return any(begin < stop and start < end for begin, end in ranges)
+
+
+def _read(file: int, nbytes: int, at: int, bad: Callable[[int, int], object]) -> bytes:
+    """Return bytes of a file, with zeros in the place of blocks that cannot be read."""
+    try:
+        return read_at(file, nbytes, at)
+    except OSError as error:
+        if not unread(error):
+            raise
+    if at // BLOCK == (at + nbytes - 1) // BLOCK:
+        bad(at, at + nbytes)
+        return bytes(nbytes)
+    parts = []
+    while nbytes:
+        part = min(nbytes, BLOCK - at % BLOCK)
+        parts.append(_read(file, part, at, bad))
+        at, nbytes = at + part, nbytes - part
+    return b"".join(parts)
+
+
+class _Raw(io.RawIOBase):
+    """A file that is open to read, by its descriptor, which it owns."""
+
+    def __init__(self, file: int) -> None:
+        self._file, self._at = file, 0
+        self._size = os.fstat(file).st_size
+
+    def fileno(self) -> int:
+        return self._file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        self._at = {0: 0, 1: self._at, 2: self._size}[whence] + at
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        nbytes = max(0, min(len(view), self._size - self._at))
+        content = self._content(nbytes, self._at) if nbytes else b""
+        view[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+    def _content(self, nbytes: int, at: int) -> bytes:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._file)
+        super().close()
+
+
+class _Filled(_Raw):
+    def __init__(self, file: int, bad: Callable[[int, int], object]) -> None:
+        super().__init__(file)
+        self._bad = bad
+
+    def _content(self, nbytes: int, at: int) -> bytes:
+        return _read(self._file, nbytes, at, self._bad)
+
+
+class WithGaps(_Raw):
+    """A file whose unreadable ranges are known: reads end before one, and raise EIO within it."""
+
+    def __init__(self, file: int, gaps: Ranges) -> None:
+        super().__init__(file)
+        self.gaps = gaps
+
+    def _content(self, nbytes: int, at: int) -> bytes:
+        for start, stop in self.gaps:
+            if at < stop and start < at + nbytes:
+                if at >= start:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                nbytes = start - at
+        return read_at(self._file, nbytes, at)
+
+
+def filled(file: int, bad: Callable[[int, int], object]) -> io.BufferedReader:
+    """Return a file, with zeros where a disk cannot read it; ``bad`` is called with the bytes."""
+    return io.BufferedReader(_Filled(file, bad), 2**17)
+
+
+def with_gaps(file: int, path: Path, unreadable: Mapping[Path, Ranges]) -> Any:
+    """Return a file, of which the unreadable ranges are known by paths."""
+    gaps = unreadable.get(path)
+    return open(file, "rb") if gaps is None else WithGaps(file, gaps)
