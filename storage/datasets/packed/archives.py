@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,11 +28,12 @@ import numpy as np
 
 from tallyroll.storage.datasets.packed.chunk_cache import Chunks
 from tallyroll.storage.datasets.packed.documents import documents
+from tallyroll.storage.datasets.packed.front import LEAST, front_in
 from tallyroll.storage.datasets.packed.layout import FORMAT, ArrayLayout, Layout
 from tallyroll.storage.datasets.packed.shards import LocalFiles, ShardChunks
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.files.manifest import Manifest, read_manifest
-from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.files.safe_files import Inside, open_any
 from tallyroll.storage.formats.metadata_checks import differs
 from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
@@ -141,6 +143,11 @@ class Hdf5Archive(Archive):
         from tallyroll.storage.datasets.packed.hdf5 import DatasetChunks
 
         return DatasetChunks(self._file, self.path, layout)
+
+    def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
+        with open(open_any(self.path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
+            if self._file.userblock_size > LEAST and front_in(file) is None:
+                yield f"{self.path} has no whole copy at its front, by which it could be repaired."
 
     def close(self) -> None:
         if self._file is not None:

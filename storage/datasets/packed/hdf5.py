@@ -1,6 +1,7 @@
 """Packed rows in an HDF5 file: datasets in chunks, with the filters shuffle and gzip of HDF5.
 
-A user block before it names the file; the manifest is a dataset of bytes, ``tallyroll/manifest``.
+A user block before it names the file, and has a copy of what is at its end (`front`); the manifest
+is a dataset of bytes, ``tallyroll/manifest``.
 Chunks are read as they are stored and decompressed here, so that no more memory is taken than they
 have to have; a chunk's checksum is that of zlib, Adler-32.
 """
@@ -11,13 +12,15 @@ import copy
 import json
 import os
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from tallyroll.storage.datasets.packed import front
 from tallyroll.storage.datasets.packed.codecs import BadChunk, inflate
-from tallyroll.storage.datasets.packed.layout import FORMAT_HDF5, ArrayLayout
+from tallyroll.storage.datasets.packed.layout import FORMAT_HDF5, ArrayLayout, Layout
 from tallyroll.storage.datasets.packed.shards import ChunkWriter, damaged_chunk
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.manifest import MANIFEST_LIMIT, Manifest, parse_manifest, sealed
@@ -25,8 +28,6 @@ from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.safe_files import open_any
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 
-_MAGIC: Final = b"tallyroll packed rows\n"
-_USER_BLOCK: Final = 512
 _MANIFEST: Final = "tallyroll/manifest"
 
 
@@ -35,7 +36,7 @@ def is_packed(path: Path) -> bool:
     if not path.is_file():
         return False
     with translated(path), open(open_any(path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+        return file.read(len(front.MAGIC)) == front.MAGIC
 
 
 def opened(path: Path) -> Any:
@@ -188,12 +189,12 @@ class DatasetWriter(ChunkWriter):
         self._data.resize(self.rows, axis=0)
 
 
-def new_file(path: Path) -> Any:
-    """Return a new file, with its user block."""
-    return h5py_module().File(path, "x", userblock_size=_USER_BLOCK, libver="v110", locking=False)
+def new_file(path: Path, room: int) -> Any:
+    """Return a new file, with a user block of ``room`` bytes."""
+    return h5py_module().File(path, "x", userblock_size=room, libver="v110", locking=False)
 
 
-def finish_file(file: Any, path: Path, manifest: Manifest) -> None:
+def finish_file(file: Any, path: Path, manifest: Manifest, layout: Layout) -> None:
     """Write the manifest and the user block, and return when all is on the disk.
 
     Raises:
@@ -204,8 +205,84 @@ def finish_file(file: Any, path: Path, manifest: Manifest) -> None:
         raise ValueError(f"the manifest has {len(content)} bytes, and may have {MANIFEST_LIMIT}")
     file.create_dataset(_MANIFEST, data=np.frombuffer(content, np.uint8))
     file.attrs["about"] = "packed by Tallyroll: tallyroll/manifest says how its rows are packed"
+    copied, room = _copy(file, content, layout), file.userblock_size
     file.close()
     with open(path, "r+b") as target:
-        target.write(_MAGIC.ljust(_USER_BLOCK, b"\0"))
+        target.write(copied if len(copied) <= room else front.MAGIC)
         target.flush()
         os.fsync(target.fileno())
+
+
+def _copy(file: Any, manifest: bytes, layout: Layout) -> bytes:
+    """Return the copy of what is at the end of a file, for its front."""
+    late = {place for each in layout.states for place in (each.breaks, each.starts)}
+    places, tables = [], {}
+    for number, array in enumerate(layout.arrays):
+        data = file["/".join(array.path)].id
+        found = [data.get_chunk_info(chunk) for chunk in range(array.chunks)]
+        # In the order of rows, which the library does not promise.
+        found.sort(key=lambda each: each.chunk_offset[0])
+        places.append(([each.byte_offset for each in found], [each.size for each in found]))
+        if number in late:
+            tables[number] = [data.read_direct_chunk(each.chunk_offset)[1] for each in found]
+    return front.written(manifest, places, tables)
+
+
+class FrontChunks:
+    """The chunks of an array, by the copy at the front of the file.
+
+    Args:
+        read: returns bytes of the file, by their count and the first one.
+        path: the file, for messages.
+        layout: the array.
+        places: the first bytes of its chunks, and how many bytes they have.
+        kept: the chunks, of arrays that were written last.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        path: Path,
+        layout: ArrayLayout,
+        places: tuple[np.ndarray, np.ndarray],
+        kept: Sequence[bytes],
+    ) -> None:
+        self.layout, self._read, self._path = layout, read, path
+        self._starts, self._sizes = places
+        self._kept = kept
+        if not len(self._starts) == len(self._sizes) == layout.chunks:
+            raise _damaged(path, f"its front has not the chunks of {'/'.join(layout.path)}")
+        self.nbytes = int(self._sizes.sum())
+
+    def prepared(self, chunk: int) -> bytes:
+        """Return what is stored of a chunk."""
+        start, nbytes = int(self._starts[chunk]), int(self._sizes[chunk])
+        if chunk < len(self._kept):
+            return self._kept[chunk]
+        if not 0 <= nbytes <= _most_stored(self.layout.chunk_nbytes) or start < 0:
+            raise damaged_chunk(self._path, self.layout, chunk, BadChunk("its place is none"))
+        try:
+            return self._read(nbytes, start)
+        except OSError as error:
+            raise damaged_chunk(self._path, self.layout, chunk, error) from error
+
+    def load(self, where: bytes, chunk: int) -> np.ndarray:
+        """Decompress a chunk; raise CorruptStorage if it is damaged."""
+        layout = self.layout
+        shuffled = layout.numpy_dtype.itemsize > 1
+        try:
+            return layout.as_chunk(
+                inflate(where, 0, shuffled, layout.chunk_nbytes, layout.itemsize)
+            )
+        except BadChunk as error:
+            raise damaged_chunk(self._path, layout, chunk, error) from error
+
+    def done(self, *, idle: bool = False) -> None:
+        """Do nothing: the file stays open."""
+
+    def another(self) -> FrontChunks:
+        """Return the same chunks."""
+        return copy.copy(self)
+
+    def close(self) -> None:
+        """Do nothing: the file is closed by what opened it."""

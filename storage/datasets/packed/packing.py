@@ -25,6 +25,7 @@ from tallyroll.storage.datasets.packed.column_writers import (
     planned,
 )
 from tallyroll.storage.datasets.packed.documents import documents
+from tallyroll.storage.datasets.packed.front import room_for
 from tallyroll.storage.datasets.packed.layout import FORMAT, FORMAT_HDF5, ArrayLayout, Layout
 from tallyroll.storage.datasets.packed.order import packed_order, packed_runs
 from tallyroll.storage.datasets.packed.packed_reader import PackedReader
@@ -109,7 +110,8 @@ def pack(
     plans = planned(schema, looks, once=once, stacks=declared if once or stacks else {})
     _require_room(place, plans, looks, codec, len(order))
     with written_aside(place) as target:
-        files = _Hdf5Files(target) if format == "hdf5" else _ZarrFiles(target)
+        room = _room_for(reader, order, codec)
+        files = _Hdf5Files(target, room) if format == "hdf5" else _ZarrFiles(target)
         with contextlib.closing(files), translated(target):
             packing = Packing(schema, plans, codec, files, span.start)
             try:
@@ -266,6 +268,17 @@ def _manifest(
     return manifest if kept is None else {**manifest, "record": kept}
 
 
+def _room_for(reader: RowReader, order: np.ndarray, codec: Callable[[Column], Codec]) -> int:
+    """Return the bytes that a copy of what is at the end of an HDF5 file will most likely take."""
+    schema = reader.schema
+    layouts = [
+        ArrayLayout.of(each.key, each.numpy_dtype, each.shape, len(order), codec(each))
+        for each in schema.columns
+    ]
+    manifest = new_manifest(FORMAT_HDF5, schema, packed_runs(reader.manifest["runs"], counted=True))
+    return room_for(manifest, layouts, len(order))
+
+
 class _ZarrFiles:
     """The directory of a Zarr group."""
 
@@ -318,10 +331,10 @@ class _Hdf5Files:
 
     format, hdf5 = FORMAT_HDF5, True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, room: int) -> None:
         from tallyroll.storage.datasets.packed.hdf5 import new_file
 
-        self._path, self._file = path, new_file(path)
+        self._path, self._file = path, new_file(path, room)
 
     def __call__(self, layout: ArrayLayout) -> ChunkWriter:
         from tallyroll.storage.datasets.packed.hdf5 import DatasetWriter
@@ -332,7 +345,7 @@ class _Hdf5Files:
         """Write the rest; return when all is on the disk."""
         from tallyroll.storage.datasets.packed.hdf5 import finish_file
 
-        finish_file(self._file, self._path, manifest)
+        finish_file(self._file, self._path, manifest, layout)
 
     def close(self) -> None:
         """Close the file, whose rows may be written in part."""

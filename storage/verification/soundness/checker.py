@@ -136,7 +136,7 @@ class Folder:
     ) -> None:
         self.root, self._inside, self._found = root, Inside(root), found
         self._unreadable = unreadable
-        self._met: set[tuple[str, int]] = set()
+        self._met: set[tuple[Where, int]] = set()
 
     def path(self, name: str) -> Path | None:
         """Return a path below the folder; None, and a finding, of one that leads elsewhere."""
@@ -146,28 +146,28 @@ class Folder:
             return None
         return self.root.joinpath(*pure.parts)
 
-    def opened(self, name: str, check: str = "files") -> Any:
+    def opened(self, name: str, check: str = "files", where: Where | None = None) -> Any:
         """Return a file, open to read; None, and a finding, if it is no plain file of its own."""
-        path = self.path(name)
+        path, where = self.path(name), where or Where(name)
         if path is None:
             return None
         try:
             file = self._inside.open(path, os.O_RDONLY)
             if self._unreadable is not None:
                 return with_gaps(file, path.relative_to(self.root), self._unreadable)
-            return filled(file, lambda start, stop: self._unread(name, start, stop))
+            return filled(file, lambda start, stop: self._unread(where, start, stop))
         except FileNotFoundError:
-            self._found.add(check, "a file is missing", Where(name))
+            self._found.add(check, "a file is missing", where)
         except OSError as error:
             what = error.strerror or ""
-            self._found.add(check, "a file cannot be opened, or is a link", Where(name), what)
+            self._found.add(check, "a file cannot be opened, or is a link", where, what)
         return None
 
-    def _unread(self, name: str, start: int, stop: int) -> None:
-        if (name, start) not in self._met:
-            self._met.add((name, start))
+    def _unread(self, where: Where, start: int, stop: int) -> None:
+        if (where, start) not in self._met:
+            self._met.add((where, start))
             message = "the disk cannot read a part of a file: it is zeros for what follows"
-            self._found.add("files", message, Where(name), f"bytes {start:,} to {stop - 1:,}")
+            self._found.add("files", message, where, f"bytes {start:,} to {stop - 1:,}")
 
     def text(self, name: str) -> str | None:
         """Return the text of a file; None, and a finding, if it cannot be read."""

@@ -116,8 +116,11 @@ class _Raw(io.RawIOBase):
         return True
 
     def seek(self, at: int, whence: int = 0) -> int:
-        self._at = {0: 0, 1: self._at, 2: self._size}[whence] + at
-        return self._at
+        at += {0: 0, 1: self._at, 2: self._size}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
 
     def tell(self) -> int:
         return self._at

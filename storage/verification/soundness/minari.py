@@ -75,7 +75,7 @@ class MinariChecker(Checker):
         said = said or {}
         kind = said.get("data_format", "hdf5")
         if kind in KINDS:
-            _Tables(_folder(place), found, said).check()
+            _Tables(folder, found, said).check()
             return
         if kind != "hdf5":
             raise InvalidDataset(
@@ -338,9 +338,20 @@ class _Groups(_Episodes):
 class _Tables(_Episodes):
     """Episodes in Arrow or Parquet, a folder each."""
 
-    def __init__(self, data: Path, found: Gathered, said: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Folder, found: Gathered, said: Mapping[str, Any]) -> None:
         super().__init__(found, said)
-        self._episodes = ArrowEpisodes(data, str(said["data_format"]), self._places, self._pictures)
+        self._folder, kind = folder, str(said["data_format"])
+        self._episodes = ArrowEpisodes(
+            folder.root, kind, self._places, self._pictures, opened=self._opened
+        )
+
+    def _opened(self, path: Path) -> Any:
+        name = str(path.relative_to(self._folder.root))
+        where = Where(name, int(path.parent.name))
+        file = self._folder.opened(name, where=where)
+        if file is None:
+            raise InvalidDataset(f"{path.name} cannot be opened")
+        return file
 
     def _numbers(self) -> Iterator[int]:
         numbers = self._episodes.numbers

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from tallyroll.storage.datasets.exchange.about import LIMIT, schema_said
 from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming, refused
@@ -105,7 +105,8 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
     """
     arrow = needed("pyarrow", "arrow", "Parquet needs")
     files = [
-        opened_parquet(open_file(each, os.O_RDONLY), each.name, place, stack) for each in places
+        opened_parquet(os.fdopen(open_file(each, os.O_RDONLY), "rb"), each.name, place, stack)
+        for each in places
     ]
     if not files:
         raise refused(place, "it has no Parquet file")
@@ -135,14 +136,14 @@ def damage_of(arrow: Any) -> tuple[type[Exception], ...]:
     return (*_DAMAGE, arrow.ArrowException)
 
 
-def opened_parquet(file: int, name: str, place: Path, stack: contextlib.ExitStack) -> Any:
+def opened_parquet(file: IO[bytes], name: str, place: Path, stack: contextlib.ExitStack) -> Any:
     """Return an open file of Parquet, whose groups fit into memory; ``stack`` closes it.
 
     Raises:
         InvalidDataset: it is damaged, or no Parquet.
     """
     arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), parquet_module()
-    raw = stack.enter_context(os.fdopen(file, "rb"))
+    raw = stack.enter_context(file)
     size = os.fstat(raw.fileno()).st_size
     raw.seek(max(0, size - 8))
     tail = raw.read(8)

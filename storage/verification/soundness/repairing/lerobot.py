@@ -95,17 +95,21 @@ class LerobotRepair:
     def _files(self, listing: Listing | None) -> list[str]:
         """Return the files of rows that are there, in the order of episodes."""
         listed = [] if listing is None else listing.files
-        there = self._folder.below("data", ".parquet")
+        there = self._there()
         return [*(name for name in listed if name in there), *sorted({*there} - {*listed})]
 
+    def _there(self) -> list[str]:
+        """Return the files of rows that are no links."""
+        every = self._folder.below("data", ".parquet")
+        return [name for name in every if not os.path.islink(self._source / name)]
+
     def _missing_files(self, listing: Listing | None) -> None:
-        there = {*self._folder.below("data", ".parquet")}
-        for name in [] if listing is None else listing.files:
+        there, every = {*self._there()}, self._folder.below("data", ".parquet")
+        for name in dict.fromkeys([*([] if listing is None else listing.files), *every]):
             if name not in there:
-                assert listing is not None
-                own = [each for each in listing.episodes if each.data == name]
-                rows = sum(each.length for each in own)
-                self._losses.add("a file of rows is missing, or a link", rows, file=name)
+                episodes = [] if listing is None else listing.episodes
+                rows = sum(each.length for each in episodes if each.data == name)
+                self._losses.add("a file of rows is missing, or a link", rows or None, file=name)
 
     def _pieces(self, name: str) -> Iterator[_Piece]:
         """Yield the rows of a file that can be read, cut where some are missing."""

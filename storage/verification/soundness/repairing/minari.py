@@ -138,12 +138,15 @@ class _Episodes:
         for number in self._files.numbers:
             self._lose_missing(before + 1, number)
             before = number
+            file, said = self._files.file(number), self._files.said(number)
+            if said is None:
+                message = "what is said of an episode, as its seed, cannot be read"
+                self._losses.add(message, 0, file=file, episode=number)
             try:
                 parts = self._parts(number)
             except InvalidDataset as error:
-                message, steps = "an episode cannot be opened", self._files.said(number)
-                count, what = count_said(steps.get("total_steps")), f"{error!s:.150}"
-                file = self._files.file(number)
+                message, what = "an episode cannot be opened", f"{error!s:.150}"
+                count = count_said((said or {}).get("total_steps"))
                 self._losses.add(message, count, file=file, episode=number, what=what)
                 continue
             yield (
@@ -279,7 +282,7 @@ class _Episodes:
 
     def _seed(self, number: int) -> int:
         try:
-            seed = int(self._files.said(number).get("seed", -1))
+            seed = int((self._files.said(number) or {}).get("seed", -1))
         except (ValueError, TypeError, OverflowError):
             return -1
         return seed if 0 <= seed < 2**63 else -1

@@ -91,8 +91,8 @@ class EpisodeFiles(ABC):
         """
 
     @abstractmethod
-    def said(self, number: int) -> Mapping[str, Any]:
-        """Return what is said of an episode, nothing where that cannot be read."""
+    def said(self, number: int) -> Mapping[str, Any] | None:
+        """Return what is said of an episode, as its seed; None where that cannot be read."""
 
     def lost_end(self, number: int) -> tuple[str, int | None] | None:
         """Return why the end of an episode cannot be read, and how many steps; None: it can."""
@@ -130,12 +130,12 @@ class GroupFiles(EpisodeFiles):
         values = Jpegs(data, shape) if shape and data.shape else data
         return part_of(name, values, lambda: readable_rows(data, self._there))
 
-    def said(self, number: int) -> Mapping[str, Any]:
+    def said(self, number: int) -> Mapping[str, Any] | None:
         """Return the attributes of a group."""
         try:
             return dict(self._file[f"episode_{number}"].attrs)
         except DAMAGE:
-            return {}
+            return None
 
 
 def _names(file: Any) -> list[str]:

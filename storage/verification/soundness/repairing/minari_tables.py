@@ -69,13 +69,10 @@ class TableFiles(EpisodeFiles):
         """Return the folder of an episode."""
         return f"{self._below}{number}"
 
-    def said(self, number: int) -> Mapping[str, Any]:
+    def said(self, number: int) -> Mapping[str, Any] | None:
         """Return the text beside a table."""
-        name = f"{self.file(number)}/metadata.json"
-        if not os.path.lexists(self._folder.root / name):
-            return {}
-        found = self._folder.json(name)
-        return found if isinstance(found, dict) else {}
+        found = self._folder.json(f"{self.file(number)}/metadata.json")
+        return found if isinstance(found, dict) else None
 
     def lost_end(self, number: int) -> tuple[str, int | None] | None:
         """Compare the steps that there are with those that are said."""
@@ -85,7 +82,7 @@ class TableFiles(EpisodeFiles):
         steps = max(
             (len(each.values) for (top, *_), each in parts.items() if top == "rewards"), default=0
         )
-        said = count_said(self.said(number).get("total_steps"))
+        said = count_said((self.said(number) or {}).get("total_steps"))
         return self._why, None if said is None else max(0, said - steps)
 
     def parts(self, number: int) -> dict[Key, Part]:
@@ -183,14 +180,15 @@ class _Messages:
             raise InvalidDataset("it is no file of Arrow")
         schema, at = None, len(MAGIC)
         while (head := self._head(at)) is not None:
-            nbytes = body_nbytes(head)
+            meta = head[_HEAD.size :]
+            nbytes = body_nbytes(meta)
             if nbytes > _MOST_CUT * self._size:
                 raise InvalidDataset(f"a batch claims {nbytes:,} bytes")
             start = at + len(head)
             require_memory_for(4 * nbytes, "a batch of rows")
             if schema is None:
                 schema = ipc.read_schema(ipc.read_message(arrow.py_buffer(head)))
-            elif is_compressed(head[_HEAD.size :]):
+            elif is_compressed(meta):
                 raise InvalidDataset("it is compressed: Minari's are not")
             else:
                 damaged = touches(self._gaps, start, start + nbytes)

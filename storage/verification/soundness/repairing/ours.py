@@ -38,7 +38,11 @@ from tallyroll.storage.verification.soundness.repairing.packed import (
     unreadable_rows,
 )
 from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
-from tallyroll.storage.verification.soundness.repairing.working_copy import working_copy
+from tallyroll.storage.verification.soundness.repairing.working_copy import (
+    joined,
+    missing_in,
+    working_copy,
+)
 from tallyroll.storage.verification.storage_checks import SlotColumn
 from tallyroll.storage.verification.value_checks import words
 
@@ -68,18 +72,19 @@ class OurRepair(RowsRepair):
         with contextlib.ExitStack() as stack:
             try:
                 yield self._rows(place, stack).incoming()
-            except (CorruptStorage, NotAStorage) as error:
+            except (InvalidDataset, CorruptStorage, NotAStorage) as error:
                 raise InvalidDataset(f"{place} cannot be repaired: {error!s:.400}") from error
 
     def _rows(self, place: Path, stack: contextlib.ExitStack) -> _Rows:
-        if (packed := packed_reader(place)) is not None:
+        folder = self.folder(place if place.is_dir() else place.parent)
+        if (packed := packed_reader(place, folder)) is not None:
             stack.enter_context(contextlib.closing(packed))
             return _Rows(packed, self._losses)
-        if self._unreadable:
+        if gaps := joined(self._unreadable, missing_in(place)):
             readers = []
             for name, filled in (("zeros", b"\0"), ("ones", b"\xff")):
                 copy = self._aside / f"{name}{place.suffix}"
-                working_copy(place, copy, self._unreadable, filled=filled)
+                working_copy(place, copy, gaps, filled=filled)
                 readers.append(_opened(copy, stack))
             return _Rows(readers[0], self._losses, twin=readers[1])
         try:
@@ -142,7 +147,7 @@ class _Rows:
     def incoming(self) -> Incoming:
         good = self._good()
         if len(good) and not good.any():
-            raise InvalidDataset(f"{self._reader.path} cannot be repaired: no row can be read.")
+            raise InvalidDataset("no row can be read.")
         schema = self._reader.schema
         rows = np.flatnonzero(good) + self._span.start
         fresh = self._renumbered(good) if self._numbered else {}
@@ -190,7 +195,7 @@ class _Rows:
             for key, one, other in zip(schema.keys, *both, strict=True):
                 wrong[key][part] = (words(one) != words(other)).any(1)
         for key, rows in wrong.items():
-            self._lose(good, rows, "rows that the disk cannot read", spell(key))
+            self._lose(good, rows, "rows with bytes that cannot be read", spell(key))
 
     def _lose(
         self, good: np.ndarray, wrong: np.ndarray, message: str, column: str | None = None

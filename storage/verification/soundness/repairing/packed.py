@@ -2,23 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.datasets.packed.archives import ZarrArchive
+from tallyroll.storage.datasets.packed.archives import Archive, Hdf5Archive, ZarrArchive
 from tallyroll.storage.datasets.packed.chunk_cache import CachedArray, Chunks
-from tallyroll.storage.datasets.packed.layout import ArrayLayout
+from tallyroll.storage.datasets.packed.front import Front, front_in
+from tallyroll.storage.datasets.packed.hdf5 import FrontChunks, is_packed
+from tallyroll.storage.datasets.packed.layout import ArrayLayout, Layout
 from tallyroll.storage.datasets.packed.packed_reader import PackedReader
 from tallyroll.storage.datasets.packed.shards import LocalFiles, ShardChunks
-from tallyroll.storage.errors import CorruptStorage, DiskFailed
+from tallyroll.storage.errors import CorruptStorage, DiskFailed, NotAStorage
+from tallyroll.storage.files.manifest import Manifest, parse_manifest
 from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.verification.soundness.checker import Folder
+from tallyroll.storage.verification.soundness.disk import touches, unread
 
 _ROWS: Final = 2**16
 """Rows that are looked up at a time."""
 _DAMAGE: Final = (CorruptStorage, DiskFailed, OSError)
+
+
+class _ByFront(Archive):
+    """An HDF5 file, read by the copy at its front: it may be cut, or have damaged metadata."""
+
+    def __init__(self, path: Path, raw: Any, front: Front) -> None:
+        self.path, self._raw, self._front = path, raw, front
+        self._numbers = dict[tuple[str, ...], int]()
+
+    def is_there(self) -> bool:
+        """Return True."""
+        return True
+
+    def read_manifest(self) -> Manifest:
+        """Return the copy."""
+        found = parse_manifest(self._front.manifest, self.path)
+        arrays = Layout.from_json(
+            found.get("packed"), Schema.from_json(found.get("schema")), self.path
+        ).arrays
+        self._numbers = {each.path: number for number, each in enumerate(arrays)}
+        return found
+
+    def chunks(self, layout: ArrayLayout) -> Chunks:
+        """Return the chunks of an array."""
+        number, front = self._numbers[layout.path], self._front
+        if number >= len(front.places):
+            raise CorruptStorage(f"{self.path} does not say at its front where its chunks are.")
+        kept = front.tables.get(number, ())
+        return FrontChunks(self._read, self.path, layout, front.places[number], kept)
+
+    def _read(self, nbytes: int, at: int) -> bytes:
+        if touches(getattr(self._raw, "gaps", []), at, at + nbytes):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.pread(self._raw.fileno(), nbytes, at)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._raw.close()
 
 
 class _AsItIs(ZarrArchive):
@@ -29,16 +76,46 @@ class _AsItIs(ZarrArchive):
         return ShardChunks(LocalFiles(self.inside), layout, nbytes=0)
 
 
-def packed_reader(place: Path) -> PackedReader | None:
+def packed_reader(place: Path, folder: Folder) -> PackedReader | None:
     """Return a reader of packed rows, of which some may be damaged; None of other storages.
 
     Raises:
         CorruptStorage: the manifest is damaged.
     """
     if not place.is_dir():
-        return PackedReader.at(place)
+        return _by_front(place, folder) or _by_metadata(place)
     archive = _AsItIs(place)
     return PackedReader(archive) if archive.is_there() else None
+
+
+def _by_front(place: Path, folder: Folder) -> PackedReader | None:
+    """Return a reader by the copy at the front of an HDF5 file; None where it is not whole."""
+    raw = folder.opened(place.name)
+    if raw is None:
+        return None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(raw)
+        try:
+            front = front_in(raw)
+        except OSError as error:
+            if not unread(error):
+                raise
+            return None
+        if front is None:
+            return None
+        reader = PackedReader(_ByFront(place, raw, front))
+        stack.pop_all()
+    return reader
+
+
+def _by_metadata(place: Path) -> PackedReader | None:
+    """Return a reader by what HDF5 says; its first bytes, which name the file, may be damaged."""
+    if is_packed(place):
+        return PackedReader.at(place)
+    try:
+        return PackedReader(Hdf5Archive(place))
+    except (CorruptStorage, NotAStorage):
+        return None
 
 
 def unreadable_rows(reader: PackedReader) -> Iterator[tuple[Key, np.ndarray]]:

@@ -176,7 +176,7 @@ def _read(
     import os
 
     arrow = tables.arrow_module()
-    file = opened_parquet(inside.open(path, os.O_RDONLY), path.name, place, stack)
+    file = opened_parquet(os.fdopen(inside.open(path, os.O_RDONLY), "rb"), path.name, place, stack)
     if file.metadata.num_rows > _MOST_EPISODES:
         raise InvalidDataset(f"{path.name} has {file.metadata.num_rows:,} episodes")
     try:

@@ -93,8 +93,8 @@ class Source:
         """Yield the rows of the episodes from ``first`` on, before ``last``."""
         stops = np.cumsum(self._episodes.lengths[first:last])
         starts = stops - self._episodes.lengths[first:last]
-        descriptor = self._inside.open(self._place / path, os.O_RDONLY)
-        file = opened_parquet(descriptor, path, self._place, self._opened)
+        raw = os.fdopen(self._inside.open(self._place / path, os.O_RDONLY), "rb")
+        file = opened_parquet(raw, path, self._place, self._opened)
         if file.metadata.num_rows != stops[-1]:
             raise InvalidDataset(
                 f"{path} has {file.metadata.num_rows:,} rows, and its episodes have {stops[-1]:,}"

@@ -10,9 +10,9 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class ArrowEpisodes:
         kind: one of `KINDS`.
         spaces: of which values are, by their places in a table: it has no shapes.
         pictures: shapes of the images that are JPEG.
+        opened: opens a file by its path; None: as it is.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class ArrowEpisodes:
         kind: str,
         spaces: Mapping[Key, Space],
         pictures: Mapping[Key, tuple[int, ...]],
+        opened: Callable[[Path], IO[bytes]] | None = None,
     ) -> None:
         self._data, self._kind = data, kind
         self._inside = Inside(data)
+        self._open = opened or self._plain
         self._columns = TableColumns(kind, spaces, pictures)
         self._arrow = self._columns.arrow
         names = [each.name for each in os.scandir(data) if each.is_dir(follow_symlinks=False)]
@@ -68,13 +71,20 @@ class ArrowEpisodes:
         except damage_of(self._arrow) as error:
             raise InvalidDataset(f"episode {number}: {error!s:.300}") from error
 
+    def _plain(self, path: Path) -> IO[bytes]:
+        return open(self._inside.open(path, os.O_RDONLY), "rb")
+
     def said(self, number: int) -> dict[str, Any]:
         """Return what is said of an episode beside it: its number, its steps, its seed."""
         path = self._data / str(number) / "metadata.json"
-        try:
-            found = json.loads(self._inside.read(path, LIMIT))
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             return {}
+        try:
+            with self._open(path) as file:
+                content = file.read(LIMIT + 1)
+            if len(content) > LIMIT:
+                raise ValueError(f"it has more than {LIMIT:,} bytes")
+            found = json.loads(content)
         except (OSError, ValueError, RecursionError) as error:
             raise InvalidDataset(f"{path} cannot be read ({error!s:.200})") from error
         return found if isinstance(found, dict) else {}
@@ -86,7 +96,7 @@ class ArrowEpisodes:
             for name in sorted(os.listdir(folder)):
                 if not name.endswith(f".{self._kind}"):
                     continue
-                file = self._inside.open(folder / name, os.O_RDONLY)
+                file = self._open(folder / name)
                 if self._kind == "parquet":
                     batches += opened_parquet(file, name, folder, stack).iter_batches(
                         use_threads=False
@@ -98,10 +108,10 @@ class ArrowEpisodes:
         table = arrow.Table.from_batches(batches).combine_chunks()
         return table.to_batches()[0] if len(table) else batches[0]
 
-    def _of_arrow(self, file: int, name: str) -> Iterator[Any]:
+    def _of_arrow(self, file: IO[bytes], name: str) -> Iterator[Any]:
         """Yield the batches of a file, message by message: its end may be lacking."""
         arrow = self._arrow
-        with open(file, "rb") as raw:
+        with file as raw:
             nbytes = os.fstat(raw.fileno()).st_size
             require_memory_for(2 * nbytes, name)
             content = raw.read()
