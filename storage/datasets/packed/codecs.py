@@ -196,6 +196,37 @@ class Codec:
         return np.frombuffer(body, np.uint8)
 
 
+def stored_nbytes(codec: Codec, content: bytes, nbytes: int) -> int:
+    """Return how many of some bytes are a chunk of ``nbytes`` as it is stored, by its own words.
+
+    Raises:
+        ValueError, IndexError, struct.error: they are none.
+    """
+    if codec.name == "shuffle":
+        found = int(_BLOSC_HEAD.unpack_from(content)[6])
+        if found < _BLOSC_HEAD.size:
+            raise ValueError("it has no bytes")
+        return found + _SUM.size
+    return (_zstd_nbytes(content) if codec.name == "zstd" else nbytes) + _SUM.size
+
+
+def _zstd_nbytes(content: bytes) -> int:
+    """Return the bytes of the frame of zstd with which some bytes begin (RFC 8878, 3.1.1)."""
+    if content[:4] != b"\x28\xb5\x2f\xfd":
+        raise ValueError("it is no frame of zstd")
+    about = content[4]
+    alone, summed = about >> 5 & 1, about >> 2 & 1
+    at = 5 + (1 - alone) + (0, 1, 2, 4)[about & 3] + (alone, 2, 4, 8)[about >> 6]
+    last = 0
+    while not last:
+        head = int.from_bytes(content[at : at + 3], "little")
+        if at + 3 > len(content):
+            raise ValueError("it is cut")
+        last, kind, size = head & 1, head >> 1 & 3, head >> 3
+        at += 3 + (1 if kind == 1 else size)  # of kind 1, one byte is repeated
+    return at + 4 * summed
+
+
 def inflate(stored: bytes, mask: int, shuffled: bool, nbytes: int, itemsize: int) -> np.ndarray:
     """Decompress a chunk of an HDF5 dataset with gzip, and shuffle: uint8 [nbytes].
 

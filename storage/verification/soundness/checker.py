@@ -135,7 +135,8 @@ class Folder:
         self, root: Path, found: Gathered, unreadable: Mapping[Path, Ranges] | None = None
     ) -> None:
         self.root, self._inside, self._found = root, Inside(root), found
-        self._unreadable = unreadable
+        self.unreadable = unreadable or {}
+        self._known = unreadable is not None
         self._met: set[tuple[Where, int]] = set()
 
     def path(self, name: str) -> Path | None:
@@ -153,8 +154,8 @@ class Folder:
             return None
         try:
             file = self._inside.open(path, os.O_RDONLY)
-            if self._unreadable is not None:
-                return with_gaps(file, path.relative_to(self.root), self._unreadable)
+            if self._known:
+                return with_gaps(file, path.relative_to(self.root), self.unreadable)
             return filled(file, lambda start, stop: self._unread(where, start, stop))
         except FileNotFoundError:
             self._found.add(check, "a file is missing", where)

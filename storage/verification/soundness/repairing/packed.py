@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from tallyroll.storage.datasets.packed.archives import Archive, Hdf5Archive, ZarrArchive
 from tallyroll.storage.datasets.packed.chunk_cache import CachedArray, Chunks
+from tallyroll.storage.datasets.packed.codecs import stored_nbytes
 from tallyroll.storage.datasets.packed.front import Front, front_in
 from tallyroll.storage.datasets.packed.hdf5 import FrontChunks, is_packed
 from tallyroll.storage.datasets.packed.layout import ArrayLayout, Layout
@@ -20,10 +22,11 @@ from tallyroll.storage.datasets.packed.packed_reader import PackedReader
 from tallyroll.storage.datasets.packed.shards import LocalFiles, ShardChunks
 from tallyroll.storage.errors import CorruptStorage, DiskFailed, NotAStorage
 from tallyroll.storage.files.manifest import Manifest, parse_manifest
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.verification.soundness.checker import Folder
-from tallyroll.storage.verification.soundness.disk import touches, unread
+from tallyroll.storage.verification.soundness.disk import Ranges, touches, unread
 
 _ROWS: Final = 2**16
 """Rows that are looked up at a time."""
@@ -71,9 +74,67 @@ class _ByFront(Archive):
 class _AsItIs(ZarrArchive):
     """A group of which shards may be missing, or cut: they are not looked at when it is opened."""
 
+    def __init__(self, path: Path, unreadable: Mapping[Path, Ranges]) -> None:
+        super().__init__(path)
+        self._unreadable = unreadable
+
     def chunks(self, layout: ArrayLayout) -> Chunks:
         """Return the chunks of an array."""
-        return ShardChunks(LocalFiles(self.inside), layout, nbytes=0)
+        return _CutShards(_FilesWithGaps(self.inside, self._unreadable), layout)
+
+
+class _FilesWithGaps(LocalFiles):
+    """Shards of which the disk cannot read some ranges."""
+
+    def __init__(self, inside: Inside, unreadable: Mapping[Path, Ranges]) -> None:
+        super().__init__(inside)
+        self._unreadable = unreadable
+        self._gaps = dict[int, Ranges]()
+
+    def open(self, path: Path) -> int:
+        """Return a descriptor."""
+        file = super().open(path)
+        self._gaps[file] = self._unreadable.get(path.relative_to(self.root), [])
+        return file
+
+    def read(self, file: int, nbytes: int, begin: int) -> bytes:
+        """Return bytes of a file."""
+        if touches(self._gaps[file], begin, begin + nbytes):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(file, nbytes, begin)
+
+    def read_some(self, file: int, nbytes: int, begin: int) -> bytes:
+        """Return bytes as far as none is lost."""
+        stops = [start for start, stop in self._gaps[file] if stop > begin]
+        return super().read(file, max(0, min([nbytes, *(each - begin for each in stops)])), begin)
+
+
+class _CutShards(ShardChunks):
+    """Shards whose index may be lost: chunks follow one another, and say how long they are."""
+
+    def __init__(self, files: _FilesWithGaps, layout: ArrayLayout) -> None:
+        super().__init__(files, layout, nbytes=0)
+        self._some = files.read_some
+
+    def _read_index(self, shard: int) -> np.ndarray:
+        try:
+            return super()._read_index(shard)
+        except (CorruptStorage, DiskFailed):
+            layout, file = self.layout, self._file(shard)
+            size, most = self._source.size(file), layout.codec.most_stored(layout.chunk_nbytes)
+            chunks = layout.shard_rows // layout.chunk_rows
+            index = np.zeros((min(chunks, layout.chunks - shard * chunks), 2), np.int64)
+            at = 0
+            for line in index:
+                with contextlib.suppress(OSError, ValueError, IndexError, struct.error):
+                    content = self._some(file, min(most, size - at), at)
+                    nbytes = stored_nbytes(layout.codec, content, layout.chunk_nbytes)
+                    if nbytes <= size - at:
+                        line[:] = at, nbytes
+                        at += nbytes
+                        continue
+                break
+            return index
 
 
 def packed_reader(place: Path, folder: Folder) -> PackedReader | None:
@@ -84,7 +145,7 @@ def packed_reader(place: Path, folder: Folder) -> PackedReader | None:
     """
     if not place.is_dir():
         return _by_front(place, folder) or _by_metadata(place)
-    archive = _AsItIs(place)
+    archive = _AsItIs(place, folder.unreadable)
     return PackedReader(archive) if archive.is_there() else None
 
 
