@@ -30,9 +30,9 @@ _VERSION: Final = 1
 _MOST_COUNT: Final = 2**48
 
 
-def about_rows(reader: RowReader, schema: Schema) -> dict[str, Any]:
-    """Return what is written beside rows, as JSON."""
-    span, id = reader.span, reader.manifest["id"]
+def about_rows(reader: RowReader, schema: Schema, span: range | None = None) -> dict[str, Any]:
+    """Return what is written beside rows ``span``, as JSON; None: all rows there are."""
+    span, id = reader.span if span is None else span, reader.manifest["id"]
     found: dict[str, Any] = {
         "tallyroll_exchange": _VERSION,
         "tallyroll": installed("tallyroll") or "",

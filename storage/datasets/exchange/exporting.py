@@ -83,6 +83,7 @@ def export(
     about, left = _beside(reader, schema, chosen, whole=columns is None)
     rows = Outgoing(
         chosen.reader,
+        chosen.rows,
         schema,
         about,
         place.name if title is None else title,
@@ -119,10 +120,15 @@ def export(
 
 
 class _Chosen:
-    """The rows that are written, as ``cuts`` says, and what becomes of the others."""
+    """The rows that are written, as ``cuts`` says, and what becomes of the others.
+
+    A writer may add more meanwhile: ``span`` are the rows of the source as they were looked at,
+    and ``rows`` those of ``reader``.
+    """
 
     def __init__(self, reader: RowReader, schema: Schema, cuts: Cuts, *, needed: bool) -> None:
         self.reader, self.table, self.cut = reader, None, 0
+        self.span = self.rows = reader.span
         self.ends, self.lost = np.empty(0, np.int64), dict[str, int]()
         self.left_out = False
         lacking = missing(reader.schema, (*WHOSE, TERMINATED))
@@ -137,8 +143,10 @@ class _Chosen:
             raise ColumnsMissing(f"{spell(TRUNCATED)} is not exported: cuts='truncate' sets it.")
         table = steadily(reader, lambda: reader.trajectories.table)
         if reader.is_written:  # the rows of this moment, to which the table belongs
+            stop = int(table["last_row"].max(initial=-1)) + 1
+            self.span = range(min(reader.span.start, stop), stop)
             self.reader = reader = view_of(reader, table, np.ones(len(table), bool))
-            table = reader.trajectories.table
+            self.rows, table = reader.span, reader.trajectories.table
         left = table["end"] != END_CUT
         left &= table["end"] != END_OPEN
         self.cut = int(np.count_nonzero(~left))
@@ -148,7 +156,7 @@ class _Chosen:
                 "rows_of_cut_trajectories": int(table["length"][~left].sum()),
             }
             self.left_out, self.reader = True, view_of(reader, table, left)
-            table = self.reader.trajectories.table
+            self.rows, table = self.reader.span, self.reader.trajectories.table
         elif cuts == "truncate" and self.cut:
             self.lost = {"cuts_written_as_truncated": self.cut}
             self.ends = np.sort(table["last_row"][~left])
@@ -171,9 +179,9 @@ def _beside(
 
     Columns and overlays that the caller leaves out are not lost: ``whole`` says that none are.
     """
-    about = about_rows(reader, schema)
+    about = about_rows(reader, schema, chosen.span)
     changed = [each.key for each in schema.columns if says_end(each)] if len(chosen.ends) else []
-    rows = len(chosen.reader.span) if not chosen.left_out else -1
+    rows = len(chosen.rows) if not chosen.left_out else -1
     kept, lost = statistics_kept(reader, schema, rows, changed)
     left = {"statistics": lost, **not_said(about)}
     if whole:

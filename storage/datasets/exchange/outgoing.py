@@ -38,6 +38,7 @@ class Outgoing:
 
     Args:
         reader: of the rows.
+        span: the numbers that they have there.
         schema: the columns that are wanted.
         about: what is said of the rows, as JSON.
         title: the name of the place where they will be.
@@ -50,6 +51,7 @@ class Outgoing:
     def __init__(
         self,
         reader: RowReader,
+        span: range,
         schema: Schema,
         about: Mapping[str, Any],
         title: str,
@@ -60,7 +62,7 @@ class Outgoing:
         progress: Progress | None = None,
     ) -> None:
         self.schema, self.about, self.title = schema, about, title
-        self._reader, self._table, self._ends, self._span = reader, table, ends, reader.span
+        self._reader, self._table, self._ends, self._span = reader, table, ends, span
         self._order = trajectory_order(reader, self._span) if sorted else None
         self._flags = {each.key for each in schema.columns if says_end(each)}
         self._progress, self._done = progress, 0

@@ -32,7 +32,8 @@ from tallyroll.storage import (
     import_dataset,
     open_storage,
 )
-from tallyroll.storage.datasets.exchange import following, outgoing, versions
+from tallyroll.storage.datasets.exchange import about, exporting, following, outgoing, versions
+from tallyroll.storage.datasets.exchange.exporting import Cuts
 from tallyroll.storage.errors import (
     NotWritable,
     PathIsTaken,
@@ -153,6 +154,26 @@ def test_beside_a_run_until_it_has_ended(tmp_path: Path, kind: str) -> None:
     assert len(seen) >= 3, "all rows came before the second version"
     assert all(count % 20 == 0 for count in seen[:-1])
     assert diff(tmp_path / "run", tmp_path / f"back{len(seen) - 1}").same
+
+
+@pytest.mark.parametrize("cuts", ["keep", "drop"])
+def test_the_text_is_of_the_rows_that_are_written(
+    cuts: Cuts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that come between the look at trajectories and the text are in neither."""
+    with MemmapStorage(tmp_path / "source") as storage:
+        storage.extend(rows(0, 20))
+
+        def slow(*given: Any) -> dict[str, Any]:
+            storage.extend(rows(20, 10))
+            return about.about_rows(*given)
+
+        monkeypatch.setattr(exporting, "about_rows", slow)
+        with open_storage(tmp_path / "source") as reader:
+            report = reader.export(tmp_path / "out", "torchrl", cuts=cuts)
+    assert report.rows == (20 if cuts == "keep" else 14)
+    text = json.loads((tmp_path / "out" / "tallyroll.json").read_text())
+    assert text["rows"]["copied_from"]["rows"] == [0, 19]
 
 
 def append(path: Path, told: Told) -> None:
