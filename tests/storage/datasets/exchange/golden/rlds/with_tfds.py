@@ -2,6 +2,7 @@
 
     python with_tfds.py read FOLDER OUT.npz
     python with_tfds.py write KIND FOLDER
+    python with_tfds.py both FOLDER KIND...
 
 The packed datasets beside this file were written by it (``KIND.tar.xz``, with what it reads of them
 in ``read.npz``), but for ``ours``, an export of ours with what it read of that.
@@ -294,10 +295,21 @@ def append(place: Path, *, killed: bool) -> None:
     writer.close_all()
 
 
+def write_or_append(kind: str, place: Path) -> None:
+    """Write a dataset to a folder by the way of its kind."""
+    if kind in ("appended", "killed"):
+        append(place / kind, killed=kind == "killed")
+    else:
+        write(kind, place)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "read":
         np.savez_compressed(sys.argv[3], **read(Path(sys.argv[2])))
-    elif sys.argv[2] in ("appended", "killed"):
-        append(Path(sys.argv[3], sys.argv[2]), killed=sys.argv[2] == "killed")
+    elif sys.argv[1] == "write":
+        write_or_append(sys.argv[2], Path(sys.argv[3]))
     else:
-        write(sys.argv[2], Path(sys.argv[3]))
+        folder = Path(sys.argv[2])
+        for each in sys.argv[3:]:
+            write_or_append(each, folder)
+            np.savez_compressed(folder / f"{each}.npz", **read(folder / each))
