@@ -1,6 +1,6 @@
 """Reads and writes datasets by LeRobot alone, where it is installed.
 
-    python with_lerobot.py read FOLDER OUT.npz
+    python with_lerobot.py read FOLDER...       (to FOLDER.npz)
     python with_lerobot.py write FOLDER
 
 LeRobot 0.3.3 (``theirs_v21``) and 0.4.4 (``theirs_v30``) wrote the packed datasets beside this
@@ -67,6 +67,7 @@ def write(place: Path, fps: int = 10) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "read":
-        np.savez_compressed(sys.argv[3], **read(Path(sys.argv[2])))
+        for each in map(Path, sys.argv[2:]):
+            np.savez_compressed(each.with_suffix(".npz"), **read(each))
     else:
         write(Path(sys.argv[2]))
