@@ -131,9 +131,11 @@ LOST = {
     "robots": {"columns": 2, "last_actions": 6, "splits": 2},
     "kinds": {"columns": 4, "last_actions": 3},
     "appended": {"last_actions": 5},
+    "of_4_3": {"columns": 1, "last_actions": 3},
+    "of_4_5": {"columns": 1, "last_actions": 3},
 }
-ROWS = {"d4rl": 17, "robots": 18, "kinds": 9, "appended": 25}
-COLUMNS = {"d4rl": 2, "robots": 8, "kinds": 24, "appended": 4}
+ROWS = {"d4rl": 17, "robots": 18, "kinds": 9, "appended": 25, "of_4_3": 9, "of_4_5": 9}
+COLUMNS = {"d4rl": 2, "robots": 8, "kinds": 24, "appended": 4, "of_4_3": 5, "of_4_5": 5}
 
 
 @pytest.mark.parametrize("name", LOST)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import zlib
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,12 @@ def deep(count: int) -> dict[str, Any]:
     return found
 
 
+def older(name: str, content: Any) -> dict[str, Any]:
+    """Return a feature as TensorFlow Datasets wrote it until 4.5."""
+    kind = {"FeaturesDict": "features_dict", "Dataset": "dataset_feature"}[name]
+    return {"type": f"{kit.CLASS}.{kind}.{name}", "content": content}
+
+
 FEATURES: dict[str, tuple[Any, str]] = {
     "none": ([], "no dataset of RLDS"),
     "no steps": (kit.dictionary(image=kit.picture(8, 8, 3)), "no dataset of RLDS"),
@@ -187,6 +194,16 @@ FEATURES: dict[str, tuple[Any, str]] = {
     ),
     "no dtype": (said(observation=kit.tensor("object")), "has no observation"),
     "nested too deep": (said(observation=deep(30)), "nested too deep"),
+    "older, and no steps": (older("FeaturesDict", {}), "no dataset of RLDS"),
+    "older, of a module of theirs": (
+        {"type": "harm.FeaturesDict", "content": {"steps": older("Dataset", {})}},
+        "no dataset of RLDS",
+    ),
+    "a text that is no JSON": (older("FeaturesDict", "{"), "a text in its features"),
+    "older, and nested too deep": (
+        reduce(lambda inner, _: older("FeaturesDict", {"a": inner}), range(80), {}),
+        "nested too deep",
+    ),
     "a name that leads out": (
         said(observation=kit.dictionary(**{"..": deep(0)})),
         "no observation",

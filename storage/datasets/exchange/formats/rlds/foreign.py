@@ -23,6 +23,7 @@ from tallyroll.storage.datasets.exchange.formats.rlds.features import (
     Feature,
     Kind,
 )
+from tallyroll.storage.datasets.exchange.formats.rlds.older import as_today
 from tallyroll.storage.datasets.exchange.formats.rlds.reading import (
     Steps,
     count_of,
@@ -59,14 +60,12 @@ def leaves_of(said: Any) -> tuple[dict[Key, Mapping[str, Any]], dict[Key, Mappin
     Raises:
         InvalidDataset: ``features.json`` has no steps.
     """
-    top = _dictionary(said)
+    top = _dictionary(as_today(said))
     steps = top.get(STEPS) if top is not None else None
     inner = steps.get("sequence") if isinstance(steps, dict) else None
     step = inner.get("feature") if isinstance(inner, dict) else None
     if top is None or _dictionary(step) is None:
-        raise InvalidDataset(
-            "its features have no steps: it is no dataset of RLDS, or an older one"
-        )
+        raise InvalidDataset("its features have no steps: it is no dataset of RLDS")
     rest = {name: each for name, each in top.items() if name != STEPS}
     return dict(_leaves(_dictionary(step), ())), dict(_leaves(rest, ()))
 

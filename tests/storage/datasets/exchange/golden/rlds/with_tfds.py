@@ -5,7 +5,9 @@
     python with_tfds.py both FOLDER KIND...
 
 The packed datasets beside this file were written by it (``KIND.tar.xz``, with what it reads of them
-in ``read.npz``), but for ``ours``, an export of ours with what it read of that.
+in ``read.npz``), but for ``ours``, an export of ours with what it read of that. ``of_4_3`` and
+``of_4_5`` were written by ``write older FOLDER`` with 4.3.0 and 4.5.2 before it on the path (4.5.2
+with the files ``*_pb2.py`` of today), and read by the newest.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import numpy as np
+import tensorflow as tf
 import tensorflow_datasets as tfds
 
 tfds.core.utils.gcs_utils.gcs_dataset_info_files = lambda *_: None  # no network
@@ -295,10 +298,64 @@ def append(place: Path, *, killed: bool) -> None:
     writer.close_all()
 
 
+def older(place: Path) -> None:
+    """Write a dataset with what versions 4.3 and 4.5 know, too."""
+    known = {"encoding": "bytes"} if hasattr(features, "Encoding") else {}
+    seen = {
+        "image": features.Image(shape=(16, 12, 3), encoding_format="png"),
+        "state": features.Tensor(shape=(3,), dtype=tf.float32),
+        "joints": features.Tensor(shape=(2, 3), dtype=tf.float32, **known),
+        "words": features.Text(),
+    }
+    said = {
+        "observation": features.FeaturesDict(seen),
+        "action": features.ClassLabel(num_classes=5),
+        "reward": tf.float32,
+        "discount": tf.float32,
+        **dict.fromkeys(FLAGS, tf.bool),
+    }
+
+    def examples() -> Iterator[Any]:
+        for number, count in enumerate((4, 3, 5)):
+            steps = []
+            for step in range(count):
+                found = {
+                    "image": image(number, step, 16, 12, 3),
+                    "state": walk(number + step, 3),
+                    "joints": walk(number + step, 2, 3),
+                    "words": "push",
+                }
+                rest = {
+                    name: each[step] for name, each in flags(count, terminal=number < 2).items()
+                }
+                rest |= {"action": step % 5, "reward": step / 4, "discount": 1.0}
+                steps.append({"observation": found, **rest})
+            yield number, {"steps": steps, "episode_id": 40 + number}
+
+    class Walk(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self) -> Any:
+            every = {"steps": features.Dataset(said), "episode_id": tf.int64}
+            return tfds.core.DatasetInfo(builder=self, features=features.FeaturesDict(every))
+
+        def _split_generators(self, manager: Any) -> Any:
+            return {"train": examples()}
+
+        def _generate_examples(self) -> Any:
+            raise NotImplementedError
+
+    builder = Walk(data_dir=place / "aside")
+    builder.download_and_prepare()
+    (place / "aside" / "walk" / "1.0.0").rename(place / "older")
+
+
 def write_or_append(kind: str, place: Path) -> None:
     """Write a dataset to a folder by the way of its kind."""
     if kind in ("appended", "killed"):
         append(place / kind, killed=kind == "killed")
+    elif kind == "older":
+        older(place)
     else:
         write(kind, place)
 
