@@ -4,8 +4,8 @@
 
 A process adds rows at an even rate. For each format `tallyroll export --follow` runs beside it, all
 at the same time. Each second the newest version of each is looked at: how long its first row that
-is missing has been in the storage. With ``--kills`` each export is killed at random moments, and
-begun again; each version that was seen is read back, and its rows compared with their numbers.
+is missing has been in the storage. With ``--kills`` each export is killed at random moments; then
+the newest version is read back, its rows are compared with their numbers, and the export goes on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COUNTS: dict[str, Callable[[Path], int]] = {
 
 
 def rows_of(start: int, count: int) -> dict[Any, np.ndarray]:
-    """Return rows of 195 bytes, in trajectories of `STEPS` rows; the reward is the row's number."""
+    """Return rows of 191 bytes, in trajectories of `STEPS` rows; the reward is the row's number."""
     number = np.arange(start, start + count)
     random = np.random.default_rng(start)
     observation = random.random((count + 1, 17), np.float32)
@@ -173,7 +173,7 @@ def play(args: argparse.Namespace, scratch: Path) -> None:
     wall = time.monotonic() - began
     print(f"{log[-1][1]:,} rows in {wall:.0f} s")
     for each in followed:
-        code = each.process.wait(timeout=120)
+        code = each.process.wait(timeout=600)
         ages = np.array(each.ages)
         assert (code, each.check()) == (0, log[-1][1]), each.kind
         print(

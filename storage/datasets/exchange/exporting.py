@@ -122,13 +122,12 @@ def export(
 class _Chosen:
     """The rows that are written, as ``cuts`` says, and what becomes of the others.
 
-    A writer may add more meanwhile: ``span`` are the rows of the source as they were looked at,
-    and ``rows`` those of ``reader``.
+    A writer may add more meanwhile: ``span`` are the rows of the source as they were looked at.
     """
 
     def __init__(self, reader: RowReader, schema: Schema, cuts: Cuts, *, needed: bool) -> None:
         self.reader, self.table, self.cut = reader, None, 0
-        self.span = self.rows = reader.span
+        self.span = reader.span
         self.ends, self.lost = np.empty(0, np.int64), dict[str, int]()
         self.left_out = False
         lacking = missing(reader.schema, (*WHOSE, TERMINATED))
@@ -146,7 +145,7 @@ class _Chosen:
             stop = int(table["last_row"].max(initial=-1)) + 1
             self.span = range(min(reader.span.start, stop), stop)
             self.reader = reader = view_of(reader, table, np.ones(len(table), bool))
-            self.rows, table = reader.span, reader.trajectories.table
+            table = reader.trajectories.table
         left = table["end"] != END_CUT
         left &= table["end"] != END_OPEN
         self.cut = int(np.count_nonzero(~left))
@@ -156,11 +155,16 @@ class _Chosen:
                 "rows_of_cut_trajectories": int(table["length"][~left].sum()),
             }
             self.left_out, self.reader = True, view_of(reader, table, left)
-            self.rows, table = self.reader.span, self.reader.trajectories.table
+            table = self.reader.trajectories.table
         elif cuts == "truncate" and self.cut:
             self.lost = {"cuts_written_as_truncated": self.cut}
             self.ends = np.sort(table["last_row"][~left])
         self.table = table
+
+    @property
+    def rows(self) -> range:
+        """The numbers that the rows have in ``reader``."""
+        return self.span if self.table is None else self.reader.span
 
     @property
     def counts(self) -> dict[str, int]:

@@ -34,7 +34,7 @@ def as_today(said: Any, deep: int = 0) -> Any:
     if "type" not in said:
         return said
     content = _parsed(said.get("content"))
-    if isinstance(said.get("proto_cls"), str) and isinstance(content, dict):
+    if said.get("proto_cls") and isinstance(content, dict):
         content = content.get("features")
     return _of_class(said["type"], content, said, deep)
 
