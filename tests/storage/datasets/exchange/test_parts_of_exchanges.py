@@ -201,10 +201,14 @@ def test_rows_go_out_in_their_order(
         compare(found, {ROW: expected[ROW]})
         assert (len(out), out.trajectories) == (len(span), len(first))
         if sorted:
+            before = told[-1][0]
+            told.clear()
             episodes = [each.rows for each in out.episodes()]
             compare(episodes, expected)
             lengths = [len(each[ROW]) for each in episodes]
             assert (len(lengths), out.stops()) == (len(first), np.cumsum(lengths).tolist())
+            assert told[-1][0] - before == len(span) * nbytes, "rows are read twice"
+            assert len(told) == groups(lengths, block)
         there = dict(zip(reader.keys, reader.copies(np.array(span)), strict=True))
         compare([there], {key: each[span.start :] for key, each in rows.items()})
 
@@ -218,6 +222,16 @@ def written(rows: dict[Any, np.ndarray], most: int | None = None) -> Iterator[Ro
                 storage.extend({key: each[start : start + 7] for key, each in rows.items()})
         with open_storage(Path(folder, "rows")) as storage:
             yield storage.reader
+
+
+def groups(lengths: list[int], most: int) -> int:
+    """Return how many groups there are of lengths that fit together, one after the other."""
+    count, held = 0, most
+    for length in lengths:
+        held += length
+        if held > most:
+            count, held = count + 1, length
+    return count
 
 
 def compare(parts: list[Block], wanted: dict[Any, np.ndarray]) -> None:
