@@ -31,6 +31,8 @@ from pyarrow import parquet
 from tallyroll.storage import MemmapStorage, import_dataset, open_storage
 
 STEPS = 200
+KILL_SECONDS = 90
+"""Seconds between two kills of an export, on average: time for two or three versions."""
 ENDS = {"lerobot": "", "parquet": ".parquet", "rlds": ""}
 """The ends of versions' names, by formats."""
 
@@ -168,13 +170,13 @@ def play(args: argparse.Namespace, scratch: Path) -> None:
             log.append(receives.recv())
         for each in followed:
             each.look(log)
-            if args.kills and generator.random() < 1 / 20:
+            if args.kills and generator.random() < 1 / KILL_SECONDS:
                 each.kill()
     wall = time.monotonic() - began
     print(f"{log[-1][1]:,} rows in {wall:.0f} s")
     for each in followed:
         code = each.process.wait(timeout=600)
-        ages = np.array(each.ages)
+        ages = np.array(each.ages or [np.nan])
         assert (code, each.check()) == (0, log[-1][1]), each.kind
         print(
             f"{each.kind}: age median {np.median(ages):.1f} s, worst {ages.max():.1f}; CPU "
