@@ -4,6 +4,7 @@ import os
 import pickle
 import select
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,10 +18,14 @@ from tallyroll.collector.workers.share import Share
 _LENGTH_NBYTES = 8
 _LARGE_NBYTES = 2**16
 """From here on a message may come in parts, and its sender may be stopped between them."""
-_PARTS_SECONDS = 10.0
-"""How long a parent waits for the next part."""
+PARTS_SECONDS = 10.0
+"""How long a parent waits until the next part is there, or is taken."""
 _AGAIN = bytes(_LENGTH_NBYTES)
 """The length of a message that is the same object as the one before it: nothing follows."""
+
+
+class Stalled(EOFError):
+    """The other end gives, or takes, no more of a large message."""
 
 
 class PipeChannel:
@@ -36,22 +41,25 @@ class PipeChannel:
     def __init__(self, connection: Connection, memory: "SharedPlace | None" = None) -> None:
         self.connection, self._memory = connection, memory
         self._file = connection.fileno()
-        self._patience = () if memory is None else (_PARTS_SECONDS,)  # a worker waits for ever
+        self._patience = () if memory is None else (PARTS_SECONDS,)  # a worker waits for ever
         self._sent: object = None
         self._received: Any = None
         self._torn = False
         """True while a message is read, and after an exception interrupted that."""
 
     def send(self, message: object) -> None:
-        """Send a message. Torch would move tensors to named shared memory: it is not asked to."""
+        """Send a message. Torch would move tensors to named shared memory: it is not asked to.
+
+        Raises:
+            Stalled: a parent waited in vain for a worker to take the rest of a large one.
+        """
         if message is self._sent:
             os.write(self._file, _AGAIN)
             return
         self._sent = None
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        left = memoryview(len(content).to_bytes(_LENGTH_NBYTES, "little") + content)
-        while left:
-            left = left[os.write(self._file, left) :]
+        length = len(content).to_bytes(_LENGTH_NBYTES, "little")
+        _write(self._file, length + content, *self._patience)
         self._sent = message
         if isinstance(message, m.Bind) and self._memory is not None:
             arena = self._memory.arena
@@ -62,8 +70,8 @@ class PipeChannel:
         """The next message; waits for it.
 
         Raises:
-            EOFError: the other end is closed, or the last call was interrupted within a message;
-                or a parent waited in vain for the rest of a large one.
+            EOFError: the other end is closed, or the last call was interrupted within a message.
+            Stalled: a parent waited in vain for the rest of a large one.
         """
         if self._torn:
             raise EOFError
@@ -95,12 +103,32 @@ def _read(file: int, nbytes: int, seconds: float | None = None) -> bytes:
         waits.register(file, select.POLLIN)
     while nbytes:
         if waits is not None and not waits.poll(1000 * (seconds or 0)):
-            raise EOFError
+            raise Stalled
         parts.append(part := os.read(file, min(nbytes, 2**20)))
         if not part:
             raise EOFError
         nbytes -= len(part)
     return b"".join(parts)
+
+
+def _write(file: int, content: bytes, seconds: float | None = None) -> None:
+    """Write all; of many bytes, each part is taken within so many ``seconds``."""
+    left = memoryview(content)
+    if seconds is None or len(left) < _LARGE_NBYTES:
+        while left:
+            left = left[os.write(file, left) :]
+        return
+    waits = select.poll()
+    waits.register(file, select.POLLOUT)
+    os.set_blocking(file, False)
+    try:
+        while left:
+            if not waits.poll(1000 * seconds):
+                raise Stalled
+            with suppress(BlockingIOError):
+                left = left[os.write(file, left) :]
+    finally:
+        os.set_blocking(file, True)
 
 
 class HasSources(Protocol):

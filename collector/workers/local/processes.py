@@ -16,7 +16,13 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers.local.lifetime import IGNORED, kill_group, kill_when_closed
 from tallyroll.collector.workers.local.limits import UNGUARDED, limits_named
 from tallyroll.collector.workers.local.memory import Arena
-from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace, Waiting
+from tallyroll.collector.workers.local.pipes import (
+    PARTS_SECONDS,
+    PipeChannel,
+    SharedPlace,
+    Stalled,
+    Waiting,
+)
 from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.local.process_main import main
 from tallyroll.collector.workers.local.unblocked_output import drops_output
@@ -27,6 +33,7 @@ _END_SECONDS = 2.0
 """How long a process that was killed may take to be gone."""
 _STATUS_SECONDS = 1.0
 """How long a process whose pipe is closed may take to say its exit status."""
+_STALLED = f"was ended, for it stood still in a message for {PARTS_SECONDS:g} seconds"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _MISTAKE = (
     'expected the collector to be made under `if __name__ == "__main__":`, because each '
@@ -53,7 +60,7 @@ class ProcessLink:
         self.process, self.channel, self._held = process, channel, held
         self.pid: int = process.pid
         self.name = f"process {self.pid}"
-        self._ended = False
+        self._ended = self._stalled = False
 
     @property
     def alive(self) -> bool:
@@ -67,8 +74,13 @@ class ProcessLink:
 
     def send(self, question: object) -> None:
         """Send a question; a process that is dead is heard of later."""
-        with suppress(OSError):
+        try:
             self.channel.send(question)
+        except Stalled:  # it has a part of a message: nothing more can be asked
+            self._stalled = True
+            self.kill()
+        except OSError:
+            pass
 
     def hear(self) -> object:
         """Its answer, for what it said before it died counts, or how it died."""
@@ -76,11 +88,13 @@ class ProcessLink:
         try:
             if says or self.channel.connection.poll():
                 return self.channel.receive()
+        except Stalled:
+            self._stalled = True
         except (EOFError, ConnectionError):
             pass
         self.over(_STATUS_SECONDS)  # it may be about to say its status
         self.end()
-        return _gone(self.process.exitcode)
+        return Gone(_STALLED) if self._stalled else _gone(self.process.exitcode)
 
     def over(self, seconds: float) -> bool:
         """Wait for its end. It is not joined: while it is a zombie, its number is its own."""

@@ -143,7 +143,7 @@ def test_a_parent_does_not_wait_for_ever_for_the_rest_of_a_large_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker that is stopped while it sends its observations is one that has ended."""
-    monkeypatch.setattr(pipes, "_PARTS_SECONDS", 0.1)
+    monkeypatch.setattr(pipes, "PARTS_SECONDS", 0.1)
     (ours, theirs), content = Pipe(), pickle.dumps(bytes(pipes._LARGE_NBYTES))
     channel, length = PipeChannel(ours, SharedPlace()), len(content).to_bytes(8, "little")
     with theirs:
@@ -154,6 +154,28 @@ def test_a_parent_does_not_wait_for_ever_for_the_rest_of_a_large_message(
             with pytest.raises(EOFError):
                 channel.receive()
     channel.close()
+
+
+def test_a_parent_does_not_wait_for_ever_for_a_large_message_to_be_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that is stopped while it waits for wide actions holds nothing up."""
+    monkeypatch.setattr(pipes, "PARTS_SECONDS", 0.1)
+    ours, theirs = Pipe()
+    parent, worker = PipeChannel(ours, SharedPlace()), PipeChannel(theirs)
+    wide = m.Done(os.urandom(2**21))
+    taker = threading.Thread(target=worker.receive)
+    taker.start()
+    parent.send(wide)
+    taker.join()
+    parent.send(None)
+    assert worker.receive() is None
+    with pytest.raises(pipes.Stalled):
+        parent.send(wide)
+    worker.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        parent.send(wide)
+    parent.close()
 
 
 @dataclass(eq=False)
