@@ -22,6 +22,7 @@ from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.policies.trial import no_tensordict
 from tallyroll.collector.rollout.actor import WHILE_ACTING
+from tallyroll.collector.rollout.lanes import changed
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.transport import Channel
 from tallyroll.storage.rows.keys import Key, as_key
@@ -137,8 +138,7 @@ class CentralPolicy:
         version = self._policy.version
         out = self._called(_joined(wanted, sum(sizes)))
         self.calls += 1
-        values = {key: out.get(key, None) for key in self._writes}
-        arrays = {k: _value(each) for k, each in values.items() if isinstance(each, torch.Tensor)}
+        arrays = {key: _value(each) for key, each in out.items()}
         chosen, start = [], 0
         for size in sizes:
             lanes = slice(start, start := start + size)
@@ -147,16 +147,24 @@ class CentralPolicy:
             chosen.append(m.Chosen(version, own))
         return chosen
 
-    def _called(self, td: TensorDictBase) -> TensorDictBase:
+    def _called(self, td: TensorDictBase) -> dict[Key, torch.Tensor]:
+        """Call the policy, and return what it writes, each ``[lane, ...]``."""
         try:
             with self._acting:
                 out = self._policy(td)
             if not isinstance(out, TensorDictBase):
                 raise no_tensordict(out)
+            values = {key: out.get(key, None) for key in self._writes}
+            # The worker says which key is missing, or has another shape otherwise.
+            found = {k: each for k, each in values.items() if isinstance(each, torch.Tensor)}
+            lanes = tuple(td.batch_size)
+            for key, each in found.items():
+                if each.shape[:1] != lanes:
+                    raise changed(key, each, each.new_empty((*lanes, *each.shape[1:])))
         except Exception as error:
             setattr(error, WHILE_ACTING, True)
             raise
-        return out
+        return found
 
 
 def _joined(wanted: Sequence[m.Wanted], lanes: int) -> TensorDict:

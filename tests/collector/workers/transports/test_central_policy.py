@@ -19,7 +19,13 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType
 
-from tallyroll.collector import ArgumentError, Devices, MultiprocessCollector, Supervision
+from tallyroll.collector import (
+    ArgumentError,
+    Devices,
+    MultiprocessCollector,
+    PolicyError,
+    Supervision,
+)
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.workers import central
@@ -87,6 +93,16 @@ class Surprising(ByObservation):
             if _here["calls"] == _here["at"]:
                 _here.pop("surprise")()
         return super().forward(td)
+
+
+class Another(ByObservation):
+    """Acts for as many lanes more as a test asks for, once it does."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Return the actions in a TensorDict of another size."""
+        out = super().forward(td)
+        lanes = len(out) + _here.get("more", 0)
+        return out if lanes == len(out) else torch.cat([out, out])[:lanes]
 
 
 @pytest.fixture(autouse=True)
@@ -445,6 +461,19 @@ def test_an_error_of_the_policy_is_raised_as_it_is(mode: Any, tmp_path: Path) ->
     with open_storage(storage) as rows:
         assert len(rows) == collector.ledger.stored > 10
         check_rows(rows[:], LENGTHS, ends="mixed")
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_actions_of_other_lanes_are_the_policys_error(mode: Any, more: int) -> None:
+    """None is dropped, and no worker is named for it."""
+    with in_threads(), worker_collector(SAME, 2, Another(), mode=mode, **CENTRAL) as collector:
+        batches = iter(collector)
+        assert len(next(batches)) == 17
+        _here["more"] = more
+        with pytest.raises(PolicyError, match=r"^action: got int64 \[\d\], expected int64 \[\d\]"):
+            list(batches)
+        collector.ledger.check()
 
 
 # --- what is refused, and said --------------------------------------------------------------------
