@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tallyroll.storage.datasets.copying import CopyReport, Progress, copy
+from tallyroll.storage.datasets.copying import CopyReport, copy
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Keys
+from tallyroll.storage.rows.progress import Progress
 
 
 class HasCopies:

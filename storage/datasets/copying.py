@@ -33,12 +33,11 @@ from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.batch_dims import fitting
 from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, Keys, as_key, spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.row_writer import RowWriter
 from tallyroll.storage.trajectories.columns import missing, numbers_of
-
-Progress = Callable[[int, int], object]
 
 _BLOCK_NBYTES: Final = 2**26
 _SORTED_NBYTES: Final = 48

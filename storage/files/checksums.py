@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,14 +11,12 @@ import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.progress import MoreDone
 
 _MOST_BLOCKS = 4096
 """Over all columns: at eight digits a block, 32 KiB."""
 _FEWEST_ROWS = 256
 _DIGITS = 8
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes that were read since the last call."""
 
 
 class SlotColumn(Protocol):
@@ -39,7 +37,7 @@ class Mismatch:
 
 
 def checksums(
-    columns: Mapping[Key, np.ndarray], rows: int, progress: Progress | None = None
+    columns: Mapping[Key, np.ndarray], rows: int, progress: MoreDone | None = None
 ) -> dict[str, Any]:
     """Return a JSON value with checksums of each column's first ``rows`` rows, in slot order.
 
@@ -64,7 +62,7 @@ def checksums(
 
 
 def mismatches(
-    columns: Mapping[Key, SlotColumn], recorded: Any, progress: Progress | None = None
+    columns: Mapping[Key, SlotColumn], recorded: Any, progress: MoreDone | None = None
 ) -> Iterator[Mismatch]:
     """Yield the blocks whose checksum differs from the ``recorded`` one, column by column.
 
@@ -129,7 +127,7 @@ def _blocks(column: SlotColumn, rows: int, size: int) -> Iterator[np.ndarray]:
         yield column[start : min(start + size, rows)]
 
 
-def _of_block(block: np.ndarray, progress: Progress | None) -> str:
+def _of_block(block: np.ndarray, progress: MoreDone | None) -> str:
     if progress is not None:
         progress(block.nbytes)
     values = np.ascontiguousarray(block).reshape(-1)

@@ -33,7 +33,6 @@ from tallyroll.storage.errors import (
     ReadOnlyStorage,
     StateMismatch,
 )
-from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.files.run_events import shown
 from tallyroll.storage.package.moved_attributes import Moved
 from tallyroll.storage.readers.file_reader import Mode
@@ -45,6 +44,7 @@ from tallyroll.storage.replay.loader import Loader, Make
 from tallyroll.storage.replay.tensor_storage import IN_PLACE, AsTensorStorage
 from tallyroll.storage.rows.indexing import consecutive
 from tallyroll.storage.rows.keys import Key, Keys, as_key
+from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.stores.rewinds import require_kept
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
@@ -150,7 +150,7 @@ class DiskStorage(
         if self._leave_folder is not None:
             self._leave_folder()
 
-    def finalize(self, progress: Progress | None = None) -> None:
+    def finalize(self, progress: MoreDone | None = None) -> None:
         """Finalize as `RowStore.finalize` does; raise `NotAStorage` for a temporary storage."""
         if self._leave_folder is not None:
             raise NotAStorage(

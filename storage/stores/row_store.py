@@ -12,7 +12,6 @@ import numpy as np
 from tensordict import TensorDict
 
 from tallyroll.storage.engine.commit_engine import Durability
-from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import told, user_path
 from tallyroll.storage.formats.base import Format
@@ -20,6 +19,7 @@ from tallyroll.storage.overlays.face import HasOverlays
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key
+from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
@@ -88,7 +88,7 @@ class RowStore(HasOverlays):
         _check_rows("rows", rows)
         self.writer.opened.reserve(rows)
 
-    def finalize(self, progress: Progress | None = None) -> None:
+    def finalize(self, progress: MoreDone | None = None) -> None:
         """Leave exactly the committed rows, with checksums in the manifest, and close.
 
         The hash of the content is kept there too, where the rows say which they are; see

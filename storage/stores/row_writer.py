@@ -17,13 +17,14 @@ from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.engine.new_rows import ArrayRows, NewRows, TensorRows
 from tallyroll.storage.errors import ReadOnlyStorage, StorageFull
-from tallyroll.storage.files.checksums import Progress, checksums
+from tallyroll.storage.files.checksums import checksums
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.record_slots import check_record_size
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.origin import Told, origin_of
 from tallyroll.storage.rows.origin import came_from as came_from_rows
+from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.rows.slot_order import oldest_first
 from tallyroll.storage.stores.first_rows import FirstRows
 from tallyroll.storage.stores.given_rows import GivenRows, with_new_ids
@@ -263,7 +264,7 @@ class RowWriter:
         """Implement `DiskStorage.flush`."""
         self.opened.flush()
 
-    def finalize(self, progress: Progress | None = None) -> None:
+    def finalize(self, progress: MoreDone | None = None) -> None:
         """Implement `DiskStorage.finalize`."""
         reader = self.reader
         with self.opened.turn:

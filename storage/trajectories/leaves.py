@@ -17,9 +17,9 @@ from typing import Final
 
 import numpy as np
 
-from tallyroll.storage.files.checksums import Progress
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.keys import TRAJ_IDS, spell
+from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.rows.reading import ReadColumn, Reading
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.content import (
@@ -46,7 +46,7 @@ _HASH_NBYTES: Final = 32
 def hash_of(
     reader: Reading,
     ids: Numbering = "kept",
-    progress: Progress | None = None,
+    progress: MoreDone | None = None,
     kept: KeptLeaves | None = None,
 ) -> str:
     """Return one SHA-256 of the rows that a reader has at this moment; see `content_hash`.
@@ -83,7 +83,7 @@ def kept_of(reader: Reading, files: Format) -> KeptLeaves:
     return KeptLeaves(files, reader.id, columns, lambda: reader.head, reader.rewinds)
 
 
-def _with(kept: KeptLeaves, leaves: Leaves, progress: Progress | None) -> np.ndarray:
+def _with(kept: KeptLeaves, leaves: Leaves, progress: MoreDone | None) -> np.ndarray:
     """Return the hashes of all leaves, of which some are kept; keep the others, too."""
     lines = leaves.lines()
     known = np.zeros(len(lines), np.bool_)
@@ -144,7 +144,7 @@ class Leaves:
         return lines
 
     def hashes(
-        self, wanted: np.ndarray | None = None, progress: Progress | None = None
+        self, wanted: np.ndarray | None = None, progress: MoreDone | None = None
     ) -> np.ndarray:
         """Return the SHA-256 of each leaf, or of those that are ``wanted``, uint8 [leaves, 32].
 
@@ -168,7 +168,7 @@ class Leaves:
         counts: np.ndarray,
         starts: np.ndarray,
         runs: np.ndarray,
-        progress: Progress | None,
+        progress: MoreDone | None,
     ) -> Iterator[bytes]:
         """Yield the hash of each leaf."""
         sizes = np.add.reduceat(counts, starts)

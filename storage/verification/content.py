@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeAlias
 
 from tallyroll.storage.datasets.joined.members import PathLike
 from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import DiskStorage, open_storage
 from tallyroll.storage.trajectories.content import Numbering
 from tallyroll.storage.trajectories.leaves import hash_of, kept_of
-
-Progress: TypeAlias = Callable[[int, int], object]
-"""Called with the bytes that were read, and with those of all rows."""
 
 
 def content_hash(

@@ -14,6 +14,7 @@ import torch
 from tallyroll.storage.datasets.joined.members import PathLike
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import open_storage
@@ -23,7 +24,6 @@ from tallyroll.storage.trajectories.content import (
     Numbering,
     compared_columns,
 )
-from tallyroll.storage.verification.content import Progress
 from tallyroll.storage.verification.findings import PLACES
 
 _MOST_NBYTES: Final = 16 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import open_storage
 from tallyroll.storage.trajectories.columns import WHOSE, missing
@@ -72,7 +73,6 @@ CHECKS: Mapping[str, str] = {
 _MEMBERS = "members"
 """The check of several storages together: no rows are there twice, and no shard is missing."""
 
-Progress = Callable[[int, int], object]
 _PATIENCE = 1000
 _HEALING = (
     "The storage was left open, by a writer that was killed or by a power cut, or is being "

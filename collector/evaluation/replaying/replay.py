@@ -48,11 +48,10 @@ from tallyroll.storage.errors import ColumnsMissing, UnknownTrajectory
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import COLLECTOR, CONTEXT, RESET_SEED, Key, spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import DiskStorage, open_storage
 
 PathOf = str | PathLike[str]
-Progress = Callable[[int, int], object]
-"""Is called with the rows that were compared, and with how many there are."""
 
 
 def replay(

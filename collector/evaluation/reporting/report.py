@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from tallyroll.collector.evaluation.reporting.reading import COUNTS, Run, read_r
 from tallyroll.collector.evaluation.reporting.shard_runs import with_shards_joined
 from tallyroll.collector.evaluation.reporting.stored_runs import part
 from tallyroll.storage.errors import StorageError
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
 
 _OF_EACH_RUN = ("made.at", "made.policy.weights")
@@ -33,7 +34,6 @@ _OF_EACH_RUN = ("made.at", "made.policy.weights")
 _DEEPEST = 5
 
 Path: TypeAlias = str | os.PathLike[str]
-Progress: TypeAlias = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)

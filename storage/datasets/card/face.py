@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tallyroll.storage.datasets.card.page import Card
 from tallyroll.storage.datasets.card.storage_card import card_of
-from tallyroll.storage.datasets.exchange.outgoing import Progress
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.progress import Progress
 
 
 class HasCard:

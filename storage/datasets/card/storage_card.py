@@ -7,10 +7,10 @@ from collections import Counter
 from tallyroll.storage.datasets.card.page import UNKNOWN, Card
 from tallyroll.storage.datasets.exchange.about import flat_runs
 from tallyroll.storage.datasets.exchange.beside import statistics_kept
-from tallyroll.storage.datasets.exchange.outgoing import Progress
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.readers.spaces import spaces_of
 from tallyroll.storage.rows.keys import TERMINATED, spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import WHOSE, missing
 from tallyroll.storage.trajectories.episodes import END_NAMES

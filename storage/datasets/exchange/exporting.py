@@ -18,7 +18,7 @@ from tallyroll.storage.datasets.copying import Wanted, require_outside, schema_o
 from tallyroll.storage.datasets.exchange.about import about_rows, not_said
 from tallyroll.storage.datasets.exchange.beside import left_beside, statistics_kept
 from tallyroll.storage.datasets.exchange.numbering import has_numbers
-from tallyroll.storage.datasets.exchange.outgoing import Outgoing, Progress, says_end
+from tallyroll.storage.datasets.exchange.outgoing import Outgoing, says_end
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.datasets.views.view_reader import view_of
 from tallyroll.storage.errors import ColumnsMissing, StateMismatch, StorageFull
@@ -26,6 +26,7 @@ from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED, Keys, spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import WHOSE, missing

@@ -6,9 +6,9 @@ import os
 
 from tallyroll.storage.datasets.exchange.exporting import Cuts, ExportReport, export
 from tallyroll.storage.datasets.exchange.following import Follow, export_followed
-from tallyroll.storage.datasets.exchange.outgoing import Progress
 from tallyroll.storage.overlays.face import HasOverlays
 from tallyroll.storage.rows.keys import Keys
+from tallyroll.storage.rows.progress import Progress
 
 
 class HasExports(HasOverlays):

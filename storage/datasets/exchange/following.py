@@ -11,7 +11,6 @@ from typing import Final
 
 from tallyroll.storage.datasets.copying import require_outside
 from tallyroll.storage.datasets.exchange.exporting import Cuts, ExportReport, export
-from tallyroll.storage.datasets.exchange.outgoing import Progress
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.datasets.exchange.versions import versions_at
 from tallyroll.storage.errors import StateMismatch
@@ -20,6 +19,7 @@ from tallyroll.storage.overlays.overlaid import OverlaidReader
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Keys
+from tallyroll.storage.rows.progress import Progress
 
 _LOOK_SECONDS: Final = 0.1
 

@@ -22,7 +22,7 @@ from tallyroll.storage.datasets.exchange.door import (
     refused,
 )
 from tallyroll.storage.datasets.exchange.numbering import Numbering, has_numbers
-from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Progress
+from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import RowsMismatch
@@ -31,6 +31,7 @@ from tallyroll.storage.formats.by_name import FILES, format_at
 from tallyroll.storage.formats.space import require_room
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.row_writer import RowWriter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,11 +14,9 @@ from tallyroll.storage.datasets.copying import trajectory_order
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import DONE, NEXT, TRAJ_IDS, TRUNCATED, Key
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.columns import numbers_of
-
-Progress = Callable[[int, int], object]
-"""Called now and then with the bytes that are read, and with all that are to be."""
 
 BLOCK_NBYTES: Final = 2**25
 """Bytes of the rows that are read at a time."""

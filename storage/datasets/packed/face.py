@@ -10,10 +10,11 @@ import numpy as np
 
 from tallyroll.storage.datasets.packed.column_writers import FrameStack
 from tallyroll.storage.datasets.packed.packed_reader import PackedReader
-from tallyroll.storage.datasets.packed.packing import Format, PackReport, Progress, pack
+from tallyroll.storage.datasets.packed.packing import Format, PackReport, pack
 from tallyroll.storage.errors import NotAStorage
 from tallyroll.storage.readers.row_reader import RowReader, numbers_of
 from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.progress import Progress
 
 
 class HasPacking:

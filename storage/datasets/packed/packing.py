@@ -42,13 +42,12 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.zarr.metadata import require_names
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import TERMINATED, Key, as_key, spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.columns import WHOSE, missing
 from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.lane_file import Owner, write_index
 
-Progress = Callable[[int, int], object]
-"""Called now and then with the rows that are packed, and with all that are to be."""
 Format = Literal["zarr", "hdf5"]
 
 _LOOKS, _LOOK_ROWS, _LOOK_NBYTES = 6, 64, 2**24

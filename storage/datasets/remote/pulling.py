@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,8 @@ from tallyroll.storage.datasets.remote.remote_archive import RemoteArchive
 from tallyroll.storage.errors import CorruptStorage, InvalidAddress, StorageFull
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
+from tallyroll.storage.rows.progress import Progress
 
-Progress = Callable[[int, int], object]
-"""Called now and then with the bytes that have come, and with all that are to come."""
 _AT_A_TIME: Final = 4
 _PIECE: Final = 2**23
 _SPARE_NBYTES: Final = 2**22

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,8 @@ from tallyroll.storage.datasets.remote.push_plan import (
 from tallyroll.storage.errors import CorruptStorage, InvalidAddress, NotAStorage, PathIsTaken
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
+from tallyroll.storage.rows.progress import Progress
 
-Progress = Callable[[int, int], object]
-"""Called now and then with the bytes that are there, and with all that are to be."""
 SHA256: Final = "tallyroll-sha256"
 """The note of each object that has the checksum of its bytes."""
 _AT_A_TIME: Final = 4

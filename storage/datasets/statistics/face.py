@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tallyroll.storage.datasets.statistics.statistics import Progress, Statistics, statistics_of
+from tallyroll.storage.datasets.statistics.statistics import Statistics, statistics_of
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
+from tallyroll.storage.rows.progress import Progress
 
 if TYPE_CHECKING:
     from tallyroll.storage.datasets.statistics.normaliser import Normaliser

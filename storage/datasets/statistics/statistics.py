@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,9 @@ from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.rows.steadily import steadily
-
-Progress = Callable[[int, int], object]
-"""Called with the bytes that were read, and with those of all rows."""
 
 
 @dataclass(frozen=True, slots=True)

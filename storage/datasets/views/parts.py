@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +13,7 @@ from tallyroll.storage.errors import StorageFull
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import can_be_stored
+from tallyroll.storage.rows.progress import Progress
 
 _SUFFIXES: Final = {"memmap": "", "hdf5": ".h5", "zarr": ".zarr"}
 
@@ -23,7 +24,7 @@ def write_parts(
     format: str = "memmap",
     *,
     dry_run: bool = False,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, CopyReport]:
     """Write each part as a storage of its name in a new folder, which is there whole or not.
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.verification.findings import PLACES, Findings, Place
 from tallyroll.storage.verification.soundness.disk import Ranges, filled, with_gaps
 
@@ -64,7 +65,7 @@ class Gathered:
     rows: int = 0
     room: int = 2**62
     """Bytes that further datasets of a file may have, by the bytes that the file has."""
-    tell: Callable[[int, int], object] = lambda done, total: None
+    tell: Progress = lambda done, total: None
     """Called with the bytes that were read, and with all."""
 
     def add(

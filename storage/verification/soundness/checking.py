@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from importlib import import_module
 from typing import Final
 
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.verification.findings import Report
 from tallyroll.storage.verification.soundness.checker import CHECKS, Checker, Gathered
 
@@ -50,7 +51,7 @@ def verify_dataset(
     kind: str | None = None,
     *,
     skip: Collection[str] = (),
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Read all of a dataset of another library, and find what cannot be right.
 

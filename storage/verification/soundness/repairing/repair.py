@@ -14,6 +14,7 @@ from tallyroll.storage.datasets.exchange.importing import imported
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.errors import CorruptStorage, InvalidDataset, NotAStorage
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
 from tallyroll.storage.verification.soundness.checking import kind_at
 from tallyroll.storage.verification.soundness.disk import Ranges, unreadable_in
@@ -34,8 +35,6 @@ _KINDS: Final[dict[str, type[RowsRepair]]] = {
 }
 _SUFFIX: Final = ".repaired-aside"
 _REPAIRED: Final = "repaired"
-
-Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
