@@ -12,15 +12,11 @@ processes together. Workers that act call it once a slot, each for its own lanes
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import resource
-import subprocess
-import sys
-import tempfile
 import time
 from statistics import median
 from typing import Any
+
+from by_turns import cpu_seconds, in_turns, ours, say_and_end
 
 PLACES = ("local", "central")
 MODES = ("sync", "async")
@@ -58,25 +54,8 @@ def policy_of(env: str, width: int) -> Any:
 
 def child(args: argparse.Namespace) -> None:
     """Collect the rows of one contender; prints figures as JSON."""
-    from tallyroll.collector import MultiprocessCollector, RayCollector
-
     over, mode, place = args.child.split()
-    kind: Any = MultiprocessCollector
-    more: dict[str, Any] = {}
-    if over == "ray":
-        import ray
-
-        ray.init(
-            address="local",
-            num_cpus=args.workers + 2,
-            include_dashboard=False,
-            object_store_memory=400 * 2**20,
-            logging_level="ERROR",
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=tempfile.mkdtemp(prefix="r", dir="/tmp"),
-        )
-        kind, more = RayCollector, {"spares": 0}
+    kind, more = ours(over, args.workers)
     warm = wall = cpu = began = used = rows = 0.0
     with kind(
         args.env,
@@ -103,15 +82,7 @@ def child(args: argparse.Namespace) -> None:
                 break
         wall, cpu = time.perf_counter() - began, cpu_seconds() - used
         made = rows / (args.lanes / args.workers) if central is None else central.calls - calls
-    figures = {"us": 1e6 * cpu / rows, "rate": rows / wall, "calls": 1000 * made / rows}
-    print(json.dumps(figures))
-    sys.stdout.flush()
-    os._exit(0)  # Ray takes a while to let go
-
-
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    say_and_end({"us": 1e6 * cpu / rows, "rate": rows / wall, "calls": 1000 * made / rows})
 
 
 def main() -> None:
@@ -130,22 +101,8 @@ def main() -> None:
         child(args)
         return
     over = ("processes", "ray") if args.ray else ("processes",)
-    found: dict[str, list[dict[str, float]]] = {
-        f"{each} {mode} {place}": [] for each in over for mode in MODES for place in PLACES
-    }
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
-    for number in range(args.rounds):
-        for name, each in found.items():
-            words = [sys.executable, __file__, *sys.argv[1:], "--child", name]
-            done = subprocess.run(
-                words, env={**os.environ, **quiet}, capture_output=True, text=True, check=False
-            )
-            lines = [line for line in done.stdout.splitlines() if line.startswith('{"us')]
-            if not lines:
-                print(f"{name}: no figures: {done.stderr.strip()[-600:]}")
-                continue
-            each.append(json.loads(lines[0]))
-            print(number, name, lines[0], flush=True)
+    names = (f"{each} {mode} {place}" for each in over for mode in MODES for place in PLACES)
+    found = in_turns(names, args.rounds)
     print("| | driver us a row | rows a second | calls of the policy in 1,000 rows |")
     print("|---|---|---|---|")
     for name, each in found.items():

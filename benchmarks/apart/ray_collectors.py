@@ -13,43 +13,19 @@ counted over the whole run of a contender.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import resource
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
+import by_turns
+from by_turns import cpu_seconds, in_turns, say_and_end, start_ray
+
 CONTENDERS = ("processes", "ours", "processes sync", "ours sync", "torchrl", "rllib")
 
 
-def start_ray(args: argparse.Namespace) -> None:
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=args.workers + 2,
-        include_dashboard=False,
-        object_store_memory=400 * 2**20,
-        logging_level="ERROR",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=tempfile.mkdtemp(prefix="r", dir="/tmp"),
-    )
-
-
 def ours(args: argparse.Namespace, total: int) -> Iterator[int]:
-    from tallyroll.collector import MultiprocessCollector, RayCollector
-
-    kind: Any = MultiprocessCollector
-    more: dict[str, Any] = {}
-    if args.child.startswith("ours"):
-        start_ray(args)
-        kind, more = RayCollector, {"spares": 0}
+    kind, more = by_turns.ours("ray" if args.child.startswith("ours") else "", args.workers)
     with kind(
         args.env,
         num_envs=args.lanes,
@@ -70,7 +46,7 @@ def torchrl(args: argparse.Namespace, total: int) -> Iterator[int]:
     from torchrl.collectors.distributed import RayCollector
     from torchrl.envs import GymEnv
 
-    start_ray(args)
+    start_ray(args.workers)
     lanes = args.lanes // args.workers
     factory: Callable[[], Any] = lambda: GymEnv(args.env, num_envs=lanes)  # noqa: E731
     collector = RayCollector(
@@ -90,7 +66,7 @@ def torchrl(args: argparse.Namespace, total: int) -> Iterator[int]:
 def rllib(args: argparse.Namespace, total: int) -> Iterator[int]:
     from ray.rllib.algorithms.ppo import PPOConfig
 
-    start_ray(args)
+    start_ray(args.workers)
     config = (
         PPOConfig()
         .environment(args.env)
@@ -124,14 +100,7 @@ def child(args: argparse.Namespace) -> None:
             warm, began, cpu = got, time.perf_counter(), cpu_seconds()
         elif warm and got - warm <= args.rows:
             wall, spent, last = time.perf_counter() - began, cpu_seconds() - cpu, got - warm
-    print(json.dumps({"asked": total, "got": got, "rate": last / wall, "us": 1e6 * spent / last}))
-    sys.stdout.flush()
-    os._exit(0)  # peers take a while to let go
-
-
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    say_and_end({"asked": total, "got": got, "rate": last / wall, "us": 1e6 * spent / last})
 
 
 def main() -> None:
@@ -149,20 +118,7 @@ def main() -> None:
     if args.child:
         child(args)
         return
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in args.only.split(",")}
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
-    for number in range(args.rounds):
-        for name, each in found.items():
-            words = [sys.executable, __file__, *sys.argv[1:], "--child", name]
-            done = subprocess.run(
-                words, env={**os.environ, **quiet}, capture_output=True, text=True, check=False
-            )
-            lines = [line for line in done.stdout.splitlines() if line.startswith('{"asked')]
-            if not lines:
-                print(f"{name}: no figures: {done.stderr.strip()[-600:]}")
-                continue
-            each.append(json.loads(lines[0]))
-            print(number, name, lines[0], flush=True)
+    found = in_turns(args.only.split(","), args.rounds)
     print(
         "| | driver us a row | rows a second | beside processes | asked | got |\n"
         "|---|---|---|---|---|---|"

@@ -120,7 +120,7 @@ class RowWriter:
             if ids != "fresh":
                 claim.require_none()
             record = self._staged if record is None else record
-            own = record is not None or (ids == "fresh" and (came_from is None or claim.stands))
+            own = record is not None or (ids == "fresh" and claim.stands)
             if came_from is None and not copied.is_of_others(own):
                 return self._write(rows, record, without, ids, None, items)
             if copied.goes_on(came_from):

@@ -54,7 +54,6 @@ class RowChecks:
     Args:
         reader: of the rows.
         runs: the runs that wrote its rows, by their first rows.
-        counted: the rows that there were when a run wrote the last record; None: all are a run's.
         nan: look for NaN, too.
         table: the table of episodes that the rows are to be compared with.
         gather: makes the collections of findings that are merged into the caller's.
@@ -65,13 +64,12 @@ class RowChecks:
         reader: RowReader,
         runs: Sequence[RunEntry],
         *,
-        counted: int | None = None,
         nan: bool = True,
         table: np.ndarray | None = None,
         gather: Callable[[], Findings] = Findings,
     ) -> None:
         self._reader, self.span, self._gather = reader, reader.span, gather
-        self._runs, self._counted = runs, self.span.stop if counted is None else counted
+        self._runs = runs
         self._columns = {column.key: column for column in reader.schema.columns}
         self._values = {key: reader.column(key) for key in self._columns}
         self.unavailable: dict[str, str] = {}
@@ -248,10 +246,9 @@ class RowChecks:
     def _check_spaces(
         self, run: RunEntry, rows: NumberedRows, part: range, findings: Findings
     ) -> None:
-        """Compare values with the spaces that the run says, as far as it made these rows."""
-        stop = min(part.stop, self._counted)
+        """Compare values with the spaces that the run says."""
         for column, space in self._spaces.of(run.first_row, run.spaces):
-            values = self._values[column.key].slice(part.start, max(part.start, stop))
+            values = self._values[column.key].slice(part.start, part.stop)
             self._spaces.check(column, space, values, rows, findings)
 
 

@@ -25,7 +25,6 @@ from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.rewind_history import without_runs_from
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT
-from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, spell
@@ -218,14 +217,7 @@ class _Verification:
         if "events" not in self._skip:
             self._check_events(manifest["runs"], at)
         table = None if "episodes" in self._skip else self._table()
-        parsed = RunRecord.parse(record)
-        rows = RowChecks(
-            reader,
-            runs,
-            counted=None if parsed is None else parsed.at,
-            nan="nan" not in self._skip,
-            table=table,
-        )
+        rows = RowChecks(reader, runs, nan="nan" not in self._skip, table=table)
         # A writer that is just writing one looks like that, once.
         if all(reader.record_damaged for _ in range(3)):
             what = "was cut short" if self._left_open else "is damaged"

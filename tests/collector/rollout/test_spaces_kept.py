@@ -255,6 +255,9 @@ def test_a_row_of_another_origin_has_no_known_space(tmp_path: Path) -> None:
         rows = storage.get(slice(0, 5)).clone()
         rows["observation"][2] = 100
         storage.extend(rows, ids="fresh")
+        with SyncCollector("CartPole-v1", storage=storage, **arguments) as collector:
+            collector.collect(10)
+        assert [run.get("spaces") is not None for run in storage.runs] == [True, False, True]
         with MemmapStorage(tmp_path / "others") as others:
             handed = storage.get(slice(0, 10))  # it says where it came from, whatever became of it
             handed["observation"][2] = 100

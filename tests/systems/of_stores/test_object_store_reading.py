@@ -10,7 +10,6 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,22 +38,12 @@ from object_store_kit import (
     Asked,
     Fault,
     Proxy,
-    environment,
-    store_and_proxy,
 )
 
 ROWS, WIDTH = 6_000, 32
 ADDRESS = "s3://datasets/wide/packed"
 SMALL = S3Options(block_nbytes=2**14, timeout=2.0, patience=4.0)
 """Blocks of which the dataset has many, and little patience."""
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with store_and_proxy() as proxy, pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(proxy.url).items():
-            patch.setenv(name, value)
-        yield proxy
 
 
 @pytest.fixture(scope="module")

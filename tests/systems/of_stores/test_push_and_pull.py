@@ -9,7 +9,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,22 +42,12 @@ from object_store_kit import (
     Asked,
     Fault,
     Proxy,
-    environment,
     kill_after,
     process_that_calls,
-    store_and_proxy,
 )
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "3"))
 HASTY = S3Options(timeout=2.0, patience=2.0)
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with store_and_proxy() as proxy, pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(proxy.url).items():
-            patch.setenv(name, value)
-        yield proxy
 
 
 @pytest.fixture(scope="module")

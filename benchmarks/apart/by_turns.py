@@ -1,0 +1,75 @@
+"""Contenders that have a process each, and a Ray of their own, and take turns in each round."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+_FIGURES = "figures: "
+
+Found = dict[str, list[dict[str, float]]]
+"""The figures of each contender, those of a round after those of the one before."""
+
+
+def in_turns(names: Iterable[str], rounds: int) -> Found:
+    """Start this script again with ``--child NAME`` for each contender in each round."""
+    found: Found = {name: [] for name in names}
+    for number in range(rounds):
+        for name, each in found.items():
+            words = [sys.executable, *sys.argv, "--child", name]
+            done = subprocess.run(
+                words, env={**os.environ, **_QUIET}, capture_output=True, text=True, check=False
+            )
+            lines = [line for line in done.stdout.splitlines() if line.startswith(_FIGURES)]
+            if not lines:
+                print(f"{name}: no figures: {done.stderr.strip()[-600:]}")
+                continue
+            figures = lines[0].removeprefix(_FIGURES)
+            each.append(json.loads(figures))
+            print(number, name, figures, flush=True)
+    return found
+
+
+def say_and_end(figures: dict[str, float]) -> None:
+    """Say the figures of this contender, and end at once: Ray takes a while to let go."""
+    print(_FIGURES + json.dumps(figures), flush=True)
+    os._exit(0)
+
+
+def start_ray(workers: int) -> None:
+    """Start a Ray with room for so many actors."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=workers + 2,
+        include_dashboard=False,
+        object_store_memory=400 * 2**20,
+        logging_level="ERROR",
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=tempfile.mkdtemp(prefix="r", dir="/tmp"),
+    )
+
+
+def ours(over: str, workers: int) -> tuple[Any, dict[str, Any]]:
+    """Return our collector over ``"ray"``, which is started, or over processes, and arguments."""
+    from tallyroll.collector import MultiprocessCollector, RayCollector
+
+    if over != "ray":
+        return MultiprocessCollector, {}
+    start_ray(workers)
+    return RayCollector, {"spares": 0}
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process, of all of its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
