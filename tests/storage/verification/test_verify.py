@@ -661,6 +661,7 @@ def test_rows_behind_the_newest_record_are_found(sound: dict[str, Path], tmp_pat
     with open_storage(path, mode="append") as storage:
         more = storage.get(torch.arange(ROWS - 3, ROWS))
         more[STEP] += 3
+        storage.writer.claim.take(storage)  # so they are a run's own
         storage.extend(more, ids="fresh")
     found = {each.message: each for each in verify(path).findings}
     late = found["the newest intact one is not that of the last commit"]
