@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -103,6 +104,14 @@ class Decoder:
     def __init__(self, picture: Picture, extra: str) -> None:
         self._pillow: Any = needed("PIL.Image", extra, "an image needs")
         self._picture = picture
+
+    def values(self, contents: Iterable[bytes], count: int, column: Column) -> np.ndarray:
+        """Return ``count`` values of a column, an image each; raise as `decoded` does."""
+        picture = self._picture
+        images = np.empty((count, picture.height, picture.width, picture.channels), np.uint8)
+        for number, content in enumerate(contents):
+            images[number] = self.decoded(content)
+        return picture.back(images, column)
 
     def decoded(self, content: bytes) -> np.ndarray:
         """Return an image [height, width, channels].

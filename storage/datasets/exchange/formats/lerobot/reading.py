@@ -118,15 +118,17 @@ class Source:
         if feature.kind == "numbers":
             column = ArrowColumn(feature.name, feature.stand_in)
             return numbers_back(column.of(tables.arrow_module(), batch), feature)
-        found, picture = batch.column(feature.name), feature.picture
-        assert picture is not None
+        found = batch.column(feature.name)
         decoder = self._decoders[feature.name]
-        images = np.empty((len(found), picture.height, picture.width, picture.channels), np.uint8)
-        for number, content in enumerate(found.field(tables.IMAGE_PARTS[0])):
-            if not content.is_valid:
-                raise InvalidDataset(f"{feature.name} has an image that is not in the table")
-            images[number] = decoder.decoded(content.as_py())
-        return picture.back(images, feature.column)
+        return decoder.values(_images(found, feature.name), len(found), feature.column)
+
+
+def _images(found: Any, name: str) -> Iterator[bytes]:
+    """Yield the files of images in a column of a table."""
+    for content in found.field(tables.IMAGE_PARTS[0]):
+        if not content.is_valid:
+            raise InvalidDataset(f"{name} has an image that is not in the table")
+        yield content.as_py()
 
 
 class _Reel:

@@ -88,7 +88,8 @@ class Values:
             case "bytes":
                 flat = np.frombuffer(b"".join(map(self._content, entries)), column.numpy_dtype)
             case "image":
-                return self._images(entries)
+                assert self._decoder is not None
+                return self._decoder.values(entries, count, column)
         return flat.reshape(count, *column.shape)
 
     def _integers(self, values: np.ndarray) -> np.ndarray:
@@ -114,15 +115,6 @@ class Values:
         if self.feature.column.dtype is torch.bool and max(content) > 1:
             raise InvalidDataset(f"{self.feature.name} has a byte that is no bool")
         return content
-
-    def _images(self, entries: Any) -> np.ndarray:
-        picture = self.feature.picture
-        assert picture is not None
-        shape = (len(entries), picture.height, picture.width, picture.channels)
-        images = np.empty(shape, np.uint8)
-        for number, content in enumerate(entries):
-            images[number] = self.image(content)
-        return picture.back(images, self.feature.column)
 
     def image(self, content: bytes) -> np.ndarray:
         """Return an image [height, width, channels].
