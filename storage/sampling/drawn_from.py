@@ -1,8 +1,10 @@
-"""Checks of the storage that a sampler draws from."""
+"""The storage that a sampler draws from: checks of it, and samplers that keep nothing else."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from tallyroll.storage.errors import SlotsMayChange
 from tallyroll.storage.storages import DiskStorage
@@ -47,3 +49,23 @@ def require_slots_stay(
             f"{storage.path} is a ring that another process may write, so that rows change between "
             f"drawing and {reading}. {instead}"
         )
+
+
+class KeepsNothing(Sampler):
+    """A sampler without a state: its random numbers are a buffer's, and its rows a storage's."""
+
+    def _empty(self) -> None:
+        """Nothing is kept here."""
+
+    def dumps(self, path: Any) -> None:
+        """Nothing is kept here."""
+
+    def loads(self, path: Any) -> None:
+        """Nothing is kept here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is kept here."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing is kept here."""

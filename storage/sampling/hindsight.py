@@ -10,7 +10,6 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers.samplers import Sampler
 
 from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, NoSlices
 from tallyroll.storage.readers.row_reader import RowReader
@@ -27,6 +26,7 @@ from tallyroll.storage.rows.keys import (
 )
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.sampling.drawn_from import (
+    KeepsNothing,
     require_same,
     require_slots_stay,
     require_storage,
@@ -46,7 +46,7 @@ GOAL_ROW: Final[Key] = ("collector", "goal_row")
 _PATIENCE_SECONDS: Final = 1.0
 
 
-class HindsightSampler(Sampler):
+class HindsightSampler(KeepsNothing):
     """Draws rows, and gives some of them a goal that their trajectory reached.
 
     Hindsight experience replay (Andrychowicz et al., 2017), for environments like those of
@@ -292,22 +292,6 @@ class HindsightSampler(Sampler):
 
     def _sampleable_count(self, storage: Any, batch_size: int) -> int:
         return len(self._reader.span)
-
-    def _empty(self) -> None:
-        """Nothing is kept here."""
-
-    def dumps(self, path: Any) -> None:
-        """Nothing is kept here."""
-
-    def loads(self, path: Any) -> None:
-        """Nothing is kept here."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is kept here: the random numbers are the buffer's, and the rows the storage's."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing is kept here."""
 
     def __repr__(self) -> str:
         return (

@@ -6,18 +6,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrl.data.replay_buffers.samplers import Sampler
 
 from tallyroll.storage.errors import NoSlices, ShortTrajectory
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import MASK, Key
-from tallyroll.storage.sampling.drawn_from import require_slots_stay, require_storage
+from tallyroll.storage.sampling.drawn_from import KeepsNothing, require_slots_stay, require_storage
 from tallyroll.storage.trajectories.mapping import draw
 from tallyroll.storage.trajectories.slice_columns import done_keys, init_keys, slice_marks
 from tallyroll.storage.trajectories.windows import By, Short, Slices, Windows
 
 
-class TrajectorySliceSampler(Sampler):
+class TrajectorySliceSampler(KeepsNothing):
     """Draws slices of trajectories uniformly, with replacement, among all that there are.
 
     For a replay buffer over a Tallyroll storage::
@@ -116,22 +115,6 @@ class TrajectorySliceSampler(Sampler):
         with index.lock:
             count: int = index.rows(reader).count_slices(self.slice_len, reader.span.start)
             return count
-
-    def _empty(self) -> None:
-        """Nothing is kept here."""
-
-    def dumps(self, path: Any) -> None:
-        """Nothing is kept here."""
-
-    def loads(self, path: Any) -> None:
-        """Nothing is kept here."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is kept here: the random numbers are the buffer's, and the rows the storage's."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing is kept here."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.windows})"
