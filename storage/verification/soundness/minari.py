@@ -30,10 +30,9 @@ from tallyroll.storage.verification.soundness.checker import (
     text_of,
 )
 from tallyroll.storage.verification.soundness.values import (
-    ZeroRuns,
     as_flags,
     check_finite,
-    zero_rows,
+    check_zeros,
 )
 
 _FILE, _METADATA = "main_data.hdf5", "metadata.json"
@@ -279,9 +278,7 @@ class _Episodes(ABC):
                 early = flags & (np.arange(len(flags)) < count - 1)
                 found.add_rows("ends", message, early, where, name)
         if count and any(values[name].dtype.kind == "f" for name in observed):
-            runs = ZeroRuns(found)
-            runs.advance(zero_rows(alike), where)
-            runs.finish()
+            check_zeros(found, alike, where)
 
 
 class _Groups(_Episodes):

@@ -40,6 +40,13 @@ def as_flags(found: Gathered, values: np.ndarray, where: Where, column: str) -> 
     return flags
 
 
+def check_zeros(found: Gathered, parts: list[np.ndarray], where: Where) -> None:
+    """Find long runs of rows within an episode, zero in all of some columns [n, ...]."""
+    runs = ZeroRuns(found)
+    runs.advance(zero_rows(parts), where)
+    runs.finish()
+
+
 def zero_rows(parts: list[np.ndarray]) -> np.ndarray:
     """Return which rows [n] are zero in all of some columns [n, ...]."""
     zero = np.ones(len(parts[0]), bool)

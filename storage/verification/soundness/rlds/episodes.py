@@ -26,10 +26,9 @@ from tallyroll.storage.datasets.exchange.formats.rlds.values import Values
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.verification.soundness.checker import Gathered, Where
 from tallyroll.storage.verification.soundness.values import (
-    ZeroRuns,
     as_flags,
     check_finite,
-    zero_rows,
+    check_zeros,
 )
 
 _MOST_KEPT: Final = 2**24
@@ -228,9 +227,7 @@ class EpisodeChecks:
                 check_finite(self._found, each[:-1], where, name)
                 acted.append(each[:-1])
         if seen and acted and len(acted[0]):
-            runs = ZeroRuns(self._found)
-            runs.advance(zero_rows([*observed, *acted]), where)
-            runs.finish()
+            check_zeros(self._found, [*observed, *acted], where)
 
 
 def _acts(feature: Feature) -> bool:
