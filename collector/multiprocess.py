@@ -53,11 +53,11 @@ from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.workers.central import CentralPolicy, settle_here
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.sharded import (
-    GoesOnFromStorage,
     ShardedLeases,
     lost_since,
 )
 from tallyroll.collector.workers.leases.source import Leases
+from tallyroll.collector.workers.leases.without_rows import GoesOnFromStorage
 from tallyroll.collector.workers.local.limits import require_guard
 from tallyroll.collector.workers.local.processes import ProcessTransport
 from tallyroll.collector.workers.local.threads import ThreadTransport

@@ -6,23 +6,21 @@ they count once the storage has noted that, in one line for all answers that cam
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import add, attrgetter
-from typing import NoReturn, Self
+from typing import Self
 
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, Seen
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry, post
 from tallyroll.collector.counting.shards import first_id
-from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.rollout.os_signals import call_waiting, pausable, waits
-from tallyroll.collector.rollout.source import Held
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_in
 from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.leases.without_rows import WithoutRows
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import Event, WorkerPool
 from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
@@ -55,37 +53,7 @@ class _Part:
     """Its part of the counts that are sums over rows."""
 
 
-class _WithoutRows:
-    """A part of `ShardedLeases`: it refuses what needs rows, and the run goes on."""
-
-    _run: RunState
-
-    def batch(self, size: int | None = None) -> NoReturn:
-        """Refuse: no row comes here."""
-        self._refuse("its rows stay in the shards; call collect(n), and open the storage to read")
-
-    def discard(self, *_: object) -> None:
-        """Do nothing, before `restart_lanes` refuses."""
-
-    def restart_lanes(self, *_: object) -> NoReturn:
-        """Refuse."""
-        self._refuse("workers number their rows; give seed= to another collector")
-
-    @contextmanager
-    def still(self) -> Iterator[Sequence[Held]]:
-        """Refuse: a call between rows of several shards has no place among them."""
-        self._refuse("calls of environments have no place among rows of several shards")
-        yield ()
-
-    def leave(self) -> None:
-        """Do nothing: no policy acts here."""
-
-    def _refuse(self, why: str) -> NoReturn:
-        self._run.intact = True  # the run goes on
-        raise ArgumentError(f"sharded=True: {why}")
-
-
-class ShardedLeases(_WithoutRows):
+class ShardedLeases(WithoutRows):
     """Lets workers store exactly so many transitions, and notes which of them count.
 
     Args:
@@ -304,15 +272,6 @@ class ShardedLeases(_WithoutRows):
         post(run.ledger, LedgerEntry(discarded=held, episodes_cut=cut))
         run.ledger.balance(0)
         run.writer.finish(run.ledger, held)
-
-
-class GoesOnFromStorage:
-    """In the place of `Restarting`: a sharded run goes on from its storage alone."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise StateError(
-            "sharded=True: the run goes on from its storage, by resume=True, and has no other state"
-        )
 
 
 def lost_since(startup: WorkerStartup, sink: ShardedWriter) -> list[str]:
