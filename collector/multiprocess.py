@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import ceil
 from typing import Any, NoReturn, Unpack, cast
@@ -452,7 +453,9 @@ class MultiprocessCollector(Collector):
                 "whose copies in the workers no weights can reach; make it an nn.Module "
                 "(TensorDictModule)"
             )
-        super().update_policy_weights_(weights, policy_id=policy_id)
+        acts = self._worker_pool.central
+        with nullcontext() if acts is None else acts.turn:
+            super().update_policy_weights_(weights, policy_id=policy_id)
         try:
             self._publish()
         except BaseException:

@@ -5,6 +5,7 @@ pool lets :class:`CentralPolicy` act for all workers that wait, in one call, and
 :class:`~messages.Chosen`: it steps on with these actions, until it wants others or has the answer.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -117,6 +118,8 @@ class CentralPolicy:
         self.in_step = in_step
         self.calls = 0
         """Calls of the policy so far."""
+        self.turn = threading.RLock()
+        """Held while it acts, and by a thread that gives new weights."""
         self._policy, self._writes = policy, called.writes
         self._acting = Acting(exploration)
         if called.inputs is not None:
@@ -130,7 +133,8 @@ class CentralPolicy:
         found: dict[int, m.Chosen] = {}
         for keys in {frozenset(each.seen): None for each in wanted}:
             alike = [at for at, each in enumerate(wanted) if each.seen.keys() == keys]
-            found |= zip(alike, self._chosen([wanted[at] for at in alike]), strict=True)
+            with self.turn:
+                found |= zip(alike, self._chosen([wanted[at] for at in alike]), strict=True)
         return [found[at] for at in range(len(wanted))]
 
     def _chosen(self, wanted: Sequence[m.Wanted]) -> list[m.Chosen]:

@@ -105,6 +105,23 @@ class Another(ByObservation):
         return out if lanes == len(out) else torch.cat([out, out])[:lanes]
 
 
+class Slow(ByObservation):
+    """Reads its weights one after the other, and lets a test do something between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out_keys = [*self.out_keys, "one", "other"]
+        self.one, self.other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """Write both weights."""
+        one = self.one.detach().expand(td.batch_size).clone()
+        if "between" in _here:
+            _here.pop("between")()
+        other = self.other.detach().expand(td.batch_size).clone()
+        return super().forward(td).set("one", one).set("other", other)
+
+
 @pytest.fixture(autouse=True)
 def nothing_here() -> Any:
     _here.clear()
@@ -391,6 +408,26 @@ def test_each_row_has_the_version_that_acted(mode: Any) -> None:
         # The last row was carried, and is of the weights of the batch before.
         assert newest == [*((number + 1) // 2 for number in range(7)), 3]
     assert max(newest) > 1
+
+
+def test_weights_of_another_thread_come_between_two_calls() -> None:
+    """No row is of half of them, and each names those that acted."""
+    policy, threads = Slow(), list[threading.Thread]()
+
+    def updated() -> None:
+        for each in policy.parameters():
+            torch.nn.init.ones_(each)
+        threads.append(threading.Thread(target=collector.update_policy_weights_))
+        threads[0].start()
+        threads[0].join(0.2)  # what waits for its turn goes on after the call
+
+    with in_threads(), worker_collector(SAME, 2, policy, mode="sync", **CENTRAL) as collector:
+        _here["between"] = updated
+        rows = joined([*collector])
+        threads[0].join()
+    versions = rows["collector", "policy_version"].reshape(-1).tolist()
+    assert rows["one"].reshape(-1).tolist() == rows["other"].reshape(-1).tolist() == versions
+    assert {*versions} == {0, 1}
 
 
 # --- faults ---------------------------------------------------------------------------------------
