@@ -33,6 +33,7 @@ _CLOSE_SECONDS = 2.0
 """How long a worker may take to close its environment."""
 _SETTLE_SECONDS = 1.0
 """How long a worker may take to end the step under way, when all is over."""
+_BY_INDEX = attrgetter("index")
 
 
 Event = tuple[Member, Any]
@@ -116,7 +117,7 @@ class WorkerPool:
             with admitted() if during is None else during:
                 ready = self.transport.ready(links, patience)
             says = [busy[link] for link in ready if link in busy]
-            heard = [self._heard(member) for member in sorted(says, key=attrgetter("index"))]
+            heard = [self._heard(member) for member in sorted(says, key=_BY_INDEX)]
             events = [event for event in heard if event is not None]
             if not ready or time.monotonic() >= self._look_at:  # of a thousand that takes a while
                 self._look_at = time.monotonic() + _LOOK_SECONDS
@@ -139,34 +140,38 @@ class WorkerPool:
     def all_do(self, message: object, during: AbstractContextManager[None]) -> bool:
         """Ask all the same, and hear all; what else may come up is left to :meth:`events`.
 
-        That is so, and False is returned, once one failed, or all were silent for a while.
+        That is so, and False is returned, once one failed or hangs.
         ``during``: what it waits in, if handlers of signals are deferred.
         """
-        now, busy, idle = time.monotonic(), self.members, True
+        now, idle = time.monotonic(), True
         self._changed = True
-        for member in busy:
+        for member in self.members:
             if member.asked or member.failed is not None or self.central is not None:
                 self.ask(member, message)
                 idle = False
             else:
                 member.since, member.asked = now, 1
                 member.link.send(message)
-        while busy and idle:
-            links = [member.link for member in busy]
+        waiting = {member.link: member for member in self.members}
+        links = [*waiting]  # one list throughout: the transport knows it
+        while waiting and idle:
             if are_deferred():
                 with during:
                     ready = self.transport.ready(links, _LOOK_SECONDS)
             else:
                 ready = self.transport.ready(links, _LOOK_SECONDS)
-            if not ready:
+            says = [waiting.pop(link) for link in ready if link in waiting]
+            if len(says) > 1:
+                says.sort(key=_BY_INDEX)
+            for member in says:
+                self._heard(member)
+                if member.failed is not None:
+                    member.asked = 1  # so that it is said again
+                    return False
+            if len(says) < len(ready):  # one that had answered is gone
                 return False
-            for member in busy:
-                if member.link in ready:
-                    self._heard(member)
-                    if member.failed is not None:
-                        member.asked = 1  # so that it is said again
-                        return False
-            busy = [member for member in busy if member.link not in ready]
+            if not ready and any(map(self._hangs, waiting.values())):
+                return False
         return idle
 
     def _act(self, central: CentralPolicy, busy: Sequence[Member]) -> list[Link]:
