@@ -124,8 +124,8 @@ class Actors(OptionObject):
             ``resources``, ``scheduling_strategy`` (``"SPREAD"``) and ``runtime_env``.
         spares: actors that wait beside the workers, so that one which takes the place of another
             needs no seconds to start; they take the resources of a worker.
-        heartbeat: seconds between two signs of life that an actor is asked for. One that gives
-            none five times counts as dead.
+        heartbeat: seconds between two signs of life that an actor is asked for, unless it
+            answered meanwhile. One that gives none five times counts as dead.
 
     Raises:
         ArgumentError: one of them cannot be right.

@@ -132,13 +132,17 @@ def test_rows_that_are_lost_before_they_are_read(
         ) as collector,
     ):
         rows, said = 0, failures_of(collector, monkeypatch)
+        link: Any = collector._worker_pool.members[0].link
+        fetches, out = link._await, list[Any]()
         for number, batch in enumerate(collector):
             check_large(batch)
             rows += len(batch)
-            if number == 3:
-                link: Any = collector._worker_pool.members[0].link
-                out = [ref for ref, _ in link._asked]
-                answered = partial(ray.wait, out, num_returns=len(out), timeout=0)
+            if number == 1:
+                monkeypatch.setattr(link, "_await", lambda *asked: out.append(asked))
+            if number == 5:
+                refs = [ref for ref, _ in out]
+                assert refs
+                answered = partial(ray.wait, refs, num_returns=len(refs), timeout=0)
                 wait_until(lambda of=answered: not of(fetch_local=False)[1], 60, "answers")
                 first = collector.worker_pids[0]
                 (lost,) = (
@@ -146,6 +150,8 @@ def test_rows_that_are_lost_before_they_are_read(
                 )
                 raylet_of(lost).kill()
                 alive[alive.index(lost)] = nodes.add(num_cpus=1)
+                for asked in out:
+                    fetches(*asked)
         ledger = collector.ledger
         ledger.check()
         assert rows == ledger.stored == 301

@@ -1,6 +1,7 @@
 """A worker in an actor on some node."""
 
 import os
+import pickle
 import platform
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import ray
 from numpy.typing import NDArray
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.workers.far.far_worker import Answer, FarWorker, Given
+from tallyroll.collector.workers.far.far_worker import Answer, FarWorker
 from tallyroll.collector.workers.worker import report_of
 from tallyroll.storage.package.versions import versions
 
@@ -65,8 +66,11 @@ class Lanes:
         return self._worker.start(job)
 
     @ray.method(concurrency_group="questions")
-    def ask(self, question: Any, given: Given) -> Answer:
-        """Answer a question."""
+    def ask(self, content: bytes, weights: list[NDArray[Any]] | None = None) -> Answer:
+        """Answer a question; ``content`` is that and what it needs, pickled by the parent."""
+        question, given = pickle.loads(content)
+        if weights is not None:
+            self._worker.take_weights(given.weights, weights)
         return self._worker.ask(question, given)
 
 

@@ -61,16 +61,21 @@ class Heart:
         refs = [ref for ref, _ in self._out.values()]
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
         for link in links:
-            ref, missed = self._out.get(link, (None, 0))
-            if ref is None or ref in ready:
-                if ref is not None:
-                    with suppress(RayError):  # it is dead, which its answers say
-                        self.heard[link] = ray.get(ref, timeout=self._seconds)
-                self._out[link] = link.actor.words.remote(), 0
-            elif missed + 1 >= BEATS:
-                link.lost = (
+            ref, missed = self._out.pop(link, (None, 0))
+            if ref in ready:
+                with suppress(RayError):  # it is dead, which its answers say
+                    self.heard[link] = ray.get(ref, timeout=self._seconds)
+                ref = None
+            if link.answered:  # which was a sign of life as well: it is not asked for another
+                link.answered, missed = False, 0
+            elif ref is None:
+                ref, missed = link.actor.words.remote(), 0
+            else:
+                missed += 1
+            if ref is not None:
+                self._out[link] = ref, missed
+            if missed >= BEATS:
+                link.lose(
                     f"answered no heartbeat for {BEATS * self._seconds:g} seconds (its node is "
                     "frozen or cut off, or a step keeps the interpreter busy that long)"
                 )
-            else:
-                self._out[link] = ref, missed + 1

@@ -15,13 +15,15 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers.far.far_place import FarPlace
 from tallyroll.collector.workers.ray.actor import Lanes
 from tallyroll.collector.workers.ray.connection import connect
+from tallyroll.collector.workers.ray.due import Due
 from tallyroll.collector.workers.ray.heart import Heart
 from tallyroll.collector.workers.ray.links import RayLink
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.worker_options import Actors
 from tallyroll.storage.package.versions import versions
 
-_SPREAD = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+_OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "enable_task_events": False}
+"""Options of actors that a caller may give others for; each lease would be an event of a task."""
 
 
 class RayTransport:
@@ -40,15 +42,18 @@ class RayTransport:
         self._connected = connect(actors.address, max(1, cpus))
         self._jobs = [ray.put(job) for job in jobs]
         self._here = {name: each.partition("+")[0] for name, each in versions().items()}
-        self._options = {**_SPREAD, **own}
+        self._options = {**_OPTIONS, **own}
         self._spare_count = actors.spares
         self._spares: list[tuple[Any, Any]] = []
         """Actors that wait, and where they are."""
         self._frozen: set[str] = set()
         """Nodes that are not to get any more."""
         self.links: dict[int, RayLink] = {}
+        self._due = Due[RayLink]()
         self._weights: tuple[int, Any] = (-1, None)
         self._made_place: FarPlace | None = None
+        self._in_lease = False
+        """Whether new weights act within a lease, and not from the next question on."""
         links = self.links
         self._heart = Heart(actors.heartbeat, lambda: [links[index] for index in sorted(links)])
         threading.Thread(target=self._heart.run, name="tallyroll-ray", daemon=True).start()
@@ -59,7 +64,8 @@ class RayTransport:
         before = self.links.get(index)
         if before is not None and before.lost and before.facts is not None:
             self._frozen.add(before.facts.node)
-        self.links[index] = RayLink(index, self._started, self._place, lambda: self._weights)
+        started, place, newest = self._started, self._place, lambda: self._weights
+        self.links[index] = RayLink(index, started, place, newest, self._due)
         return self.links[index]
 
     def _started(self, index: int, spare: bool) -> tuple[Any, Any, Any]:
@@ -105,15 +111,12 @@ class RayTransport:
             self._spares.append((actor, actor.facts.remote()))
 
     def ready(self, links: Sequence[RayLink], seconds: float) -> set[RayLink]:
-        """Links that have something to be heard."""
+        """Links that have something to be heard.
+
+        The list of the call before is known to have the same links.
+        """
         self._tell()
-        of = {link.first: link for link in links}
-        if None in of:  # silent, or ended
-            return {link for link in links if link.first is None}
-        ready, rest = ray.wait([*of], num_returns=1, timeout=seconds)
-        if ready and rest:
-            ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
-        return {of[ref] for ref in ready if not of[ref].starts_again()}
+        return {link for link in self._due.ready(links, seconds) if not link.starts_again()}
 
     def _tell(self) -> None:
         place, heard = self._made_place, self._heart.heard
@@ -128,14 +131,16 @@ class RayTransport:
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> FarPlace:
         """Memory of this process; actors make their own."""
+        self._in_lease = share.segments > 0
         self._made_place = FarPlace(share, plan, module, self._heart.order, self._publish)
         self._fill_up()
         return self._made_place
 
     def _publish(self, version: int, tensors: list[Any]) -> None:
         self._weights = version, ray.put(tensors)
-        for link in self.links.values():
-            link.send_weights()
+        if self._in_lease:
+            for link in self.links.values():
+                link.send_weights()
 
     @property
     def nodes(self) -> list[str]:
