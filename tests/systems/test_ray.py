@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
+import gymnasium
 import pytest
 import ray
 import torch
@@ -47,6 +47,7 @@ from tallyroll.collector import (
 from tallyroll.collector.workers.ray import connection
 from tallyroll.collector.workers.ray.actor import Lanes
 from tallyroll.storage import open_storage, verify
+from tallyroll.storage.rows.spaces import space_of
 
 from collect_kit import joined
 from oracles import check_rows
@@ -166,6 +167,12 @@ def test_a_storage_goes_on_with_another_collector(others: Any, tmp_path: Path) -
         calls = [each["call"] for each in storage.runs]
         assert [call.get("transport", "process") for call in calls] == ["ray", "process", "ray"]
         assert calls[0]["nodes"] == [socket.gethostname()] * 2
+        spaces = [each["spaces"] for each in storage.runs]
+        assert spaces[0] == spaces[1] == spaces[2]  # whoever the actors are, and where
+        limits = gymnasium.make("CartPole-v1").observation_space
+        assert isinstance(limits, gymnasium.spaces.Box)
+        assert space_of(spaces[0]["observation"]).low.tolist() == limits.low.tolist()
+        assert spaces[0]["action"]["n"] == 2
     assert verify(tmp_path / "rows").sound
 
 
