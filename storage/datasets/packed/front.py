@@ -35,7 +35,7 @@ class Front:
 
     manifest: bytes
     places: tuple[tuple[np.ndarray, np.ndarray], ...]
-    """Of each array the first bytes of its chunks, and how many bytes they have."""
+    """The first bytes of the chunks of each array, and how many bytes they have."""
     tables: dict[int, list[bytes]]
     """The chunks of arrays that were written last."""
 
@@ -92,7 +92,9 @@ def front_in(file: Any) -> Front | None:
             for number, chunks in value["tables"].items()
         }
         return Front(value["manifest"].encode(), places, tables)
-    except (zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (zlib.error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+        return None
+    except RecursionError:
         return None
 
 

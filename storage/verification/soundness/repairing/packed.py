@@ -15,8 +15,8 @@ import numpy as np
 from tallyroll.storage.datasets.packed.archives import Archive, Hdf5Archive, ZarrArchive
 from tallyroll.storage.datasets.packed.chunk_cache import CachedArray, Chunks
 from tallyroll.storage.datasets.packed.codecs import stored_nbytes
-from tallyroll.storage.datasets.packed.front import Front, front_in
-from tallyroll.storage.datasets.packed.hdf5 import FrontChunks, is_packed
+from tallyroll.storage.datasets.packed.front import MAGIC, Front, front_in
+from tallyroll.storage.datasets.packed.hdf5 import FrontChunks
 from tallyroll.storage.datasets.packed.layout import ArrayLayout, Layout
 from tallyroll.storage.datasets.packed.packed_reader import PackedReader
 from tallyroll.storage.datasets.packed.shards import LocalFiles, ShardChunks
@@ -144,38 +144,37 @@ def packed_reader(place: Path, folder: Folder) -> PackedReader | None:
         CorruptStorage: the manifest is damaged.
     """
     if not place.is_dir():
-        return _by_front(place, folder) or _by_metadata(place)
+        return _of_hdf5(place, folder)
     archive = _AsItIs(place, folder.unreadable)
     return PackedReader(archive) if archive.is_there() else None
 
 
-def _by_front(place: Path, folder: Folder) -> PackedReader | None:
-    """Return a reader by the copy at the front of an HDF5 file; None where it is not whole."""
-    raw = folder.opened(place.name)
+def _of_hdf5(place: Path, folder: Folder) -> PackedReader | None:
+    """Return a reader by the copy at the front of a file, or else by what HDF5 says.
+
+    Raises:
+        CorruptStorage: its first bytes say that it has packed rows, and neither can be read.
+    """
+    named, front, raw = False, None, folder.opened(place.name)
     if raw is None:
         return None
     with contextlib.ExitStack() as stack:
         stack.enter_context(raw)
         try:
+            named = raw.read(len(MAGIC)) == MAGIC
             front = front_in(raw)
         except OSError as error:
             if not unread(error):
                 raise
-            return None
-        if front is None:
-            return None
-        reader = PackedReader(_ByFront(place, raw, front))
-        stack.pop_all()
-    return reader
-
-
-def _by_metadata(place: Path) -> PackedReader | None:
-    """Return a reader by what HDF5 says; its first bytes, which name the file, may be damaged."""
-    if is_packed(place):
-        return PackedReader.at(place)
+        if front is not None:
+            reader = PackedReader(_ByFront(place, raw, front))
+            stack.pop_all()
+            return reader
     try:
         return PackedReader(Hdf5Archive(place))
     except (CorruptStorage, NotAStorage):
+        if named:
+            raise
         return None
 
 

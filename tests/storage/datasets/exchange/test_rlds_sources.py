@@ -15,6 +15,7 @@ import pytest
 import rlds_kit as kit
 
 from tallyroll.storage import import_dataset, repair, verify_dataset
+from tallyroll.storage.datasets.exchange.formats.rlds.records import Damage, records, write_record
 from tallyroll.storage.errors import InvalidDataset, NotEnoughMemory, StorageError, StorageFull
 
 pytest.importorskip("google.protobuf")
@@ -265,3 +266,25 @@ def test_a_text_of_ours_of_other_columns(tmp_path: Path) -> None:
     (place / "tallyroll.json").write_text(text.replace("float32", "object"))
     with pytest.raises(StorageError):
         import_dataset(place, tmp_path / "back", "rlds")
+
+
+def test_records_after_a_damaged_length(tmp_path: Path) -> None:
+    """The next record is found, wherever it begins, and no byte of it is lost."""
+    draws, path = np.random.default_rng(0), tmp_path / "records"
+    contents = [draws.bytes(int(nbytes)) for nbytes in draws.integers(0, 3000, 30)]
+    starts = []
+    with path.open("wb") as file:
+        for content in contents:
+            starts.append(file.tell())
+            write_record(file, content)
+    for number in (0, 7, 29):
+        damaged = bytearray(path.read_bytes())
+        damaged[starts[number] + 3] ^= 1
+        (tmp_path / "damaged").write_bytes(damaged)
+        with (tmp_path / "damaged").open("rb") as file:
+            found = [*records(file)]
+        assert [each for each in found if isinstance(each, bytes)] == [
+            *contents[:number],
+            *contents[number + 1 :],
+        ]
+        assert [each.at for each in found if isinstance(each, Damage)] == [starts[number]]

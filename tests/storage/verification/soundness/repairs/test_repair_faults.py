@@ -152,6 +152,54 @@ def test_packed_as_hdf5(tmp_path: Path) -> None:
     assert {each.place.row for each in report.lost} == {size}
 
 
+def test_packed_hdf5_that_was_cut(tmp_path: Path) -> None:
+    """Rows of which all chunks lie before the cut are kept, and no others."""
+    place = packed(tmp_path, "rows.h5", format="hdf5")
+    with open_storage(place) as storage:
+        late = ("breaks", "starts", "row")  # the front has these, or nothing needs them
+        arrays = [each for each in storage.reader.layout.arrays if each.path[-1] not in late]
+    with h5py.File(place, locking=False) as file:
+        chunks = [file["/".join(each.path)].id for each in arrays]
+        found = [[d.get_chunk_info(n) for n in range(d.get_num_chunks())] for d in chunks]
+    ends = [[each.byte_offset + each.size for each in of_array] for of_array in found]
+    cut = max(each[0] for each in ends) + 5
+    most = min(
+        array.chunk_rows * sum(end <= cut for end in each)
+        for array, each in zip(arrays, ends, strict=True)
+    )
+    content = place.read_bytes()
+    place.write_bytes(content[:-1])
+    assert repair(place, tmp_path / "all").whole
+    assert content_hash(tmp_path / "all") == content_hash(tmp_path / "plain")
+    place.write_bytes(content[:cut])
+    report = repair(place, tmp_path / "out")
+    assert 0 < report.rows <= most < ROWS_PACKED
+    assert report.rows + (report.lost_rows or 0) == ROWS_PACKED
+    wanted = shown(tmp_path / "plain", "action")[: report.rows]
+    assert shown(tmp_path / "out", "action").tobytes() == wanted.tobytes()
+    # HDF5's own superblock is behind the front.
+    front = content.index(b"\x89HDF")
+    place.write_bytes(content[:front] + bytes(96) + content[front + 96 :])
+    assert repair(place, tmp_path / "more").whole
+    place.write_bytes(bytes(64) + content[64:])  # the front, which HDF5 does not need
+    assert repair(place, tmp_path / "front", "tallyroll").whole
+
+
+@pytest.mark.parametrize("codec", ["zstd", "shuffle", "none"])
+def test_a_shard_without_its_index(codec: str, tmp_path: Path) -> None:
+    place = packed(tmp_path, "rows", codecs=codec)
+    array = source_of(place, "action")
+    shard = shard_of(place, array)
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-3])
+    assert repair(place, tmp_path / "all").whole
+    lines, kept = array.shard_rows // array.chunk_rows, 2 * array.chunk_rows
+    index = np.frombuffer(content[-4 - 16 * lines : -4], "<u8").reshape(-1, 2)
+    shard.write_bytes(content[: int(index[1].sum()) + 1])
+    report = repair(place, tmp_path / "out")
+    assert (report.rows, report.lost_rows) == (kept, ROWS_PACKED - kept)
+
+
 # --- a disk that cannot read ----------------------------------------------------------------------
 
 
