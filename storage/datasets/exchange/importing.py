@@ -21,8 +21,8 @@ from tallyroll.storage.datasets.exchange.door import (
     opened_source,
     refused,
 )
-from tallyroll.storage.datasets.exchange.numbering import Numbering, has_numbers
-from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.datasets.exchange.numbering import Numbering
+from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Progress
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import RowsMismatch
@@ -143,7 +143,7 @@ def imported(
         door.name,
         total,
         tuple(map(spell, schema.keys)),
-        numbering.needed and has_numbers(schema),
+        numbering.needed,
         {name: count for name, count in incoming.lost.items() if count},
     )
 

@@ -25,6 +25,7 @@ from tallyroll.storage.errors import (
     InvalidSchema,
     NotEnoughMemory,
     Overrun,
+    StorageMissing,
 )
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import (
@@ -350,5 +351,18 @@ def test_a_row_that_does_not_fit_into_memory(
         monkeypatch.setattr(memory, lambda wanted=needed: wanted - 1)
         with pytest.raises(NotEnoughMemory, match="rows of 5,000 bytes"):
             imported(Given([rows], 2), tmp_path, tmp_path / "out")
-    with pytest.raises(InvalidDataset, match="says that it has -1 rows"):
-        imported(Given([rows], -1), tmp_path, tmp_path / "out")
+
+
+def test_sources_that_are_not_as_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "BLOCK_NBYTES", 1)
+    first, wide = {ROW: np.zeros(2)}, {ROW: np.zeros((2, 3))}
+    faults: dict[str, tuple[list[Block], int]] = {
+        r"has -1 rows\. Nothing was written": ([first], -1),
+        "cannot be imported: .*observation": ([first, wide], 4),
+    }
+    for match, (blocks, rows) in faults.items():
+        with pytest.raises(InvalidDataset, match=match):
+            imported(Given(blocks, rows), tmp_path, tmp_path / "out")
+    with pytest.raises(StorageMissing):
+        imported(Given([first], 2), tmp_path / "none", tmp_path / "out")
+    assert [*tmp_path.iterdir()] == []
