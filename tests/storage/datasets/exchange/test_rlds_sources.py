@@ -15,7 +15,7 @@ import pytest
 import rlds_kit as kit
 
 from tallyroll.storage import import_dataset, repair, verify_dataset
-from tallyroll.storage.datasets.exchange.formats.rlds.records import Damage, records, write_record
+from tallyroll.storage.datasets.exchange.formats.rlds.foreign import TheirRows
 from tallyroll.storage.errors import InvalidDataset, NotEnoughMemory, StorageError, StorageFull
 
 pytest.importorskip("google.protobuf")
@@ -218,6 +218,21 @@ def test_features_that_cannot_be(fault: str, tmp_path: Path) -> None:
     place = written(tmp_path / "rows")
     (place / "features.json").write_text(json.dumps(features))
     refused(place, match)
+
+
+def test_a_name_that_is_a_column_and_a_group_is_lost_once() -> None:
+    """The other features come in."""
+
+    def group(**features: Any) -> dict[str, Any]:
+        return {"featuresDict": {"features": features}}
+
+    one: dict[str, Any] = {"tensor": {"dtype": "float32", "shape": {}, "encoding": "none"}}
+    step = group(observation=one, infos=one, next=one, terminated=group(why=one))
+    of_steps = {"sequence": {"feature": step}}
+    rows = TheirRows(group(steps=of_steps, episode_metadata=one, seed=one))
+    names = ["/".join(each.column.key) for each in rows.features]
+    assert names == ["observation", "infos", "episode_metadata"]
+    assert rows.lost["columns"] == 3
 
 
 def test_texts_that_are_nested_too_deep(tmp_path: Path) -> None:

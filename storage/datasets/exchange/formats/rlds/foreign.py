@@ -93,26 +93,30 @@ def features_said(said: Any) -> tuple[list[Feature], int]:
     Raises:
         InvalidDataset: it is no dataset of RLDS.
     """
-    of_steps, of_episodes = leaves_of(said)
-    found, lost = dict[Key, Feature](), 0
-    for path, each in of_steps.items():
-        if path in {(flag,) for flag in _FLAGS}:
-            continue
-        feature = feature_said("/".join((STEPS, *path)), key_of(path), each)
-        if feature is None or feature.column.key in found:
-            lost += 1
-        else:
-            found[feature.column.key] = feature
-    for path, each in of_episodes.items():
-        key = path if path[0] == _EPISODE else (_EPISODE, *path)
-        feature = feature_said("/".join(path), key, each, of_episode=True)
-        if feature is None or feature.column.key in found:
+    found, groups, lost = dict[Key, Feature](), set[Key](), 0
+    for feature in _all_said(said):
+        key = () if feature is None else feature.column.key
+        above = {key[:deep] for deep in range(1, len(key))}
+        # A name is that of a column, or of a group of them.
+        if feature is None or key in found or key in groups or above & found.keys():
             lost += 1
         else:
             found[key] = feature
+            groups |= above
     if not any(each.observed for each in found.values()):
         raise InvalidDataset("it has no observation that a storage can hold")
     return [*found.values()], lost
+
+
+def _all_said(said: Any) -> Iterator[Feature | None]:
+    """Yield the features of steps but their flags, and those of episodes; None: no column."""
+    of_steps, of_episodes = leaves_of(said)
+    for path, each in of_steps.items():
+        if path not in {(flag,) for flag in _FLAGS}:
+            yield feature_said("/".join((STEPS, *path)), key_of(path), each)
+    for path, each in of_episodes.items():
+        key = path if path[0] == _EPISODE else (_EPISODE, *path)
+        yield feature_said("/".join(path), key, each, of_episode=True)
 
 
 def key_of(path: Key) -> Key:
