@@ -483,8 +483,8 @@ class RayCollector(MultiprocessCollector):
     What it yields, counts and stores is what :class:`MultiprocessCollector` would, whose workers
     are processes of this machine; arguments that are not described here are those of that class.
     A storage that one of them wrote the other resumes. Rows come through Ray's object store, with
-    the answer to each lease; this process alone counts and writes. The counts of steps that a dead
-    worker made are known up to its last heartbeat: ``ledger.lost`` says at least so many.
+    the answer to each lease; this process alone counts and writes. Few of the steps that a dead
+    worker made are known here: ``ledger.lost`` says at least so many.
 
     Each node needs the same versions of the packages as this process; others are refused by name.
 

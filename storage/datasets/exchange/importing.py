@@ -22,7 +22,7 @@ from tallyroll.storage.datasets.exchange.door import (
     refused,
 )
 from tallyroll.storage.datasets.exchange.numbering import Numbering
-from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Progress
+from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.errors import RowsMismatch

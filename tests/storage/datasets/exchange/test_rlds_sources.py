@@ -16,6 +16,7 @@ import rlds_kit as kit
 
 from tallyroll.storage import import_dataset, repair, verify_dataset
 from tallyroll.storage.datasets.exchange.formats.rlds.foreign import TheirRows
+from tallyroll.storage.datasets.exchange.formats.rlds.records import Damage, records, write_record
 from tallyroll.storage.errors import InvalidDataset, NotEnoughMemory, StorageError, StorageFull
 
 pytest.importorskip("google.protobuf")
