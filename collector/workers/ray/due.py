@@ -27,7 +27,7 @@ class Due(Generic[L]):
     def __init__(self) -> None:
         self._links: set[L] = set()
         self._added: SimpleQueue[None] = SimpleQueue()
-        """Has an entry for each link that was added."""
+        """Has an entry once a link was added since :meth:`ready` looked."""
         self._asked_for: Sequence[L] = ()
         self._wanted: set[L] = set()
         """The links of the last call of :meth:`ready`."""
@@ -56,6 +56,8 @@ class Due(Generic[L]):
             self._asked_for, self._wanted = links, {*links}
         until = time.monotonic() + seconds
         while True:
+            while not self._added.empty():  # before it looks: what comes later has an entry
+                self._added.get_nowait()
             found = [link for link in self._links.copy() if link in self._wanted and link.says]
             if found:
                 return found

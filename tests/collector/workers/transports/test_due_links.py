@@ -112,6 +112,15 @@ def test_the_cost_of_an_answer_does_not_grow_with_the_links() -> None:
     assert sum(link.looks for link in links) <= 20 * 3
 
 
+def test_links_that_are_heard_without_a_wait_leave_nothing_behind() -> None:
+    due, links = lines(2)
+    for link in links * 50:
+        link.say()
+        assert list(due.ready(links, 5.0)) == [link]
+        link.hear()
+    assert due._added.qsize() <= 1
+
+
 class Said:
     """A transport whose links answer one after the other, each once it is waited for."""
 
