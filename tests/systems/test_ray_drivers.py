@@ -134,7 +134,8 @@ def test_a_second_driver_is_refused_and_the_first_goes_on(nodes: Nodes, tmp_path
 def test_rows_go_on_under_another_head(tmp_path: Path) -> None:
     with own_nodes(connected=False) as nodes:
         nodes.add()
-        with Driver(tmp_path, nodes.cluster.address, slow=0.004) as driver:
+        # Slow, for actors on the other node go on for the seconds that Ray waits for its head.
+        with Driver(tmp_path, nodes.cluster.address, slow=0.04) as driver:
             waits_for_rows(tmp_path, driver, 100)
             for name in ("gcs_server", "raylet"):
                 for process in nodes.cluster.head_node.all_processes[name]:
