@@ -81,6 +81,12 @@ def touches(ranges: Ranges, start: int, stop: int) -> bool:
     return any(begin < stop and start < end for begin, end in ranges)
 
 
+def require_readable(ranges: Ranges, start: int, stop: int) -> None:
+    """Raise the error of a disk if some bytes are in any of the ranges."""
+    if touches(ranges, start, stop):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def _read(file: int, nbytes: int, at: int, bad: Callable[[int, int], object]) -> bytes:
     """Return bytes of a file, with zeros in the place of blocks that cannot be read."""
     try:

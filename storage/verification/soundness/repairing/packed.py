@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.verification.soundness.checker import Folder
-from tallyroll.storage.verification.soundness.disk import Ranges, touches, unread
+from tallyroll.storage.verification.soundness.disk import Ranges, require_readable, unread
 
 _ROWS: Final = 2**16
 """Rows that are looked up at a time."""
@@ -62,8 +61,7 @@ class _ByFront(Archive):
         return FrontChunks(self._read, self.path, layout, front.places[number], kept)
 
     def _read(self, nbytes: int, at: int) -> bytes:
-        if touches(getattr(self._raw, "gaps", []), at, at + nbytes):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        require_readable(getattr(self._raw, "gaps", []), at, at + nbytes)
         return os.pread(self._raw.fileno(), nbytes, at)
 
     def close(self) -> None:
@@ -99,8 +97,7 @@ class _FilesWithGaps(LocalFiles):
 
     def read(self, file: int, nbytes: int, begin: int) -> bytes:
         """Return bytes of a file."""
-        if touches(self._gaps[file], begin, begin + nbytes):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        require_readable(self._gaps[file], begin, begin + nbytes)
         return super().read(file, nbytes, begin)
 
     def read_some(self, file: int, nbytes: int, begin: int) -> bytes:

@@ -195,13 +195,13 @@ SOURCES: dict[str, Source] = {
 
 
 class Disk:
-    """A disk that cannot read some ranges of bytes of files."""
+    """A disk that cannot read some ranges of bytes of files; it reads so many at once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, block: int = disk.BLOCK) -> None:
         self.bad: dict[str, range] = {}
         self.failed = 0
         self._read = disk.read_at
-        monkeypatch.setattr(disk, "BLOCK", SECTOR)
+        monkeypatch.setattr(disk, "BLOCK", block)
         for module in (disk, working_copy):
             monkeypatch.setattr(module, "read_at", self.read_at)
 

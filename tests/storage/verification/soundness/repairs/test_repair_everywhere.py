@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damage_kit import DAMAGES, SOURCES, Disk, Source, files_of
+from damage_kit import DAMAGES, SECTOR, SOURCES, Disk, Source, files_of
 from repair_kit import repair
 
 from tallyroll.storage import (
@@ -124,7 +124,7 @@ def draw(sound: Sound, name: str, seed: int, folder: Path, monkeypatch: pytest.M
     """Damage a copy of a source, and look at what `verify` and `repair` say; whether it could."""
     place = sound.copy(folder)
     with monkeypatch.context() as patch:
-        disk = Disk(patch)
+        disk = Disk(patch, SECTOR)
         path = DAMAGES[name](place, np.random.default_rng(seed), disk)
         if path is None:
             return False

@@ -17,6 +17,7 @@ import minari_faults
 import numpy as np
 import pytest
 import torch
+from damage_kit import Disk
 from fault_kit import LENGTHS, ROWS, rewrite, walk
 from repair_kit import repair
 
@@ -34,8 +35,7 @@ from tallyroll.storage import repair as repair_alone
 from tallyroll.storage.datasets.exchange import importing
 from tallyroll.storage.datasets.packed.layout import ArrayLayout
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
-from tallyroll.storage.verification.soundness import disk as disks
-from tallyroll.storage.verification.soundness.repairing import hdf5, ours, working_copy
+from tallyroll.storage.verification.soundness.repairing import hdf5, ours
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 
@@ -203,15 +203,11 @@ def test_a_shard_without_its_index(codec: str, tmp_path: Path) -> None:
 # --- a disk that cannot read ----------------------------------------------------------------------
 
 
-class Disk:
-    """Reads of files fail as those of a disk do, at some ranges of bytes."""
+class WatchedDisk(Disk):
+    """No storage on it is mapped of which parts cannot be read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.bad = dict[str, range]()
-        self.failed = 0
-        self._read = disks.read_at
-        for module in (disks, working_copy):
-            monkeypatch.setattr(module, "read_at", self.read_at)
+        super().__init__(monkeypatch)
         opened = ours.open_storage
 
         def open_storage_there(path: Any, **options: Any) -> Any:
@@ -221,17 +217,10 @@ class Disk:
 
         monkeypatch.setattr(ours, "open_storage", open_storage_there)
 
-    def read_at(self, file: int, nbytes: int, at: int) -> bytes:
-        bad = self.bad.get(os.readlink(f"/proc/self/fd/{file}"), range(0))
-        if at < bad.stop and at + nbytes > bad.start:
-            self.failed += 1
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return self._read(file, nbytes, at)
-
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
+    return WatchedDisk(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", [MemmapStorage, ZarrStorage, H5Storage])
