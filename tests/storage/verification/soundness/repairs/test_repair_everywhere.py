@@ -141,11 +141,13 @@ def draw(sound: Sound, name: str, seed: int, folder: Path, monkeypatch: pytest.M
     return True
 
 
+_MORE = {("minari, arrow", "unreadable"): 40}
+"""Draws: of so small a file most blocks have metadata, or padding, and few have values."""
 _CASES = [
     pytest.param(
         source,
         name,
-        _DRAWS or (1 if (row + column) % 4 == 0 else 3),
+        _DRAWS or _MORE.get((source, name)) or (1 if (row + column) % 4 == 0 else 3),
         id=f"{source}, {name}",
         marks=() if (row + column) % 4 == 0 else pytest.mark.slow,
     )
