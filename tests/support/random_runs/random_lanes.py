@@ -248,7 +248,7 @@ class Lane(gym.Env[Any, Any]):
             mask = rng.integers(2, size=value["action_mask"].shape).astype(np.bool_)
             first = 0
             for count in parts_of_mask(self.action_space):
-                mask[first + rng.integers(count)] = True
+                mask[min(first + rng.integers(count), len(mask) - 1)] = True  # it may be too short
                 first += count
             none = self.over or (self._spoilt("nothing legal") and self.at > 0)
             self.mask = value["action_mask"] = mask & (not none)
