@@ -30,6 +30,8 @@ SMALL_NBYTES = 2**12
 """The size of a slot's observations above which the system writes them itself."""
 WIDE_NBYTES = 2**9
 """The size of a row below which gathering all at once is faster than slot by slot."""
+TWICE_NBYTES = 2**6
+"""The size of a row below which sending it twice costs no more than looking whether it came."""
 POOLED_NBYTES = 2**20
 """The size from which memory is pooled: the kernel would give it page by page, each time."""
 
@@ -401,6 +403,27 @@ def copying_ahead(
     )
 
 
+def sending(*, one_memory: bool, arrivals: bool, nbytes: int) -> Decision:
+    """Choose how often an observation comes from a worker that sends its rows.
+
+    ``once``, although it ends one slot and begins the next, or ``twice``.
+
+    Args:
+        one_memory: observations and next observations are the same memory.
+        arrivals: lanes come back in any order.
+        nbytes: the size of an observation of a lane.
+    """
+    if one_memory:
+        return Decision("once")
+    return choose(
+        "once",
+        "twice",
+        (arrivals, "lanes come back in any order"),
+        (nbytes < TWICE_NBYTES, f"an observation is smaller than {TWICE_NBYTES} bytes"),
+        way="once",
+    )
+
+
 # --- all of it ------------------------------------------------------------------------------------
 
 
@@ -435,6 +458,9 @@ class RunPlan:
     """Storing of a ``collect`` of few slots: ``one call``, ``rows``, ``buffer``, ``none``."""
     extension: Decision
     """Use of functions compiled in C: ``yes``, ``no``."""
+    sends: Decision = Decision("none")
+    """Observations that end a slot and begin the next, from workers without memory in common with
+    this process: they come ``once``, ``twice``; ``none`` are sent where there is no such worker."""
 
     def __str__(self) -> str:
         names = [each.name for each in fields(self)]

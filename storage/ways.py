@@ -33,6 +33,7 @@ WAYS: Final = {
     "small": "batches of few slots are laid out from the columns that they were stored from",
     "at-once": "a batch of few slots is laid out by the call that stores its rows",
     "ahead": "rows enter a batch while the system computes its next step",
+    "once": "an observation of two slots comes once from workers that send their rows",
     "address": "TensorDicts of one layout are copied to a storage by address",
 }
 """Each way, and what it does."""

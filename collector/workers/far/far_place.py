@@ -11,7 +11,8 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import COUNTED, FILLED, HALT, LEASE, STEPPED, new_board
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.far.far_worker import Answer, Rows, as_array
+from tallyroll.collector.workers.far.far_worker import Answer, as_array
+from tallyroll.collector.workers.far.next_rows import Rows, put_back
 from tallyroll.collector.workers.local.pipes import SharedPlace
 from tallyroll.collector.workers.share import Share
 from tallyroll.storage.rows.keys import POLICY_VERSION, VALID
@@ -140,6 +141,7 @@ class FarPlace:
         for key, rows in (answer.rows or {}).items():
             if len(rows) and key in memory:
                 memory[key][answer.first : answer.first + len(rows)] = rows
+        put_back(memory, answer.first, answer.others or {})
         if answer.words:
             board[FILLED], board[STEPPED] = answer.words[FILLED], answer.words[FILLED]
             board[COUNTED], board[LEASE] = answer.words[COUNTED], answer.words[LEASE]

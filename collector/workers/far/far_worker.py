@@ -11,6 +11,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import BOARD_WORDS, FILLED, HALT, LEASE, new_board
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.far.next_rows import Others, Rows, decide, taken_out
 from tallyroll.collector.workers.local.memory import Arena, Measure
 from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.share import Share
@@ -19,9 +20,6 @@ from tallyroll.storage.rows.keys import Key
 
 _WEIGHTS_SECONDS = 60.0
 """How long weights may take that were sent before a question."""
-
-Rows = dict[Key, NDArray[Any]]
-"""Memory of a slab from a slot on, ``[slot, lane, ...]``."""
 
 
 class Given(NamedTuple):
@@ -46,6 +44,8 @@ class Answer(NamedTuple):
     rows: Rows | None = None
     words: tuple[int, ...] = ()
     """The board."""
+    others: dict[Key, Others] | None = None
+    """Next observations that are not in ``rows``, and are not those of another slot."""
 
 
 class Ended(NamedTuple):
@@ -72,6 +72,7 @@ class _OwnPlace:
         self._blocks = Blocks(Arena.create(measure.end), own, plan, module)
         self.weights = self._blocks.weights
         self.memory, self._flowing = self._blocks.memory_of(0), set(plan.flowing)
+        self.sends, self.once = decide(plan)
 
     def board(self, worker: int) -> memoryview:
         return self._blocks.board(0)
@@ -199,6 +200,8 @@ class _Channel:
         own = self.own
         if own is None or isinstance(content, (m.Raised, m.Wanted, Ended)):
             return Answer(content)
+        if isinstance(content, m.Bound):
+            return Answer(m.Bound({**content.decisions, "sends": own.sends}))
         if isinstance(question, m.Lease) and isinstance(content, m.Filled):
             first, stop = question.base, question.base + content.used
         elif isinstance(question, (m.Begin, m.Steps)):
@@ -206,7 +209,9 @@ class _Channel:
             first, stop = given.filled, own.board(0)[FILLED]
         else:
             return Answer(content)
-        return Answer(content, first, own.rows(first, stop), tuple(self.words))
+        rows = own.rows(first, stop)
+        others = taken_out(rows, own.once)
+        return Answer(content, first, rows, tuple(self.words), others)
 
 
 class FarWorker:

@@ -144,6 +144,16 @@ def test_where_nothing_is_stored_there_is_no_faster_way() -> None:
     assert run_plan.acting(None, fills_slab=False, extra=()) == Decision("drawn")
 
 
+def test_observations_of_two_slots_are_sent_once_where_that_pays() -> None:
+    sent = partial(run_plan.sending, one_memory=False, arrivals=False, nbytes=64)
+    assert sent() == Decision("once")
+    assert sent(arrivals=True) == Decision("twice", "lanes come back in any order")
+    assert sent(nbytes=63) == Decision("twice", "an observation is smaller than 64 bytes")
+    with ways.switched_off("once"):
+        assert sent() == Decision("twice", "-once switches it off")
+        assert sent(one_memory=True) == Decision("once")
+
+
 # --- as runs go -----------------------------------------------------------------------------------
 
 
@@ -228,6 +238,7 @@ FASTEST = {
     "ahead": "after",
     "commits": "one call",
     "extension": "yes",
+    "sends": "none",
 }
 if not KERNEL:
     for _, expected in CASES.values():
@@ -338,6 +349,7 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "small": {"batches"},
         "at-once": {"batches"},
         "ahead": {"ahead"},
+        "once": set(),
         "address": set(),
     }
     assert changed - {"commits"} == said[way] - {"commits"}

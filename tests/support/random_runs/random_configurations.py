@@ -87,6 +87,11 @@ class Configuration:
         return apart or (self.workers > 0 and not self.threads)
 
     @property
+    def far(self) -> bool:
+        """The workers share no memory with their parent."""
+        return self.workers > 0 and self.threads and self.number % 2 == 0
+
+    @property
     def policy_keys(self) -> tuple[Key, ...]:
         """Columns that the policy looks at."""
         return tuple(self.column(key) for key in observation_keys(self.env.lane))

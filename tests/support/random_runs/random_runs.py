@@ -9,18 +9,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector
+from tallyroll.collector import MultiprocessCollector, SyncCollector, run_plan
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
 from tallyroll.storage.errors import RunUnderWay
 
+from far_kit import FarThreads
 from random_configurations import Configuration
 from random_environments import close, make_env
 from random_interrupts import CAUGHT, interrupted
@@ -112,7 +114,11 @@ def carry_out(config: Configuration, folder: Path) -> Outcome:
     journals.mkdir()
     world = World(str(folder), str(journals) if config.uses_files else None)
     threads = config.workers and config.threads
-    with quiet() as said, in_threads() if threads else nullcontext():
+    with (
+        quiet() as said,
+        in_threads() if threads else nullcontext(),
+        patch.object(run_plan, "TWICE_NBYTES", 1),  # observations are small here
+    ):
         try:
             outcome = _Runner(config, folder, world).outcome()
             outcome.warned = {each.category.__name__ for each in said}
@@ -411,6 +417,12 @@ class _Runner:
             partial(make, first=first, lanes=lanes)
             for first, lanes in lanes_of_workers(config.env.lanes, config.workers)
         ]
+        if config.far:
+            options |= {
+                "transport": FarThreads,
+                "mode": config.mode,
+            }
+            return MultiprocessCollector(factories, policy, **options)
         if config.threads:
             return MultiprocessCollector(factories, policy, mode=config.mode, **QUICK, **options)
         return start(factories, policy, mode=config.mode, **options)

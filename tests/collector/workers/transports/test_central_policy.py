@@ -5,14 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from tensordict import TensorDictBase
@@ -27,15 +22,12 @@ from tallyroll.collector import (
     Supervision,
 )
 from tallyroll.collector.policies.policy import Policy
-from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.workers import central
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.far.far_place import FarPlace
-from tallyroll.collector.workers.far.far_worker import Ended, FarWorker, Given
-from tallyroll.collector.workers.transport import Gone
 from tallyroll.storage import open_storage
 
 from collect_kit import ByObservation, joined
+from far_kit import FarThreads
 from oracles import check_rows
 from worker_faults_kit import Faults, FaultyPolicy, check_lives
 from worker_faults_kit import factories as faulty
@@ -136,99 +128,14 @@ def surprise(at: int, what: Any) -> None:
 # --- workers that share no memory, in threads -----------------------------------------------------
 
 
-class FarLink:
-    """A far worker in this process, and the thread that asks it."""
-
-    pid = None
-
-    def __init__(self, index: int, transport: FarThreads) -> None:
-        self.index, self.transport, self.name = index, transport, f"far thread {index}"
-        self.heard: deque[Any] = deque()
-        self._asked: deque[Any] = deque([None])
-        self._worker, self._bound, self.alive = FarWorker(), False, True
-        self._out: SimpleQueue[Any] = SimpleQueue()
-        self._out.put(lambda: self._worker.start(transport.jobs[index]))
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while (call := self._out.get()) is not None:
-            answer = call()
-            with self.transport.changed:
-                self.heard.append(answer)
-                self.transport.changed.notify_all()
-
-    def send(self, question: object) -> None:
-        given = Given(-1, (self.transport.order(), 0))
-        if self._bound or isinstance(question, m.Bind):
-            self._bound, place = True, self.transport.made
-            given = Given(-1, self.word(), *place.given(self.index, question))
-        self._asked.append(question)
-        self._out.put(lambda: self._worker.ask(question, given))
-
-    def word(self) -> tuple[int, int]:
-        return self.transport.order(), self.transport.made.board(self.index)[HALT]
-
-    def halt(self) -> None:
-        self._worker.halt(*self.word())
-
-    def hear(self) -> object:
-        answer, question = self.heard.popleft(), self._asked.popleft()
-        if isinstance(answer.content, Ended):
-            return Gone(answer.content.how)
-        if answer.words:
-            self.transport.made.land(self.index, question, answer)
-        return answer.content
-
-    def over(self, seconds: float) -> bool:
-        return not self._asked
-
-    def kill(self) -> None:
-        self.alive = False
-        self._out.put(None)
-
-    def end(self) -> None:
-        self.kill()
-
-
-class FarThreads:
-    """Far workers whose rows come with their answers."""
-
-    kills = False
-
-    def __init__(self, jobs: Sequence[bytes]) -> None:
-        plain = [replace(cloudpickle.loads(job), threads=None) for job in jobs]
-        self.jobs = [cloudpickle.dumps(job) for job in plain]
-        self.changed, self._orders = threading.Condition(), 0
-        self.links: dict[int, FarLink] = {}
-
-    def order(self) -> int:
-        self._orders += 1
-        return self._orders
-
-    def start(self, index: int) -> FarLink:
-        self.links[index] = FarLink(index, self)
-        return self.links[index]
-
-    def ready(self, links: Sequence[FarLink], seconds: float) -> set[FarLink]:
-        with self.changed:
-            self.changed.wait_for(lambda: any(link.heard for link in links), seconds)
-        return {link for link in links if link.heard}
-
-    def place(self, share: Any, plan: Any, module: object) -> FarPlace:
-        def publish(version: int, tensors: list[Any]) -> None:
-            raise AssertionError("weights were sent")
-
-        self.made = FarPlace(share, plan, module, lambda at: self.links[at].halt(), publish)
-        return self.made
-
-    def close(self) -> None:
-        self.links.clear()
+class WithoutWeights(FarThreads):
+    def publish(self, version: int, tensors: list[Any]) -> None:
+        raise AssertionError("weights were sent")
 
 
 def far_collector(source: str, workers: int, policy: Any, **options: Any) -> MultiprocessCollector:
     made = factories(source, workers)
-    return MultiprocessCollector(made, policy, transport=FarThreads, **options)
+    return MultiprocessCollector(made, policy, transport=WithoutWeights, **options)
 
 
 def _acting(run: Run) -> central.CentralPolicy:

@@ -17,6 +17,7 @@ from tallyroll.collector.workers.transport import Transport
 from tallyroll.storage import open_storage
 
 from examples_kit import EXAMPLES
+from far_kit import FarThreads
 from fork_server import warm_fork_server
 
 command = runpy.run_path(str(EXAMPLES / "cluster" / "workers_by_command.py"))["CommandTransport"]
@@ -37,6 +38,14 @@ class TestThreads(TransportContract):
 
     def collector(self, create: Any, policy: Any = None, **options: Any) -> MultiprocessCollector:
         return MultiprocessCollector(create, policy, transport="thread", **options)
+
+
+class TestFarThreads(TransportContract):
+    processes = False
+    threads = None
+
+    def transport(self, jobs: Sequence[bytes]) -> Transport[Any]:
+        return FarThreads(jobs)
 
 
 @pytest.mark.slow
