@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,30 +42,13 @@ def say_and_end(figures: dict[str, float]) -> None:
     os._exit(0)
 
 
-def start_ray(workers: int) -> None:
-    """Start a Ray with room for so many actors."""
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=workers + 2,
-        include_dashboard=False,
-        object_store_memory=400 * 2**20,
-        logging_level="ERROR",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=tempfile.mkdtemp(prefix="r", dir="/tmp"),
-    )
-
-
-def ours(over: str, workers: int) -> tuple[Any, dict[str, Any]]:
-    """Return our collector over ``"ray"``, which is started, or over processes, and arguments."""
+def ours(over: str) -> tuple[Any, dict[str, Any]]:
+    """Return our collector over ``"ray"``, which it starts, or over processes, and arguments."""
     from tallyroll.collector import MultiprocessCollector, RayCollector
 
     if over != "ray":
         return MultiprocessCollector, {}
-    start_ray(workers)
-    return RayCollector, {"spares": 0}
+    return RayCollector, {"address": "local", "spares": 0}
 
 
 def cpu_seconds() -> float:

@@ -55,7 +55,7 @@ def policy_of(env: str, width: int) -> Any:
 def child(args: argparse.Namespace) -> None:
     """Collect the rows of one contender; prints figures as JSON."""
     over, mode, place = args.child.split()
-    kind, more = ours(over, args.workers)
+    kind, more = ours(over)
     warm = wall = cpu = began = used = rows = 0.0
     with kind(
         args.env,

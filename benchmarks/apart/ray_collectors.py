@@ -13,19 +13,20 @@ counted over the whole run of a contender.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 import by_turns
-from by_turns import cpu_seconds, in_turns, say_and_end, start_ray
+from by_turns import cpu_seconds, in_turns, say_and_end
 
 CONTENDERS = ("processes", "ours", "processes sync", "ours sync", "torchrl", "rllib")
 
 
 def ours(args: argparse.Namespace, total: int) -> Iterator[int]:
-    kind, more = by_turns.ours("ray" if args.child.startswith("ours") else "", args.workers)
+    kind, more = by_turns.ours("ray" if args.child.startswith("ours") else "")
     with kind(
         args.env,
         num_envs=args.lanes,
@@ -39,6 +40,22 @@ def ours(args: argparse.Namespace, total: int) -> Iterator[int]:
     ) as collector:
         for batch in collector:
             yield len(batch)
+
+
+def start_ray(workers: int) -> None:
+    """Start a Ray with room for so many actors, for a peer."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=workers + 2,
+        include_dashboard=False,
+        object_store_memory=400 * 2**20,
+        logging_level="ERROR",
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=tempfile.mkdtemp(prefix="r", dir="/tmp"),
+    )
 
 
 def torchrl(args: argparse.Namespace, total: int) -> Iterator[int]:

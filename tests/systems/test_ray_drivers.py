@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,16 +14,19 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 from loopback_kit import (
     Nodes,
     actors,
     assert_whole,
     collecting,
+    folder_of_ray,
     inside,
     nothing_left_behind,
     own_nodes,
     run_inside,
 )
+from ray.experimental import get_object_locations
 
 from tallyroll.storage import StorageError, open_storage
 
@@ -31,6 +35,8 @@ from worker_faults_kit import wait_until
 __all__ = ["nothing_left_behind"]
 
 TOTAL = 1_003
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""They look for their raylet once a minute."""
 
 
 @pytest.mark.timeout(1600)
@@ -87,9 +93,13 @@ def rows_in(folder: Path) -> int:
 
 
 def drive(address: str, folder: str, options: dict[str, Any]) -> None:
-    """Collect to the end."""
+    """Collect to the end; says whether answers of 400 KB come with Ray's own replies."""
     given = {"workers": 2, "spares": 0, "total_frames": TOTAL, **options}
     with collecting(Path(folder), "async", address=address, **given) as collector:
+        answer = ray.remote(num_cpus=0)(lambda: bytes(400_000)).remote()
+        ray.wait([answer])
+        stored = get_object_locations([answer])[answer]["node_ids"]
+        os.write(1, b"in the store" if stored else b"in its reply")
         for _ in collector:
             pass
 
@@ -150,6 +160,37 @@ def test_rows_go_on_under_another_head(tmp_path: Path) -> None:
         with Driver(tmp_path, nodes.cluster.address, resume=True) as driver:
             assert driver.ended() == 0, driver.said
     assert_whole(tmp_path, TOTAL, "async")
+
+
+@inside
+@pytest.mark.timeout(900)
+def test_a_driver_that_starts_a_ray_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with folder_of_ray():
+        with Driver(tmp_path, "local", slow=0.004) as driver:
+            waits_for_rows(tmp_path, driver, 100)
+            started = psutil.Process(driver.process.pid).children(recursive=True)
+            names = [name_of(each) for each in started]
+        assert {"gcs_server", "raylet", "ray::Lanes"} <= {*names}
+        assert "in its reply" in driver.said
+        wait_until(lambda: {*map(name_of, started)} <= {"", *AGENTS}, 30, "Ray and actors end")
+        assert 100 < rows_in(tmp_path) < TOTAL
+        monkeypatch.setenv("RAY_max_direct_call_object_size", "1000")
+        with Driver(tmp_path, "local", resume=True) as driver:
+            assert driver.ended() == 0, driver.said
+        assert "in the store" in driver.said
+        assert_whole(tmp_path, TOTAL, "async")
+        for each in started:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def name_of(process: psutil.Process) -> str:
+    """The name of what it runs; "" once it has ended."""
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return re.split(r"[ .(]", process.cmdline()[0].rpartition("/")[2])[0]
+    return ""
 
 
 if __name__ == "__main__":
