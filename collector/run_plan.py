@@ -31,7 +31,7 @@ SMALL_NBYTES = 2**12
 WIDE_NBYTES = 2**9
 """The size of a row below which gathering all at once is faster than slot by slot."""
 TWICE_NBYTES = 2**6
-"""The size of a row below which sending it twice costs no more than looking whether it came."""
+"""The size of a row below which looking whether it came costs more than sending it again."""
 POOLED_NBYTES = 2**20
 """The size from which memory is pooled: the kernel would give it page by page, each time."""
 

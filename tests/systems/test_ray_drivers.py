@@ -189,7 +189,7 @@ def test_a_driver_that_starts_a_ray_of_its_own(
 def name_of(process: psutil.Process) -> str:
     """The name of what it runs; "" once it has ended."""
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return re.split(r"[ .(]", process.cmdline()[0].rpartition("/")[2])[0]
+        return re.split(r"[ .(]", (process.cmdline() or [""])[0].rpartition("/")[2])[0]
     return ""
 
 
