@@ -25,7 +25,8 @@ from warm_cli import Command, WarmServer
 AT_ONCE = 5.0
 """Seconds within which a process that was signalled is gone, and its workers with it."""
 WHILE_IT_STARTS = 30.0
-"""The same of workers that start: they look for their parent when they have imported torch."""
+"""The same of workers that start, which look for their parent when they have imported torch, and of
+their parent, which gives them up to 5 seconds."""
 MINE = """
 import time
 import gymnasium
@@ -191,7 +192,7 @@ def test_a_signal_while_workers_start(server: WarmServer, here: Path) -> None:
         assert time.monotonic() < deadline, command.err
         time.sleep(0.01)
     command.kill(signal.SIGHUP, group=True)
-    assert command.wait(AT_ONCE) == 129
+    assert command.wait(WHILE_IT_STARTS) == 129
     require_gone(living, WHILE_IT_STARTS)
     assert "stopped by SIGHUP; nothing was collected yet. Go on with\n    tallyroll" in command.err
     assert not (here / "data").exists()
