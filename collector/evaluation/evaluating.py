@@ -1,5 +1,6 @@
 """Unbiased evaluation of a policy, on a budget of its own."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,20 @@ class Evaluation:
     def mean_return(self) -> float:
         """Mean return over the episodes."""
         return float(self.returns.mean())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of a log: ``episodes``, mean and spread of the returns, mean length.
+
+        ``return_std`` is the standard deviation over the episodes. Without episodes, the means and
+        the deviation are NaN.
+        """
+        count = len(self.episodes)
+        return {
+            "episodes": count,
+            "return_mean": float(self.returns.mean()) if count else math.nan,
+            "return_std": float(self.returns.std()) if count else math.nan,
+            "length_mean": float(self.lengths.mean()) if count else math.nan,
+        }
 
     def __repr__(self) -> str:
         return (

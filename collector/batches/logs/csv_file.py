@@ -37,8 +37,9 @@ class CsvLog(LogTarget):
     def __init__(self, path: str) -> None:
         self.name = path
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._path = os.path.realpath(path)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        self._file = os.open(path, flags, 0o666)
+        self._file = os.open(self._path, flags, 0o666)
         try:
             self._lock()
             self._names: list[str] = []
@@ -53,7 +54,9 @@ class CsvLog(LogTarget):
             raise ArgumentError(f"log: expected a regular file, and {self.name} is none")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            if not os.path.samestat(os.fstat(self._file), os.stat(self._path)):
+                raise BlockingIOError  # a writer that added columns replaced the file just now
+        except (BlockingIOError, FileNotFoundError) as error:
             raise ArgumentError(
                 f"log: another run is writing to {self.name}; give this one a file of its own"
             ) from error
@@ -93,24 +96,20 @@ class CsvLog(LogTarget):
             ) from error
 
     def write(self, row: Row) -> None:
-        """Write a row as one line.
+        """Write a row as one line; a new name becomes a column that is empty in earlier rows.
 
         Raises:
-            ArgumentError: it has a name that the first row did not have.
-            OSError: it cannot be written; no part of it is in the file.
+            OSError: the row cannot be written; no part of it is in the file.
         """
-        if self.newest is not None and row["frames"] <= self.newest.frames:
+        if self.newest is not None and row["frames"] < self.newest.frames:
             return
-        names = self._names or [*row]
-        if more := [name for name in row if name not in names]:
-            raise ArgumentError(
-                f"log: {self.name} has the columns {', '.join(names)}, as its first row had; "
-                f"got {', '.join(more)} too: give the same names each time"
-            )
+        names = [*dict.fromkeys([*self._names, *row])]
         line = _line([row.get(name, math.nan) for name in names])
         if not self._names:
             line = _line(names) + line
         with deferred():  # an interrupt in between would write the row twice
+            if self._names and len(names) > len(self._names):
+                self._add_columns(names)
             try:
                 done = 0
                 while done < len(line):
@@ -122,6 +121,30 @@ class CsvLog(LogTarget):
             self._end += len(line)
             self._names = names
             self.newest = Newest(int(row["frames"]), row["seconds"], int(row["seed"]))
+
+    def _add_columns(self, names: list[str]) -> None:
+        """Replace the file by one that has more columns, empty in the rows that exist."""
+        lines = os.pread(self._file, self._end, 0).splitlines()[1:]
+        empty = b"," * (len(names) - len(self._names)) + b"\n"
+        content = _line(names) + b"".join(line + empty for line in lines)
+        temporary = f"{self._path}.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = os.open(temporary, flags, stat.S_IMODE(os.fstat(self._file).st_mode))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            done = 0
+            while done < len(content):
+                done += os.pwrite(file, content[done:], done)
+            os.replace(temporary, self._path)
+        except BaseException:
+            os.close(file)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        self.close()
+        self._file, self._end, self._names = file, len(content), names
 
     def forget_after(self, frames: int) -> None:
         """Cut off the rows of more ``frames``."""

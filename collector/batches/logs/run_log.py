@@ -4,8 +4,9 @@ import math
 import time
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from tallyroll.collector.batches.logs.target import Newest, Row, Target, open_target
 from tallyroll.collector.batches.run_loop import Collector
@@ -20,9 +21,13 @@ class LogWarning(UserWarning):
     """Warning: rows of a log cannot be written. Collecting goes on, and they are kept to retry."""
 
 
+class _Evaluation(Protocol):
+    def metrics(self) -> Mapping[str, float]: ...
+
+
 def _number(name: str, value: float) -> float:
     try:
-        return float(value)
+        return value if type(value) is int else float(value)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"log: expected numbers, got {name}={value!r:.100}") from error
 
@@ -31,10 +36,14 @@ class RunLog:
     """Writes a row of a collector's numbers every so many transitions.
 
     A row has ``frames`` (stored transitions), ``seconds`` since the log was begun, the other
-    numbers of `Collector.metrics`, the run's ``seed``, and numbers of the caller's. It is written
-    by the first :meth:`update` at or after each multiple of ``every`` transitions, and a last one
-    when the log is closed. No row comes twice: a resumed run goes on after those that are there,
-    and writes the one that a kill left out.
+    numbers of `Collector.metrics`, the run's ``seed``, and the numbers that the caller passed since
+    the row before. The first :meth:`update` at or after each multiple of ``every`` transitions
+    writes it, and :meth:`close` writes the last one, which may repeat the newest transitions with
+    numbers that came after their row. A resumed run continues after the existing rows, and writes
+    the row that a kill left out.
+
+    A name may appear in any row. Earlier and later rows without it have an empty cell in a CSV
+    file, and no point in TensorBoard or Weights & Biases.
 
     If a row cannot be written there is one :class:`LogWarning`, and collecting goes on; it is
     written with the next one, if that can be.
@@ -82,9 +91,11 @@ class RunLog:
         self._frames = frames if before is None else min(before.frames, frames)
         """Transitions of the run at the last row."""
         self._began = time.monotonic() - (0.0 if before is None else before.seconds)
-        self._more: dict[str, float] = {}
+        self._pending: dict[str, float] = {}
+        """Numbers of the caller for the next row."""
         self._waiting: deque[Row] = deque(maxlen=_MOST_WAITING)
         self._warned = self._closed = False
+        self._reserved = frozenset(self._own_numbers())
         self._next = self._next_after(self._frames)
         if frames >= self._next:  # a kill left it out
             self.update()
@@ -108,27 +119,57 @@ class RunLog:
     def _next_after(self, frames: int) -> int:
         return (frames // self._every + 1) * self._every
 
-    def update(self, **more: float) -> None:
-        """Write a row, if one is due, with these numbers of the caller's too."""
-        if more:
-            self._more = more
+    def update(self, **numbers: float) -> None:
+        """Add numbers to the next row, and write it if it is due.
+
+        Of several calls before a row is due, the newest value of each name is written.
+
+        Args:
+            **numbers: by name; each name may be new.
+
+        Raises:
+            ArgumentError: a value is not a number, or a name is one of the log's own or has a line
+                break. The row is written later, without these numbers.
+        """
+        self._merge(numbers)
         if self._ledger.stored >= self._next:
             self._add()
 
-    def _add(self) -> None:
-        frames = self._frames = self._ledger.stored
-        self._next = self._next_after(frames)
-        numbers = self._collector.metrics(self._window)
-        row: dict[str, int | float] = {
-            "frames": frames,
+    def evaluation(self, result: _Evaluation) -> None:
+        """Add the result of `evaluate` to the next row; `update` or `close` writes it.
+
+        The row gets ``eval_frames`` (transitions stored when this method was called) and the
+        numbers of `Evaluation.metrics`: ``eval_episodes``, ``eval_return_mean``,
+        ``eval_return_std`` and ``eval_length_mean``.
+        """
+        numbers = {f"eval_{name}": value for name, value in result.metrics().items()}
+        self._merge({"eval_frames": self._ledger.stored, **numbers})
+
+    def _merge(self, numbers: Mapping[str, float]) -> None:
+        checked = {name: _number(name, value) for name, value in numbers.items()}
+        if reserved := [name for name in checked if name in self._reserved]:
+            raise ArgumentError(
+                f"log: expected names of your own, got {', '.join(reserved)}, which each row has "
+                "already. Choose another name."
+            )
+        if broken := [name for name in checked if len(name.splitlines()) != 1]:
+            raise ArgumentError(f"log: expected names of one line, got {broken[0]!r:.100}")
+        self._pending |= checked
+
+    def _own_numbers(self) -> dict[str, int | float]:
+        return {
+            "frames": self._ledger.stored,
             "seconds": round(time.monotonic() - self._began, 3),
-            **numbers,
+            **self._collector.metrics(self._window),
             "seed": math.nan if self._ledger.seed is None else self._ledger.seed,
         }
-        if taken := [name for name in self._more if name in row]:
-            raise ArgumentError(f"log: expected names of your own, got {', '.join(taken)} of ours")
-        row |= {name: _number(name, value) for name, value in self._more.items()}
-        self._waiting.append(row)
+
+    def _add(self) -> None:
+        row = self._own_numbers()
+        frames = self._frames = self._ledger.stored
+        self._next = self._next_after(frames)
+        self._waiting.append({**row, **self._pending})
+        self._pending = {}
         self._write()
 
     def _write(self) -> None:
@@ -137,9 +178,6 @@ class RunLog:
             while waiting:
                 self._target.write(waiting[0])
                 waiting.popleft()
-        except ArgumentError:
-            waiting.popleft()
-            raise
         except Exception as error:  # noqa: BLE001  it must not end the run
             self._warn(error)
 
@@ -154,12 +192,12 @@ class RunLog:
             )
 
     def close(self) -> None:
-        """Write the last row, if there are transitions since the one before. Idempotent."""
+        """Write the last row, if transitions or numbers came since the one before. Idempotent."""
         if self._closed:
             return
         self._closed = True
         try:
-            if self._ledger.stored > self._frames:
+            if self._ledger.stored > self._frames or self._pending:
                 self._add()
             else:
                 self._write()

@@ -13,9 +13,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tallyroll.collector import ArgumentError, LogWarning, MissingExtra, RunLog, SyncCollector
+from tallyroll.collector import (
+    ArgumentError,
+    LogWarning,
+    MissingExtra,
+    RunLog,
+    SyncCollector,
+    evaluate,
+)
 from tallyroll.collector.batches.logs.csv_file import CsvLog
 from tallyroll.storage import MemmapStorage
 
@@ -66,22 +74,145 @@ def test_numbers_that_are_unknown_are_empty(tmp_path: Path) -> None:
     assert [line["return_mean"] for line in lines_of(tmp_path / "run.csv")] == ["", ""]
 
 
-def test_columns_are_those_of_the_first_row(tmp_path: Path) -> None:
+def cells(path: Path, *names: str) -> list[tuple[str, ...]]:
+    return [tuple(line[name] for name in names) for line in lines_of(path)]
+
+
+def test_refused_numbers_cost_no_row(tmp_path: Path) -> None:
     with collector(40) as run, RunLog(run, tmp_path / "run.csv", every=10) as rows:
-        batches = iter(run)
-        next(batches)
-        with pytest.raises(ArgumentError, match="names of your own, got frames of ours"):
-            rows.update(frames=1.0)
-        next(batches)
-        rows.update(loss=1.0)
-        next(batches)
-        with pytest.raises(
-            ArgumentError, match=r"has the columns .*, loss, as its .* got more too"
-        ):
-            rows.update(more=1.0)
-        next(batches)
-        rows.update(loss=2.0)
-    assert [line["loss"] for line in lines_of(tmp_path / "run.csv")] == ["1.0", "2.0"]
+        for number, _ in enumerate(run):
+            if number == 1:
+                with pytest.raises(
+                    ArgumentError, match="names of your own, got frames, which each"
+                ):
+                    rows.update(frames=1.0, loss=8.0)
+                with pytest.raises(ArgumentError, match="log: expected numbers, got loss='high'"):
+                    rows.update(loss="high")  # type: ignore[arg-type]
+                with pytest.raises(ArgumentError, match=r"names of one line, got 'a\\nb'"):
+                    rows.update(**{"a\nb": 1.0})
+            else:
+                rows.update(loss=number)
+    assert cells(tmp_path / "run.csv", "frames", "loss") == [
+        ("10", "0"), ("30", "2"), ("40", "3")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_names_may_come_in_any_row(tmp_path: Path, linked: bool) -> None:
+    """A new name is an empty cell in the rows before, and in rows that lack it."""
+    path, rows = tmp_path / "run.csv", []
+    if linked:
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to(tmp_path / "elsewhere" / "rows.csv")
+    given = [{}, {"loss": 1.0}, {"a, b": 2.0, "loss": 3.0}, {}, {"other": 4.0}, {"loss": 5.0}]
+    with collector(60) as run, RunLog(run, path, every=10) as one, RunLog(
+        run, rows.append, every=10
+    ) as two:  # fmt: skip
+        for numbers, _ in zip(given, run, strict=True):
+            one.update(**numbers)
+            two.update(**numbers)
+    assert cells(path, "frames", "loss", "a, b", "other") == [
+        ("10", "", "", ""),
+        ("20", "1.0", "", ""),
+        ("30", "3.0", "2.0", ""),
+        ("40", "", "", ""),
+        ("50", "", "", "4.0"),
+        ("60", "5.0", "", ""),
+    ]
+    assert path.is_symlink() == linked
+    assert [
+        {name: row[name] for name in row if name in ("loss", "a, b", "other")} for row in rows
+    ] == given
+    with path.open(newline="") as file:
+        assert {len(line) for line in csv.reader(file)} == {len(rows[0]) + 3}
+
+
+def test_numbers_wait_for_the_row_that_is_due(tmp_path: Path) -> None:
+    """Calls between two rows add to each other; a value is written once."""
+    path = tmp_path / "run.csv"
+    with collector(94) as run, RunLog(run, path, every=25) as rows:
+        for number, _ in enumerate(run):
+            rows.update(loss=number)
+            if number == 0:
+                rows.update(eval_return=7.0)
+    assert cells(path, "frames", "loss", "eval_return") == [
+        ("30", "2", "7.0"), ("50", "4", ""), ("80", "7", ""), ("94", "9", "")
+    ]  # fmt: skip
+
+
+def test_an_evaluation_joins_the_next_row(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    result = evaluate(None, factory(DISABLED, 0, LANES), episodes=4, seed=0)
+    with collector(60) as run, RunLog(run, path, every=20) as rows:
+        for number, _ in enumerate(run):
+            if number == 2:
+                rows.evaluation(result)
+            rows.update()
+    first, second, third = lines_of(path)
+    assert {name for name, value in first.items() if value == ""} >= {
+        "eval_frames",
+        "eval_episodes",
+    }
+    assert (second["eval_frames"], second["eval_episodes"]) == ("30", "4")
+    assert float(second["eval_return_mean"]) == result.mean_return == np.mean(result.returns)
+    assert float(second["eval_return_std"]) == np.std([e.total_return for e in result.episodes])
+    assert float(second["eval_length_mean"]) == np.mean(result.lengths)
+    assert third["eval_frames"] == ""
+
+
+def test_numbers_after_the_last_row_are_written_at_the_end(tmp_path: Path) -> None:
+    path, rows = tmp_path / "run.csv", []
+    with collector(20) as run, RunLog(run, path, every=10) as one, RunLog(
+        run, rows.append, every=10
+    ) as two:  # fmt: skip
+        for _ in run:
+            one.update()
+            two.update()
+        one.update(score=9)
+        two.update(score=9)
+    assert cells(path, "frames", "score") == [("10", ""), ("20", ""), ("20", "9")]
+    assert [row.get("score") for row in rows] == [None, None, 9]
+
+
+def test_a_resumed_run_adds_names(tmp_path: Path) -> None:
+    path, storage = tmp_path / "run.csv", tmp_path / "rows"
+    log(collector(50, storage=storage), path)
+    with collector(80, storage=storage, resume=True) as run, RunLog(run, path, every=25) as rows:
+        for number, _ in enumerate(run):
+            rows.update(late=number)
+    assert cells(path, "frames", "late") == [("30", ""), ("50", ""), ("80", "2")]
+
+
+def test_a_full_disk_keeps_the_rows_while_columns_are_added(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with collector(40) as run, RunLog(run, path, every=10) as rows:
+        for number, _ in enumerate(run):
+            if number == 2:
+                whole = path.read_bytes()
+                resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 2, before[1]))
+                try:
+                    with pytest.warns(LogWarning, match="cannot be written"):
+                        rows.update(late=2.0)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                assert path.read_bytes() == whole
+                assert [*tmp_path.iterdir()] == [path]
+            else:
+                rows.update()
+    assert cells(path, "frames", "late") == [("10", ""), ("20", ""), ("30", "2.0"), ("40", "")]
+
+
+def test_a_file_that_got_columns_is_locked_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    path.touch(mode=0o640)
+    with collector(30) as run, RunLog(run, path, every=10) as rows:
+        for number, _ in enumerate(run):
+            rows.update(**{f"n{number}": 1.0})
+            with pytest.raises(ArgumentError, match="another run is writing to"):
+                CsvLog(str(path))
+    assert path.stat().st_mode & 0o777 == 0o640
+    CsvLog(str(path)).close()
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -233,11 +364,3 @@ def test_a_killed_command_leaves_whole_lines_and_goes_on(tmp_path: Path) -> None
     assert subprocess.run(command("--resume", "--frames", f"{total}", *more)).returncode == 0
     wanted = [*range(500, total, 500), total]
     assert frames_of(path) == wanted
-
-
-def test_a_value_that_is_no_number_is_named() -> None:
-    with collector(30) as run, RunLog(run, [].append, every=10) as rows:
-        next(iter(run))
-        with pytest.raises(ArgumentError, match="log: expected numbers, got loss='high'"):
-            rows.update(loss="high")  # type: ignore[arg-type]
-        rows.update(loss=1)
