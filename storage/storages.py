@@ -140,9 +140,9 @@ class ShardedStorage(DiskStorage):
     ) -> None:
         AsTensorStorage.__init__(self)
         self.path, self.mode = user_path(path), mode
-        self.writer = ShardedWriter(Path(os.path.abspath(self.path)), mode)
+        self.writer = ShardedWriter(self.path.absolute(), mode)
         self.reader = self.writer.reader
-        self._reopening = {"path": os.path.abspath(self.path)}
+        self._reopening = {"path": str(self.path.absolute())}
 
     def reserve(self, rows: int) -> None:
         """Do nothing: workers reserve space where they are."""
@@ -223,7 +223,7 @@ def open_storage(
         return FORMATS[name](place, mode=mode, **options)
     except NotAStorage:
         if is_sharded(place):
-            return _sharded(ShardedFiles(Path(os.path.abspath(place))), place, mode, **options)
+            return _sharded(ShardedFiles(place.absolute()), place, mode, **options)
         if (reader := reader_at(place)) is None:
             raise
     return _ReaderStorage(reader, mode)
@@ -275,7 +275,7 @@ def _union(
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Return whether a sharded storage is at ``path``."""
-    return ShardedFiles.stand_at(Path(os.path.abspath(user_path(path))))
+    return ShardedFiles.stand_at(user_path(path).absolute())
 
 
 def _require_reading(path: str, mode: Mode) -> None:

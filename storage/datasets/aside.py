@@ -41,6 +41,7 @@ def written_aside(place: Path) -> Iterator[Path]:
         StorageLocked: another process writes to ``place``.
         PathIsTaken: something has the name.
     """
+    place = place.absolute()  # other libraries change folders, or join paths twice
     folder = place.parent / f".{place.name}{_SUFFIX}"
     target = folder / f"rows{place.suffix}"
     with _held(folder, place):
@@ -59,6 +60,7 @@ def folder_beside(place: Path, suffix: str) -> Iterator[Path]:
     Raises:
         StorageLocked: another process has it.
     """
+    place = place.absolute()
     folder = place.parent / f".{place.name}{suffix}"
     with _held(folder, place):
         _clear(folder)

@@ -99,7 +99,7 @@ def copy(
     require_outside(reader, place)
     with closing(OverlaysOf(sources_of(reader), wanted)) as overlays:
         schema = schema_of_copy(reader, wanted, overlays.every)
-        files = FILES[name](Path(os.path.abspath(place)))
+        files = FILES[name](place.absolute())
         files.check(schema)
         space, rows = estimate(files, schema, len(span)), len(span)
         if not dry_run:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
@@ -90,7 +88,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
 
 
 def _format_of(reader: RowReader, path: Any) -> Format:
-    return reader.copied_as(Path(os.path.abspath(user_path(path))))
+    return reader.copied_as(user_path(path).absolute())
 
 
 def _copy_at(reader: RowReader, path: Any, mode: Mode) -> FileReader:

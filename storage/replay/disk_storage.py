@@ -135,7 +135,7 @@ class DiskStorage(
                 temporary.remove()
             raise
         self._fit_ring()
-        self._reopening = {"path": os.path.abspath(self.path), "accept_copy": accept_copy}
+        self._reopening = {"path": str(self.path.absolute()), "accept_copy": accept_copy}
         if temporary is not None:
             assert isinstance(self.writer, RowWriter)
             self.writer.temporary = True

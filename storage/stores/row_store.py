@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -52,7 +51,7 @@ class RowStore(HasOverlays):
                 f"max_size={max_size} asks for a ring, and {type(self).__name__} keeps every row. "
                 "Use MemmapStorage(path, max_size=...), or leave it out."
             )
-        files = FileReader(self._format_class(Path(os.path.abspath(self.path))), self.path, mode)
+        files = FileReader(self._format_class(self.path.absolute()), self.path, mode)
         self.reader: RowReader = files
         opened = OpenedFiles(
             files,

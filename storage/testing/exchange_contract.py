@@ -30,6 +30,7 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.datasets.aside import written_aside
 from tallyroll.storage.errors import (
+    InvalidDataset,
     MissingLibrary,
     NotEnoughMemory,
     NotInitialised,
@@ -166,6 +167,45 @@ class ExchangeContract:
         with MemmapStorage(tmp_path / "source") as storage, pytest.raises(NotInitialised):
             storage.export(place, self.kind)
         assert not place.exists()
+
+    def test_paths_as_users_write_them(
+        self, source: DiskStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Relative paths belong to the folder in which the call is made."""
+        for name in ("home", "one/real/above", "two"):
+            (tmp_path / name).mkdir(parents=True)
+        (tmp_path / "one" / "link").symlink_to(tmp_path / "one" / "real" / "above")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        for name in ("out", "~/out", "new/é and spaces/out", "link/../out"):
+            monkeypatch.chdir(tmp_path / "one")
+            written = f"{name}{self.suffix or '/'}"
+            report = source.export(written, self.kind)
+            assert Path(os.path.expanduser(written)).exists()
+            monkeypatch.chdir(tmp_path / "two")
+            if not written.startswith("~"):
+                written = f"../one/{written}"
+            assert import_dataset(written, "back", self.kind).rows == report.rows
+            with open_storage("back") as storage:
+                monkeypatch.chdir(tmp_path)
+                assert len(storage.get(slice(None))) == len(source)
+            shutil.rmtree(tmp_path / "two" / "back")
+        assert not [*tmp_path.rglob("*.written-aside")]
+
+    def test_a_missing_file_is_named(
+        self, source: DiskStorage, place: Path, tmp_path: Path
+    ) -> None:
+        """Without one of its files a dataset is whole, or refused; it never has fewer rows."""
+        source.export(place, self.kind)
+        for file in [each for each in place.rglob("*") if each.is_file()]:
+            file.rename(tmp_path / "elsewhere")
+            try:
+                report = import_dataset(place, tmp_path / "back", self.kind)
+            except InvalidDataset as error:
+                assert file.name in str(error) or file.suffix in str(error) or "info" in str(error)
+            else:
+                assert report.rows == len(source)
+                shutil.rmtree(tmp_path / "back")
+            (tmp_path / "elsewhere").rename(file)
 
     def test_cuts(self, source: DiskStorage, place: Path, tmp_path: Path) -> None:
         wanted = {"drop": 24, "truncate": 27}

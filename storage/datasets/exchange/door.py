@@ -105,6 +105,8 @@ def opened_source(door: ExchangeFormat, whence: Path, stack: ExitStack) -> Incom
         return stack.enter_context(door.read(whence))
     except InvalidSchema as error:
         raise refused(whence, str(error)) from error
+    except FileNotFoundError as error:
+        raise refused(whence, f"{error.filename} is missing") from error
 
 
 def refused(place: Path, why: str) -> InvalidDataset:

@@ -21,7 +21,7 @@ from tallyroll.storage.datasets.exchange.numbering import has_numbers
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing, says_end
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.datasets.views.view_reader import view_of
-from tallyroll.storage.errors import ColumnsMissing, StateMismatch, StorageFull
+from tallyroll.storage.errors import ColumnsMissing, StateMismatch, StorageFull, WriteError
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.row_reader import RowReader
@@ -100,7 +100,7 @@ def export(
             "are free. Nothing was written; make room, or give another path."
         )
     with written_aside(place) as target:
-        with translated(place, nbytes), _full_disk_named():
+        with translated(place, nbytes), _library_errors(kind, target):
             lost = {**chosen.lost, **left, **files.write(rows, target)}
             written = _synced(target)
         if reader.rewinds != rewinds:
@@ -198,11 +198,21 @@ def _beside(
 
 
 @contextlib.contextmanager
-def _full_disk_named() -> Iterator[None]:
-    """Give errors of libraries the number that the system gave them."""
+def _library_errors(kind: str, target: Path) -> Iterator[None]:
+    """Translate errors of the library that writes.
+
+    A full disk gets the number that the system gave the library. A missing file is the library's
+    fault, unless another process removed the folder that it writes to.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
+        if isinstance(error, FileNotFoundError) and target.parent.is_dir():
+            raise WriteError(
+                f"{kind}: expected its library to find the file {error.filename}, got "
+                f"{error.strerror!r}. Nothing was written. Try another version of the library, and "
+                "report this."
+            ) from error
         if getattr(error, "errno", None) is None and any(each in str(error) for each in _NO_SPACE):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise

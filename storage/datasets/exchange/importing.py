@@ -110,10 +110,10 @@ def imported(
         numbering = Numbering(incoming.schema)
         schema, total = numbering.schema, incoming.rows
         _require_size(whence, incoming, schema)
-        files = FILES[name](Path(os.path.abspath(place)))
+        files = FILES[name](place.absolute())
         files.check(schema)
         require_room(files, schema, total)
-        own = {"kind": door.name, "path": os.path.abspath(whence), "version": incoming.version}
+        own = {"kind": door.name, "path": str(whence.absolute()), "version": incoming.version}
         entry = entry_of(incoming.about, own | dict(said or {})) | dict(incoming.spaces)
         with written_aside(place) as target:
             opened = OpenedFiles(

@@ -110,7 +110,7 @@ def repair(
     with translated(whence), folder_beside(place, _SUFFIX) as aside:
         unreadable = unreadable_in(whence)
         wanted = kind or _kind_of(whence, bool(unreadable))
-        said = {"kind": wanted, "path": os.path.abspath(whence), "repaired": "True"}
+        said = {"kind": wanted, "path": str(whence.absolute()), "repaired": "True"}
         report = imported(
             OurRepair(losses, aside, unreadable)
             if wanted == OURS

@@ -35,6 +35,8 @@ class Info:
     data_path: Any
     video_path: Any
     tasks: int
+    rows: int | None
+    """``total_frames``; None: the file has no such number."""
 
     @classmethod
     def of(cls, said: Any) -> Info:
@@ -61,8 +63,10 @@ class Info:
             raise InvalidDataset(f"its chunks_size is {chunk!r:.40}")
         tasks = said.get("total_tasks", 0)
         tasks = tasks if type(tasks) is int and tasks > 0 else 0
+        rows = said.get("total_frames")
+        rows = rows if type(rows) is int else None
         paths = said.get("data_path"), said.get("video_path")
-        return cls(version, features, float(fps), chunk, *paths, tasks)
+        return cls(version, features, float(fps), chunk, *paths, tasks, rows)
 
 
 @dataclass
@@ -91,10 +95,17 @@ def episodes_of(inside: Inside, info: Info, videos: Sequence[str], place: Path) 
     """
     try:
         if info.version.startswith("v3"):
-            return _of_tables(inside, info, videos, place)
-        return _of_lines(inside, info, videos, place)
+            found = _of_tables(inside, info, videos, place)
+        else:
+            found = _of_lines(inside, info, videos, place)
     except (KeyError, TypeError, OverflowError) as error:
         raise refused(place, f"its episodes cannot be read ({error!r:.200})") from error
+    if info.rows not in (None, found.rows):
+        raise InvalidDataset(
+            f"{layout.INFO} counts {info.rows:,} frames, and its episodes have {found.rows:,}. "
+            "`tallyroll repair` saves the rows that are there"
+        )
+    return found
 
 
 def _lengths(values: Any) -> np.ndarray:
