@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from tallyroll.storage.errors import (
     CorruptStorage,
     DiskFailed,
+    InvalidAddress,
     NotWritable,
     PathIsFile,
     StorageFull,
@@ -29,11 +31,24 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a file system, a user's quota or a file that has no space left."""
 OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
 """Errors of a path that is a link, or no plain file."""
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+"""The beginning of an address; `pathlib` keeps one of its slashes."""
 _UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path as its user means it: ``~`` at its start is the home directory."""
+    """Return the path in a file system that its user means; ``~`` at its start is the home.
+
+    Raises:
+        InvalidAddress: it is an address, such as ``s3://BUCKET/KEY``, for which a folder of the
+            name ``s3:`` would be made. The message repeats the scheme alone.
+    """
+    if found := _ADDRESS.match(os.fspath(path)):
+        raise InvalidAddress(
+            f"expected a path in a file system, got an address that begins with {found[1]}://. "
+            "Of object stores, those that speak S3 are supported: `tallyroll push` writes packed "
+            "rows to s3://BUCKET/KEY, and open_storage reads them there."
+        )
     return Path(os.path.expanduser(path))
 
 

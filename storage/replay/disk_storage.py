@@ -304,7 +304,8 @@ class DiskStorage(
             shares: the parts, such as ``train=0.9, val=0.1``.
 
         Raises:
-            ValueError: a share that is none, or shares above 1 together.
+            ValueError: a share is not above 0, the shares are above 1 together, or a part would
+                have no trajectory.
             ColumnsMissing: the rows do not say which trajectory they belong to.
         """
         parts = split(self.trajectories, shares, seed)

@@ -74,8 +74,9 @@ class HindsightSampler(KeepsNothing):
 
     Args:
         storage: a Tallyroll storage; one with ``mode="read"`` may be growing.
-        reward: called with the achieved goals [m, ...] and the desired ones [m, ...], as arrays,
-            and with the m rows as they will be returned, but for their rewards; returns m rewards.
+        reward: called with the achieved goals [m, ...] and the desired ones [m, ...], as arrays
+            (float32 for bfloat16 columns), and with the m rows as they will be returned, without
+            their new rewards; returns m rewards.
             ``compute_reward`` of an environment is one, if it takes many at once. It is called with
             the relabelled rows only.
         relabelled: the share of rows with a new goal, from 0 to 1; 0.8 are four for each other.
@@ -241,7 +242,7 @@ class HindsightSampler(KeepsNothing):
         reached, wanted = rows.get(self._achieved), rows.get(self._desired)
 
         def judged(name: str, judge: Judge, column: torch.Tensor) -> torch.Tensor:
-            value = judge(reached.numpy(force=True), wanted.numpy(force=True), rows)
+            value = judge(_array(reached), _array(wanted), rows)
             return _values(name, value, column[at])
 
         reward = found.get(REWARD)
@@ -303,6 +304,14 @@ class HindsightSampler(KeepsNothing):
 def _below(numbers: np.ndarray, below: Any) -> np.ndarray:
     """Return whole numbers from 0 to ``below - 1``, of uniform ones [n] from 0 to 1."""
     found: np.ndarray = np.minimum((numbers * below).astype(np.int64), below - 1)
+    return found
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    """Return values as an array; NumPy has no bfloat16, whose values float32 holds exactly."""
+    found: np.ndarray = (values.float() if values.dtype is torch.bfloat16 else values).numpy(
+        force=True
+    )
     return found
 
 

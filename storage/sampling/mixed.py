@@ -53,7 +53,8 @@ class MixedSampler:
 
     Raises:
         TypeError: a part cannot be drawn from.
-        ValueError: a share is not above 0, or ``empty`` is not one of its values.
+        ValueError: a share is less than a millionth of all shares, or ``empty`` is not one of its
+            values.
     """
 
     def __init__(
@@ -80,6 +81,12 @@ class MixedSampler:
         """The share of each part, all of which together are 1."""
         total = sum(self.shares)
         self.shares = tuple(share / total for share in self.shares)
+        for (_, given), share in zip(pairs, self.shares, strict=True):
+            if share < Fraction(1, _MOST_DENOMINATOR):
+                raise ValueError(
+                    f"a share is at least a millionth of all shares, got {given!r}, of "
+                    f"{float(total):g}. Leave that part out, or give it more."
+                )
         self._keys = None if keys is None else _names(keys)
         self._fill = {as_key(key): value for key, value in (fill or {}).items()}
         self._empty, self._generator = empty, generator

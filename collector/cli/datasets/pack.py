@@ -115,7 +115,6 @@ def run(args: argparse.Namespace) -> int:
     chosen = {tuple(column.split("/")): codec for column, codec in args.codec if column}
     if len(every) > 1 or (every and chosen):
         raise CommandError("--codec: expected one for all, or some of columns, got both or more.")
-    is_hdf5 = args.destination.lower().endswith((".h5", ".hdf5"))
     codecs: Any = every[0] if every else chosen
     with (
         open_storage(args.path, accept_copy=args.accept_copy) as storage,
@@ -124,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             report = storage.pack(
                 args.destination,
-                format=args.format or ("hdf5" if is_hdf5 else "zarr"),
+                format=args.format,
                 codecs=codecs,
                 once=not args.rows_as_they_are,
                 stacks=args.stack

@@ -95,7 +95,7 @@ def _seed(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``tallyroll split``; returns the exit status."""
-    from tallyroll.collector.cli.output import emit
+    from tallyroll.collector.cli.output import CommandError, emit
     from tallyroll.collector.cli.page import Page
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage import open_storage
@@ -115,7 +115,10 @@ def run(args: argparse.Namespace) -> int:
         shown_progress("copied", args.quiet or args.json or args.dry_run) as progress,
     ):
         chosen = storage if args.where is None else storage.trajectories.where(args.where)
-        views = chosen.split(seed=args.seed, **shares)
+        try:
+            views = chosen.split(seed=args.seed, **shares)
+        except ValueError as error:
+            raise CommandError(str(error)) from error
         readers = {name: view.reader for name, view in views.items()}
         reports = write_parts(
             readers, args.destination, args.format, dry_run=args.dry_run, progress=progress

@@ -26,7 +26,7 @@ class HasPacking:
         self,
         path: str | os.PathLike[str],
         *,
-        format: Format = "zarr",
+        format: Format | None = None,
         codecs: Mapping[str | Key, str] | str | None = None,
         once: bool = True,
         stacks: Sequence[FrameStack] | None = None,
@@ -41,7 +41,8 @@ class HasPacking:
         Args:
             path: where it will be.
             format: ``"zarr"``, a directory that zarr-python, TensorStore and xarray read, or
-                ``"hdf5"``, a file that h5py reads.
+                ``"hdf5"``, a file that h5py reads; None: HDF5 if ``path`` ends in ``.h5`` or
+                ``.hdf5``, else Zarr.
             codecs: a codec for each column that is named, or for all: ``"zstd:3"``,
                 ``"shuffle:5"`` (zstd after a shuffle of bytes, for numbers), ``"none"``; of HDF5
                 ``"gzip:4"``.

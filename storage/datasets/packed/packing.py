@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.manifest import Manifest, new_manifest, write_manifest
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.formats.by_name import SUFFIXES
 from tallyroll.storage.formats.zarr.metadata import require_names
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import TERMINATED, Key, as_key, spell
@@ -79,7 +80,7 @@ def pack(
     reader: RowReader,
     destination: str | os.PathLike[str],
     *,
-    format: Format = "zarr",
+    format: Format | None = None,
     codecs: Mapping[str | Key, str] | str | None = None,
     once: bool = True,
     stacks: Sequence[FrameStack] | None = None,
@@ -95,9 +96,8 @@ def pack(
         MissingLibrary: a library is not installed.
         ValueError: an argument is none of its values.
     """
-    if format not in ("zarr", "hdf5"):
-        raise ValueError(f"format: expected 'zarr' or 'hdf5', got {format!r:.80}.")
     schema, span, place = reader.schema, reader.span, user_path(destination)
+    format = _format_at(place, format)
     require_names(schema)
     codec = _codecs(schema, codecs, format)
     declared = None if stacks is None else frames_declared(schema, stacks)
@@ -136,6 +136,19 @@ def pack(
         {spell(each.column.key): each.n for each in plans if each.n > 1},
         overlays_of(reader),
     )
+
+
+def _format_at(place: Path, wanted: Format | None) -> Format:
+    """Return the format to write, by the suffix of the path where none is wanted."""
+    if wanted not in (None, *get_args(Format)):
+        raise ValueError(f"format: expected 'zarr' or 'hdf5', got {wanted!r:.80}.")
+    suffix = SUFFIXES.get(place.suffix.lower())
+    if wanted is not None and suffix not in (None, wanted):
+        raise ValueError(
+            f"format: expected {suffix!r} by the suffix of {place}, got {wanted!r}. Leave format "
+            "out, or give another path."
+        )
+    return wanted or ("hdf5" if suffix == "hdf5" else "zarr")
 
 
 def _codecs(

@@ -10,7 +10,7 @@ from typing import Any, Final
 from tallyroll.storage.errors import InvalidAddress
 
 _SCHEME: Final = "s3://"
-_COLLAPSED: Final = re.compile(r"s3:/+")
+_COLLAPSED: Final = re.compile(r"s3:/+", re.IGNORECASE)
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _LONGEST: Final = 1024
 HOW: Final = (
@@ -56,6 +56,11 @@ def s3_path(path: object) -> S3Path | None:
         raise InvalidAddress(
             "the address (not repeated here) seems to have credentials or a query in it: expected "
             f"s3://BUCKET/KEY, without '@', '?', or ':' in the bucket's name. {HOW}."
+        )
+    if set("*[]") & set(rest):
+        raise InvalidAddress(
+            "the address has a pattern in it, and objects in a store are not matched by patterns. "
+            "Give the address of each dataset: open_storage([...]) joins several."
         )
     parts = [part for part in key.split("/") if part]
     if not _BUCKET.fullmatch(bucket) or {".", ".."} & {*parts} or len(key) > _LONGEST:

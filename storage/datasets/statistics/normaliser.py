@@ -55,7 +55,8 @@ class Normaliser(ObservationNorm):
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
         # TorchRL's own asks a tensor which of two ways it goes, which torch.vmap cannot: losses of
         # TorchRL call all copies of a network at once by it.
-        found: torch.Tensor = (obs - self.loc) / self.scale
+        values = obs.to(self.loc.dtype) if obs.dtype is torch.bool else obs  # which has no minus
+        found: torch.Tensor = (values - self.loc) / self.scale
         return found.clamp(-self.limit, self.limit)
 
     def forward(self, tensordict: Any) -> Any:

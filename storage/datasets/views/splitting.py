@@ -22,7 +22,13 @@ def split(
     _check(shares, seed)
 
     def masks(table: np.ndarray) -> dict[str, np.ndarray]:
-        return divided(table["id"], shares, seed)
+        parts = divided(table["id"], shares, seed)
+        if empty := [name for name, mine in parts.items() if not mine.any()]:
+            raise ValueError(
+                f"split: expected trajectories for each part, got none for {', '.join(empty)}, of "
+                f"{len(table):,} in all. Give larger shares, fewer parts, or more trajectories."
+            )
+        return parts
 
     return trajectories.parts(masks)
 

@@ -8,11 +8,21 @@ import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from tensordict import TensorDict
 
-from tallyroll.storage import S3Options, open_storage
+from tallyroll.storage import (
+    MemmapStorage,
+    S3Options,
+    import_dataset,
+    open_storage,
+    repair,
+    verify_dataset,
+)
 from tallyroll.storage.datasets.joined.members import expanded
 from tallyroll.storage.datasets.remote.address import S3Path, s3_path
 from tallyroll.storage.datasets.remote.blocks import DiskBlocks, MemoryBlocks
@@ -66,6 +76,42 @@ def test_what_may_hold_a_secret_is_refused_and_not_repeated(address: str) -> Non
         open_storage(address)
     assert SECRET not in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "S3", "gs", "az", "https", "file", "hf"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_no_folder_is_made_for_an_address(
+    scheme: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call that expects a path names the scheme, and what is supported."""
+    monkeypatch.chdir(tmp_path)
+    address = kind(f"{scheme}://{SECRET}/rows")
+    with MemmapStorage("rows") as rows:
+        rows.extend(TensorDict({"x": torch.zeros(3)}, [3]))
+        calls: list[Callable[[], object]] = [
+            lambda: MemmapStorage(address),
+            lambda: rows.copy_to(address),
+            lambda: rows.pack(address),
+            lambda: rows.export(address, "npz"),
+            lambda: import_dataset(address, "new", "npz"),
+            lambda: import_dataset("rows", address, "npz"),
+            lambda: verify_dataset(address),
+            lambda: repair("rows", address),
+        ]
+        if scheme.lower() != "s3":
+            calls += [lambda: open_storage(address), lambda: open_storage([address])]
+        for call in calls:
+            with pytest.raises(InvalidAddress, match=f"begins with {scheme}://.*s3://BUCKET") as it:
+                call()
+            assert SECRET not in str(it.value)
+    assert os.listdir() == ["rows"]
+
+
+@pytest.mark.parametrize("pattern", ["s3://datasets/run-*", "s3://datasets/run-[0-9]"])
+def test_patterns_are_not_matched_in_a_store(pattern: str) -> None:
+    for given in (pattern, [pattern], [pattern, pattern]):
+        with pytest.raises(InvalidAddress, match=r"not matched by patterns\. Give"):
+            open_storage(given)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,29 @@ def test_a_share_that_is_no_whole_number_is_exact_on_average() -> None:
         assert (none["collector", "goal_row"] == -1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
+def test_goals_of_any_dtype(dtype: torch.dtype) -> None:
+    """NumPy has no bfloat16: the functions get float32, which holds it exactly."""
+    seen = []
+
+    def reward(achieved: Any, desired: Any, rows: Any) -> Any:
+        seen.append((achieved, rows["next", "achieved_goal"]))
+        return (achieved == desired).astype("float32")
+
+    model = Model.random(np.random.default_rng(3), rows=60, lanes=3)
+    rows = rows_of(model)
+    for key in ("achieved_goal", "desired_goal"):
+        rows[key] = rows[key].to(dtype)
+        rows["next", key] = rows["next", key].to(dtype)
+    with MemmapStorage() as storage:
+        storage.extend(rows, ids="fresh")
+        batch = HindsightSampler(storage, reward, relabelled=1).sample(100)
+    assert batch["desired_goal"].dtype is dtype
+    ((achieved, column),) = seen
+    assert achieved.dtype == (np.float32 if dtype is torch.bfloat16 else column.numpy().dtype)
+    assert (torch.from_numpy(achieved).double() == column.double()).all()
+
+
 def test_done_is_of_the_new_goal_where_that_is_asked() -> None:
     model = Model.random(np.random.default_rng(3), rows=200, lanes=3)
     own = [("next", name) for name in ("terminated", "truncated", "done")]

@@ -140,6 +140,13 @@ def test_columns_that_differ_are_named(three: Any) -> None:
             MixedSampler(parts, keys=["more"]).sample(4)
 
 
+@pytest.mark.parametrize("shares", [(1, 1e-9), (1e-9, 1), (2e6, 1, 1), (1e300, 1e-300)])
+def test_a_share_that_is_never_drawn_is_refused(three: Any, shares: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="a share is at least a millionth of all shares, got"):
+        MixedSampler([*zip(three, shares, strict=False)])
+    MixedSampler([(three[0], 1e-9), (three[1], 2e-9)])  # small alike
+
+
 @pytest.mark.parametrize("share", [0, -1, float("nan"), float("inf"), "1", None, True])
 def test_a_share_is_a_number_above_0(three: Any, share: Any) -> None:
     with pytest.raises(ValueError, match="a share is a number above 0, got"):

@@ -30,6 +30,24 @@ def test_the_command(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tallyroll.packed.hdf5" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["a.h5", "a.HDF5", "a.zarr", "a", "a.rows"])
+def test_the_suffix_says_the_format(rows: Path, name: str) -> None:
+    with open_storage(rows) as storage:
+        is_file = name.lower().endswith(("h5", "hdf5"))
+        storage.pack(rows.with_name(name))
+        assert rows.with_name(name).is_file() == is_file
+        other = rows.with_name(f"other-{name}")
+        if "." in name and name != "a.rows":
+            with pytest.raises(ValueError, match=r"format: expected .* by the suffix of .*other-a"):
+                storage.pack(other, format="zarr" if is_file else "hdf5")
+            assert not other.exists()
+        else:
+            storage.pack(other, format="hdf5")
+            assert other.is_file()
+    with open_storage(rows.with_name(name)) as packed:
+        assert len(packed) == 141
+
+
 def test_overlays_are_named(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_storage(rows, mode="append") as storage:
         storage.overlay("value", "float32")[:] = 2

@@ -320,6 +320,16 @@ def _called(module: torch.nn.Module, state: TensorDict, given: torch.Tensor) -> 
     return found
 
 
+def test_a_normaliser_of_flags(pole: Path) -> None:
+    with open_storage(pole) as storage:
+        key = ("next", "terminated")
+        normaliser = storage.normaliser(key)
+        flags = torch.from_numpy(storage.column(key).copy())
+        numbers = flags.double()
+        wanted = (numbers - numbers.mean()) / numbers.std(correction=0)
+        torch.testing.assert_close(normaliser(flags).double(), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_normaliser(pole: Path) -> None:
     with open_storage(pole) as storage:
         normaliser = storage.normaliser("observation")

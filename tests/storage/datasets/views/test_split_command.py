@@ -71,14 +71,14 @@ def test_some_trajectories_and_an_empty_part(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "parts"
-    where = ["--where", "length > 7 and lane == 1"]
-    assert main(["split", str(source), str(place), *where, "--train", "0.9", "--val", "0.1"]) == 0
+    words = ["split", str(source), str(place), "--where", "length > 7 and lane == 1", "--train"]
+    assert main([*words, "0.9", "--val", "0.1"]) == 1
+    assert "expected trajectories for each part, got none for val" in capsys.readouterr().err
+    assert not place.exists()
+    assert main([*words, "1"]) == 0
     assert str(place / "train") in capsys.readouterr().out
-    with open_storage(source) as storage:
-        chosen = set(storage.trajectories.where(where[1]).trajectories)
-    with open_storage(place / "train") as train, open_storage(place / "val") as val:
-        assert set(train.trajectories) == chosen
-        assert len(val) == 0
+    with open_storage(source) as storage, open_storage(place / "train") as train:
+        assert {*train.trajectories} == {*storage.trajectories.where(words[4]).trajectories}
 
 
 @pytest.mark.parametrize(

@@ -388,6 +388,8 @@ def test_a_split_of_a_view(path: Path) -> None:
         ({"train": True}, TypeError, "got True"),
         ({"train": 1, "seed": -1}, ValueError, "expected a seed from 0"),
         ({"train": 1, "seed": 1.5}, ValueError, "got 1.5"),
+        ({"train": 1.0, "val": 1e-10}, ValueError, "got none for val"),
+        ({"train": 0.5, "val": 1e-3, "test": 1e-4}, ValueError, "got none for val, test"),
     ],
 )
 def test_a_split_that_is_none(path: Path, shares: Any, error: type[Exception], says: str) -> None:
