@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -27,6 +28,7 @@ from tallyroll.storage import (
     import_dataset,
     open_storage,
     verify,
+    verify_dataset,
 )
 from tallyroll.storage.datasets.aside import written_aside
 from tallyroll.storage.errors import (
@@ -45,6 +47,7 @@ from tallyroll.storage.rows.keys import spell
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing.reader_contract import collected
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.verification.soundness.checking import kinds
 
 _MORE = int(os.environ.get("TALLYROLL_EXCHANGES", "1"))
 """Times as many random schemas and damages."""
@@ -84,6 +87,10 @@ def same(one: RowReader, other: RowReader) -> None:
     for key in one.keys:
         left, right = (r.copies(n, [key])[0] for r, n in zip((one, other), rows, strict=True))
         assert left.tobytes() == right.tobytes(), spell(key)
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
 
 
 class ExchangeContract:
@@ -206,6 +213,27 @@ class ExchangeContract:
                 assert report.rows == len(source)
                 shutil.rmtree(tmp_path / "back")
             (tmp_path / "elsewhere").rename(file)
+
+    def test_values_that_are_not_finite(self, place: Path, tmp_path: Path) -> None:
+        """The export of a sound storage is sound, and its texts are strict JSON."""
+        rows = collected()
+        ends = (rows["next", "terminated"] | rows["next", "truncated"]).reshape(-1).nonzero()[:, 0]
+        valid = torch.ones(len(rows), dtype=torch.bool)
+        valid[ends[:3]] = False
+        rows["collector", "next_valid"] = valid
+        rows["next", "observation"][ends[:2]] = float("nan")  # as an environment that lost them
+        rows["next", "observation"][ends[2], 0] = -float("inf")
+        rows["logits"] = torch.full((len(rows), 2), -float("inf"))
+        with MemmapStorage(tmp_path / "rows") as storage:
+            storage.extend(rows)
+            storage.statistics()
+            assert verify(tmp_path / "rows").sound
+            storage.export(place, self.kind)
+        if self.kind in kinds():
+            report = verify_dataset(place, self.kind)
+            assert report.sound, report.findings
+        for text in place.rglob("*.json") if place.is_dir() else ():
+            json.loads(text.read_text(), parse_constant=_refuse)
 
     def test_cuts(self, source: DiskStorage, place: Path, tmp_path: Path) -> None:
         wanted = {"drop": 24, "truncate": 27}

@@ -33,10 +33,12 @@ from tallyroll.storage.verification.soundness.values import (
     as_flags,
     check_finite,
     check_zeros,
+    observations_valid,
 )
 
 _FILE, _METADATA = "main_data.hdf5", "metadata.json"
 _OBSERVATIONS, _ACTIONS, _INFOS = "observations", "actions", "infos"
+_NEXT_VALID: Final = f"{_INFOS}/collector/next_valid"
 _REWARDS, _TERMINATIONS, _TRUNCATIONS = "rewards", "terminations", "truncations"
 _FLAGS: Final = (_TERMINATIONS, _TRUNCATIONS)
 _EPISODE: Final = re.compile(r"episode_([0-9]{1,18})")
@@ -263,8 +265,10 @@ class _Episodes(ABC):
         found, alike = self._found, []
         observed = [name for name in values if name.split("/")[0] == _OBSERVATIONS]
         acted = [name for name in values if name.split("/")[0] == _ACTIONS]
+        valid = observations_valid(values.get(_NEXT_VALID))
         for name in (*observed, *acted, *([_REWARDS] if _REWARDS in values else [])):
-            check_finite(found, values[name], where, name)
+            known = valid if name in observed else None
+            check_finite(found, values[name], where, name, valid=known)
             top = name.split("/")[0]
             leaf = (self._spaces.get(top) or {}).get(name[len(top) :])
             if leaf is not None:

@@ -70,8 +70,10 @@ class TransitionChecks:
     def advance(self, block: Block, where: Where) -> None:
         """Look at the rows [n, ...] that come next."""
         names, found = self._names, self._found
+        following = {*names.observations.values()}
         for name in self._numbers(block):
-            check_finite(found, block[name], where, name)
+            valid = block.get(names.lost) if name in following else None
+            check_finite(found, block[name], where, name, valid=valid)
         flags = {}
         for name in (names.terminated, names.truncated, names.done, names.before):
             if name in block:

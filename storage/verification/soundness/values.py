@@ -17,12 +17,44 @@ def flat_rows(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), math.prod(values.shape[1:]))
 
 
-def check_finite(found: Gathered, values: np.ndarray, where: Where, column: str) -> None:
-    """Find rows [n, ...] that hold NaN or infinity."""
+def check_finite(
+    found: Gathered,
+    values: np.ndarray,
+    where: Where,
+    column: str,
+    *,
+    infinity: bool = True,
+    valid: np.ndarray | None = None,
+) -> None:
+    """Find rows [n, ...] that hold NaN or, with ``infinity``, infinite values.
+
+    Args:
+        found: where findings go.
+        values: of the rows.
+        where: the first row.
+        column: its name.
+        infinity: infinite values are findings, too.
+        valid: False for rows whose values are known to be lost, [n] or more; None: no row.
+    """
     if values.dtype.kind not in "fc" or not values.size:
         return
-    wrong = ~np.isfinite(flat_rows(values)).all(1)
-    found.add_rows("nan", "values are NaN or infinite", wrong, where, column)
+    flat = flat_rows(values)
+    wrong = ~np.isfinite(flat).all(1) if infinity else np.isnan(flat).any(1)
+    if valid is not None and valid.size >= len(wrong):
+        wrong &= valid.reshape(-1)[: len(wrong)].astype(bool)
+    message = "values are NaN or infinite" if infinity else "values are NaN"
+    found.add_rows("nan", message, wrong, where, column)
+
+
+def observations_valid(next_valid: np.ndarray | None) -> np.ndarray | None:
+    """Return which observations of an episode are known, of ``next_valid`` for each of its steps.
+
+    An episode of n steps has n + 1 observations. Each one after the first is the next observation
+    of the step before.
+    """
+    if next_valid is None:
+        return None
+    return np.concatenate([[True], next_valid.reshape(-1).astype(bool)])
 
 
 def as_flags(found: Gathered, values: np.ndarray, where: Where, column: str) -> np.ndarray | None:

@@ -28,6 +28,8 @@ from tallyroll.storage.verification.soundness.values import (
 
 _BATCH: Final = 2**15
 _NUMBERS: Final = ("frame_index", "episode_index", "index", "task_index", "timestamp")
+_NEXT_VALID: Final = "collector.next_valid"
+_FOLLOWING: Final = "next.observation"
 _WITHOUT_NUMBERS: Final = ("video", "image", "string", "audio")
 _SLACK: Final = 1e-4
 """Seconds by which the step between two timestamps may be off, as in LeRobot's own check."""
@@ -39,33 +41,50 @@ COUNTED_APART: Final = ("frame_index", "episode_index", "index", "task_index")
 
 @dataclass
 class Counted:
-    """Statistics of the rows of a column."""
+    """Statistics of the finite values of a column."""
 
     count: int = 0
+    """Rows."""
+    finite: Any = 0
+    """Finite values of each number."""
     low: Any = None
     high: Any = None
     total: Any = 0.0
     squares: Any = 0.0
 
     def add(self, values: np.ndarray) -> None:
-        """Count rows [n, k] of finite numbers."""
+        """Count rows [n, k]."""
         each = values.astype(np.float64)
-        self.count += len(each)
-        low, high = each.min(0), each.max(0)
-        self.low = low if self.low is None else np.minimum(self.low, low)
-        self.high = high if self.high is None else np.maximum(self.high, high)
-        self.total = self.total + each.sum(0)
-        self.squares = self.squares + (each * each).sum(0)
+        finite = np.isfinite(each)
+        known = np.where(finite, each, 0.0)
+        self._join(
+            Counted(
+                len(each),
+                np.count_nonzero(finite, axis=0),
+                np.where(finite, each, np.inf).min(0),
+                np.where(finite, each, -np.inf).max(0),
+                known.sum(0),
+                (known * known).sum(0),
+            )
+        )
 
     def merge(self, other: Counted) -> None:
         """Count the rows of another part, too."""
-        if not other.count:
-            return
+        if other.count:
+            self._join(other)
+
+    def _join(self, other: Counted) -> None:
         self.count += other.count
+        self.finite = self.finite + other.finite
         self.low = other.low if self.low is None else np.minimum(self.low, other.low)
         self.high = other.high if self.high is None else np.maximum(self.high, other.high)
         self.total = self.total + other.total
         self.squares = self.squares + other.squares
+
+
+def _is_judged(column: str) -> bool:
+    """Return whether a column is an observation, an action or the reward."""
+    return column.removeprefix("next.").split(".")[0] in ("observation", "action", "reward")
 
 
 @dataclass
@@ -260,8 +279,10 @@ class RowChecks:
         counted, parts = self.counted.setdefault(number, {}), []
         floats = False
         for column, each in values.items():
-            check_finite(found, each, where, column)
-            if each.dtype.kind in "iuf" and np.isfinite(each).all():
+            valid = values.get(_NEXT_VALID) if column.startswith(_FOLLOWING) else None
+            infinity = _is_judged(column)
+            check_finite(found, each, where, column, infinity=infinity, valid=valid)
+            if each.dtype.kind in "iuf" and len(each):
                 counted.setdefault(column, Counted()).add(each)
             if column not in _NUMBERS and each.dtype.kind == "f":
                 parts.append(each)

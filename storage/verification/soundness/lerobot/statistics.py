@@ -58,31 +58,37 @@ def _compare(
             found.add("statistics", "a column has no statistics", where, column=column)
         elif isinstance(said, Mapping):
             for name, wanted, slack in _expected(each):
-                why = _differs(said.get(name), wanted, slack)
+                # LeRobot itself writes NaN or infinity where some values are not finite.
+                open_to_nan = each.finite < each.count if name != "count" else np.False_
+                why = _differs(said.get(name), wanted, slack, open_to_nan)
                 if why is not None:
                     message = f"the {name} is not that of the rows"
                     found.add("statistics", message, where, why, column)
 
 
 def _expected(each: Counted) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return the statistics of rows, and by how much a kept one may be off."""
-    mean = each.total / each.count
-    deviation = np.sqrt(np.maximum(0.0, each.squares / each.count - mean * mean))
-    size = np.maximum(np.abs(each.low), np.abs(each.high))
+    """Return the statistics of finite values, and by how much a kept one may be off."""
+    finite = np.maximum(each.finite, 1)
+    mean = each.total / finite
+    deviation = np.sqrt(np.maximum(0.0, each.squares / finite - mean * mean))
+    low, high = (np.where(each.finite > 0, bound, 0.0) for bound in (each.low, each.high))
+    size = np.maximum(np.abs(low), np.abs(high))
     rounding = _ROUNDING * size + 1e-30
-    slack = _SLACK * (each.high - each.low) + rounding
+    slack = _SLACK * (high - low) + rounding
     # The square of a mean that is far from zero takes digits of the deviation.
     lost = np.sqrt(1e-7) * size * (size > 100 * np.maximum(deviation, 1e-30)) + slack
     return [
         ("count", np.asarray([each.count]), np.zeros(1)),
-        ("min", each.low, rounding),
-        ("max", each.high, rounding),
+        ("min", low, rounding),
+        ("max", high, rounding),
         ("mean", mean, slack),
         ("std", deviation, lost),
     ]
 
 
-def _differs(said: Any, wanted: np.ndarray, slack: np.ndarray) -> str | None:
+def _differs(
+    said: Any, wanted: np.ndarray, slack: np.ndarray, open_to_nan: np.ndarray
+) -> str | None:
     """Return how a kept value differs from that of the rows; None if it does not."""
     try:
         value = np.asarray(said, np.float64).reshape(-1)
@@ -90,7 +96,7 @@ def _differs(said: Any, wanted: np.ndarray, slack: np.ndarray) -> str | None:
         return f"it is {said!r:.60}"
     if value.shape != wanted.shape:
         return f"it has {value.size} numbers, expected {wanted.size}"
-    wrong = ~(np.abs(value - wanted) <= slack)
+    wrong = ~(np.abs(value - wanted) <= slack) & ~(open_to_nan & ~np.isfinite(value))
     if not wrong.any():
         return None
     at = int(np.argmax(wrong))

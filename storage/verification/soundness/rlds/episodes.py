@@ -29,11 +29,13 @@ from tallyroll.storage.verification.soundness.values import (
     as_flags,
     check_finite,
     check_zeros,
+    observations_valid,
 )
 
 _MOST_KEPT: Final = 2**24
 """Episodes whose digests are kept to find doubles."""
 _CLOCKS: Final = ("timestamp", "timestamps")
+_NEXT_VALID: Final = f"{STEPS}/infos/collector/next_valid"
 _FLAGS: Final = tuple(f"{STEPS}/{name}" for name in (FIRST, LAST, TERMINAL))
 _DISCOUNT, _ACTION, _REWARD = (f"{STEPS}/{name}" for name in (DISCOUNT, ACTION, REWARDS))
 
@@ -217,10 +219,11 @@ class EpisodeChecks:
         """Look for NaN, and for rows of zeros; after the last observation nothing counts."""
         acted, observed = list[np.ndarray](), list[np.ndarray]()
         seen = False
+        valid = observations_valid(values.get(_NEXT_VALID))
         for name, each in values.items():
             feature = self._values[name].feature
             if feature.observed:
-                check_finite(self._found, each, where, name)
+                check_finite(self._found, each, where, name, valid=valid)
                 observed.append(each[:-1])
                 seen |= each.dtype.kind == "f" or feature.kind == "image"
             elif _acts(feature):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.datasets.exchange import importing, outgoing
 from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming
+from tallyroll.storage.datasets.exchange.formats.lerobot.statistics import QUANTILES, Numbers
 from tallyroll.storage.datasets.exchange.importing import imported
 from tallyroll.storage.datasets.exchange.numbering import Numbering
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing
@@ -40,8 +41,35 @@ from tallyroll.storage.rows.keys import (
     spell,
 )
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.verification.soundness.lerobot.rows import Counted
 
 ROW, AFTER, ACTION = ("observation",), ("next", "observation"), ("action",)
+
+
+# --- statistics of LeRobot ------------------------------------------------------------------------
+
+_VALUES = st.floats(-1e3, 1e3) | st.sampled_from([np.nan, np.inf, -np.inf, 0.0])
+
+
+@given(st.lists(st.lists(st.tuples(_VALUES, _VALUES), min_size=1, max_size=6), min_size=1))
+def test_statistics_leave_out_values_that_are_not_finite(
+    blocks: list[list[tuple[float, float]]],
+) -> None:
+    numbers, checked = Numbers(sum(map(len, blocks))), Counted()
+    for block in blocks:
+        numbers.add(np.array(block))
+        checked.add(np.array(block))
+    every = np.concatenate([np.array(block) for block in blocks])
+    for column, found in zip(every.T, numbers.done().T, strict=True):
+        finite = column[np.isfinite(column)]
+        if not len(finite):
+            assert not found.any()
+            continue
+        wanted = [finite.min(), finite.max(), finite.mean(), finite.std()]
+        wanted += np.quantile(finite, [*QUANTILES.values()]).tolist()
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+    assert checked.count == numbers.count == len(every)
+    assert (checked.finite == np.isfinite(every).sum(0)).all()
 
 
 # --- numbers --------------------------------------------------------------------------------------

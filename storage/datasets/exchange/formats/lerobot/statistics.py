@@ -18,8 +18,9 @@ _FRAMES_OF_EPISODE: Final = 32
 class Numbers:
     """Statistics of the rows of one episode, or of all.
 
-    Least, largest, mean and deviation are of all rows; quantiles are of all where there are few,
-    or else of rows at even distances.
+    Minimum, maximum, mean and deviation use all rows. Quantiles use all rows if there are few, and
+    otherwise rows at even distances. NaN and infinite values are left out, because JSON has none
+    and the numbers are used to normalise; a column without finite values has zeros.
 
     Args:
         rows: how many there will be.
@@ -29,42 +30,63 @@ class Numbers:
     def __init__(self, rows: int, most: int = _ROWS_OF_EPISODE) -> None:
         self._every = max(1, -(-rows // most))
         self.count = 0
+        """Rows."""
         self._kept: list[np.ndarray] = []
         self._moments: list[np.ndarray] = []
 
     def add(self, values: np.ndarray) -> None:
         """Add rows that follow, float64 [n, numbers]."""
-        count = len(values)
         every = self._every
         kept = values if every == 1 else values[-self.count % every :: every].copy()
-        mean = values.mean(0)
-        off = values - mean
-        least, most = values.min(0), values.max(0)
-        self._add(count, least, most, mean, np.einsum("ij,ij->j", off, off))
+        finite = np.isfinite(values)
+        if finite.all():
+            counts = np.full(values.shape[1], len(values))
+            mean = values.mean(0)
+            off = values - mean
+            least, most = values.min(0), values.max(0)
+        else:
+            counts = np.count_nonzero(finite, axis=0)
+            mean = np.where(finite, values, 0.0).sum(0) / np.maximum(counts, 1)
+            off = np.where(finite, values - mean, 0.0)
+            least = np.where(finite, values, np.inf).min(0)
+            most = np.where(finite, values, -np.inf).max(0)
+            kept = np.where(np.isfinite(kept), kept, np.nan)
+        self._add(counts, least, most, mean, np.einsum("ij,ij->j", off, off))
         self._kept.append(kept)
+        self.count += len(values)
 
     def _add(
-        self, count: int, least: np.ndarray, most: np.ndarray, mean: np.ndarray, squares: np.ndarray
+        self,
+        counts: np.ndarray,
+        least: np.ndarray,
+        most: np.ndarray,
+        mean: np.ndarray,
+        squares: np.ndarray,
     ) -> None:
-        if self.count:
-            low, high, before, sum_before = self._moments
-            total, off = self.count + count, mean - before
-            squares = sum_before + squares + off * off * (self.count * count / total)
-            mean = before + off * (count / total)
+        if self._moments:
+            known, low, high, before, sum_before = self._moments
+            total, off = known + counts, mean - before
+            share = counts / np.maximum(total, 1)
+            squares = sum_before + squares + off * off * (known * share)
+            mean = before + off * share
             least, most = np.minimum(low, least), np.maximum(high, most)
-        self._moments = [least, most, mean, squares]
-        self.count += count
+            counts = total
+        self._moments = [counts, least, most, mean, squares]
 
     def done(self) -> np.ndarray:
         """Return the statistics [`NAMES`, numbers]."""
-        least, most, mean, squares = self._moments
-        ordered = np.sort(np.concatenate(self._kept), axis=0)
-        places = np.array([*QUANTILES.values()]) * (len(ordered) - 1)
+        counts, least, most, mean, squares = self._moments
+        ordered = np.sort(np.concatenate(self._kept), axis=0)  # NaN at the end
+        last = np.maximum(np.count_nonzero(~np.isnan(ordered), axis=0) - 1, 0)
+        places = np.array([*QUANTILES.values()])[:, None] * last
         low = places.astype(np.intp)
-        part = (places - low)[:, None]
-        below, above = ordered[low], ordered[np.minimum(low + 1, len(ordered) - 1)]
+        part = places - low
+        below = np.take_along_axis(ordered, low, 0)
+        above = np.take_along_axis(ordered, np.minimum(low + 1, last), 0)
         quantiles = np.where(part > 0, below + part * (above - below), below)
-        return np.concatenate([[least, most, mean, np.sqrt(squares / self.count)], quantiles])
+        deviation = np.sqrt(squares / np.maximum(counts, 1))
+        found = np.concatenate([[least, most, mean, deviation], quantiles])
+        return np.where(np.isfinite(found), found, 0.0)
 
 
 def of_all(rows: int, width: int) -> Numbers:

@@ -121,7 +121,7 @@ class Folder:
     def _put(self, name: str, value: Any, indent: int | None) -> None:
         place = self._place / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(value, indent=indent))
+        place.write_text(json.dumps(value, indent=indent, allow_nan=False))
 
 
 class _DataFiles:
@@ -217,7 +217,7 @@ class _Episodes:
         count = len(own["index"])
         found = np.empty((count, sum(map(tables.width, self._shapes.values()))))
         at = 0
-        with np.errstate(all="ignore"):  # what is infinite, or no number, is said as it is
+        with np.errstate(all="ignore"):  # statistics leave out NaN and infinite values
             for values in (
                 *(numbers_out(piece[each.column.key], each) for each in self._numbers),
                 *(own[name] for name in OWN),
