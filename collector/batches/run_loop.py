@@ -209,12 +209,17 @@ class Collector(Attributes, Reaching, ABC):
         return f"{type(self).__name__}({said})"
 
     def __len__(self) -> int:
-        """Number of batches that a run of limited frames has in all."""
+        """Number of batches still to come in a run of limited frames.
+
+        Before the first batch of a fresh run these are all batches. Rows that an earlier process,
+        an earlier iteration or :meth:`collect` stored are not counted again.
+        """
         if self._options.by_agent:
             raise TypeError("a collector whose total_frames are agent transitions has no length")
         if self._options.total_frames is None:
             raise TypeError("a collector without total_frames has no length")
-        return ceil(self._options.total_frames / self.frames_per_batch)
+        left = self._options.total_frames - self._ledger.stored
+        return max(0, ceil(left / self.frames_per_batch))
 
     def __enter__(self) -> Self:
         """The collector; leaving the block shuts it down."""

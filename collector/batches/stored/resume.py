@@ -173,6 +173,10 @@ def _damaged(path: Path, name: str, value: Any) -> StateError:
     )
 
 
+_ADD_COLUMNS = ("max_frames_per_traj", "info_keys", "rename", "resets", "policy", "policies")
+"""Arguments of a collector by which rows have more columns, or others."""
+
+
 def same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Refuse another environment for a continued run."""
     if before != after:
@@ -182,6 +186,17 @@ def same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
             + "; ".join(f"{n} was {before.get(n)!r}, is {after.get(n)!r}" for n in names)
             + "; append a new run instead"
         )
+
+
+def changed_arguments(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the arguments that add columns and differ between two runs' entries, with values."""
+    calls = [each if isinstance(each := run.get("call"), dict) else {} for run in (before, after)]
+    pairs = {name: tuple(call.get(name) for call in calls) for name in _ADD_COLUMNS}
+    return "; ".join(
+        f"{name} was {was!r:.80}, is {now!r:.80}"
+        for name, (was, now) in pairs.items()
+        if was != now
+    )
 
 
 def same_lanes(before: LastRun, lanes: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from tallyroll.collector.batches.stored.buffer_items import BufferIds
 from tallyroll.collector.batches.stored.resume import (
     LastRun,
+    changed_arguments,
     last_run_of,
     resumed_ledger,
     same_lanes,
@@ -21,7 +22,7 @@ from tallyroll.collector.errors import StateError
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.slot_rows import RunCounts
-from tallyroll.storage.errors import NotInitialised, StorageClosed
+from tallyroll.storage.errors import NotInitialised, SchemaMismatch, StorageClosed
 from tallyroll.storage.files.run_record import record_bytes, record_template
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import TRAJ_IDS
@@ -185,7 +186,16 @@ class StoredRun:
             same_source(last.environment, provenance["environment"])
         self._reserve(storage, schema)
         if storage.reader.initialised:
-            storage.writer.runs.require_schema(schema)
+            try:
+                storage.writer.runs.require_schema(schema)
+            except SchemaMismatch as error:
+                runs = storage.reader.manifest["runs"]
+                if runs and (changed := changed_arguments(runs[-1], provenance)):
+                    raise SchemaMismatch(
+                        f"{error} Arguments that decide about columns have changed since its last "
+                        f"run: {changed}."
+                    ) from error
+                raise
             if not storage.writer.claim.is_of(self):
                 return
         self._begin_entry(storage, schema, provenance)

@@ -506,3 +506,23 @@ def test_workers_that_run_ahead_store_exactly_as_many(tmp_path: Path) -> None:
     rows = stored_in(tmp_path / "rows")
     assert len(rows) == 200
     assert verify(tmp_path / "rows").sound
+
+
+@pytest.mark.parametrize(("total", "per_batch", "lanes"), [(100, 10, 3), (101, 10, 3), (20, 30, 8)])
+def test_the_length_counts_the_batches_still_to_come(
+    total: int, per_batch: int, lanes: int, tmp_path: Path
+) -> None:
+    """After `collect`, in the middle of an iteration, and after a resume."""
+    options: dict[str, Any] = {"num_envs": lanes, "frames_per_batch": per_batch}
+    options |= {"total_frames": total, "storage": tmp_path / "rows"}
+    with SyncCollector("CartPole-v1", seed=0, **options) as collector:
+        assert len(collector) == -(-total // per_batch)
+        collector.collect(13)
+        assert len(collector) == -(-(total - 13) // per_batch)
+        length = len(collector)
+        next(iter(collector))
+        assert len(collector) == length - 1
+        left = len(collector)
+    with SyncCollector("CartPole-v1", resume=True, **options) as collector:
+        assert len(collector) == left == len([*collector])
+        assert len(collector) == 0

@@ -73,8 +73,10 @@ def test_stored_is_what_was_asked_and_the_first_in_slot_order(
     with SyncCollector(
         env, ByObservation(), frames_per_batch=per_batch, total_frames=frames
     ) as collector:
+        length = len(collector)
         for batch in collector:
             batches.append(batch)
+            assert len(collector) == length - len(batches)
             ledger = collector.ledger
             assert balanced(ledger)
             assert ledger.executed == sum(steps_taken())
@@ -87,7 +89,7 @@ def test_stored_is_what_was_asked_and_the_first_in_slot_order(
                 np.bincount(joined(batches)["collector", "lane"], minlength=lanes).tolist()
                 == wanted.stored_by_lane
             )
-        assert len(collector) == len(batches)
+        assert (length, len(collector)) == (len(batches), 0)
     whole, rest = divmod(frames, per_batch)
     assert [len(batch) for batch in batches] == [per_batch] * whole + [rest] * (rest > 0)
     assert ledger.carried == 0

@@ -28,7 +28,13 @@ from tallyroll.collector.errors import (
     StateError,
     TransitionError,
 )
-from tallyroll.storage import MemmapStorage, SchemaMismatch, StorageExists, StorageMissing
+from tallyroll.storage import (
+    MemmapStorage,
+    SchemaMismatch,
+    StorageExists,
+    StorageMissing,
+    open_storage,
+)
 from tallyroll.storage.errors import NotAStorage, NotWritable, PathIsFile
 
 from collect_kit import LENGTHS, collect
@@ -365,6 +371,27 @@ def test_resuming_what_no_collector_wrote(tmp_path: Path) -> None:
     assert {k: v for k, v in snapshot(tmp_path).items() if "memmap" in k} == {
         k: v for k, v in before.items() if "memmap" in k
     }
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_arguments_that_change_the_columns_are_named(tmp_path: Path, resumes: bool) -> None:
+    options: dict[str, Any] = {"frames_per_batch": 10, "storage": tmp_path / "s", "num_envs": 2}
+    with SyncCollector("CartPole-v1", total_frames=20, seed=0, **options) as collector:
+        collector.collect(10)
+    options |= {"total_frames": 20, "max_frames_per_traj": 5}
+    if resumes:
+        options["resume"] = True
+    else:
+        options["storage"] = MemmapStorage(tmp_path / "s", mode="append")
+    with pytest.raises(
+        SchemaMismatch,
+        match=r"step_count is not a column here.* changed .*: max_frames_per_traj was None, is 5\.",
+    ), SyncCollector("CartPole-v1", **options) as collector:  # fmt: skip
+        collector.collect(10)
+    if not resumes:
+        options["storage"].close()
+    with open_storage(tmp_path / "s") as storage:
+        assert len(storage) == 10
 
 
 def test_a_storage_of_other_columns_names_each_difference(tmp_path: Path) -> None:
