@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -123,13 +124,16 @@ class Pixels:
 
 
 def _of_counts(counts: np.ndarray) -> np.ndarray:
-    values, upto = np.arange(256.0), np.cumsum(counts)
+    upto = np.cumsum(counts)
     total = max(1, int(upto[-1]))
     there = np.flatnonzero(counts)
     if not len(there):
         return np.zeros(len(NAMES))
-    mean = counts @ values / total
-    std = np.sqrt(counts @ (values - mean) ** 2 / total)
+    # Sums of integers are the same on every processor; products of a BLAS are not.
+    numbers = np.arange(256)
+    first, second = int((counts * numbers).sum()), int((counts * numbers**2).sum())
+    mean = first / total
+    std = math.sqrt((total * second - first * first) / total**2)
     places = np.array([*QUANTILES.values()]) * (total - 1)
     quantiles = np.searchsorted(upto, places, side="right")
     return np.array([there[0], there[-1], mean, std, *np.minimum(quantiles, 255)])
