@@ -41,7 +41,7 @@ def write_and_show(
             head = storage.extend(arrays(head, SIZE)).stop
         except StorageFull:
             time.sleep(0.1)
-        time.sleep(0.0003)
+        time.sleep(0.002)  # readers are through long before a file of fixed size is full
 
 
 def assert_same_bits(got: np.ndarray, wanted: np.ndarray) -> None:
