@@ -249,7 +249,8 @@ class Assembly:
         self._run.ledger.balance(self._rollout.held + self._hand.count)
         post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.cut(lanes)))
         self._run.skip_foreseen(lanes)
-        self._run.lanes.returns[lanes] += reward[lanes]
+        with np.errstate(all="ignore"):  # infinite rewards of both signs
+            self._run.lanes.returns[lanes] += reward[lanes]
         self._run.lanes.length[lanes] += 1
         self._run.lanes.restart(lanes & ended)
         self._finals.forget(lanes)

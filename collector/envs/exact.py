@@ -202,7 +202,7 @@ class ExactRow:
         if lost is None:
             return taken
         if found.dtype.kind in "fc" and self.dtype.kind in "fc":
-            with np.errstate(over="ignore"):
+            with np.errstate(all="ignore"):
                 taken = found.astype(self.dtype)
             lost = lost & (np.isfinite(found) != np.isfinite(taken))
             if found.dtype.kind == "c" and self.dtype.kind != "c":

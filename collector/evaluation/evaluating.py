@@ -50,7 +50,8 @@ class Evaluation:
     @property
     def mean_return(self) -> float:
         """Mean return over the episodes."""
-        return float(self.returns.mean())
+        with np.errstate(all="ignore"):  # infinite returns of both signs
+            return float(self.returns.mean())
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of a log: ``episodes``, mean and spread of the returns, mean length.

@@ -294,7 +294,8 @@ def _last_slot(
     total = np.zeros(slab.lanes)
     for key in rewards:
         reward = slab.columns[key][at].to(torch.float64).cpu()
-        total += reward.reshape(slab.lanes, -1).sum(dim=1).numpy()
+        with np.errstate(all="ignore"):  # infinite rewards of both signs
+            total += reward.reshape(slab.lanes, -1).sum(dim=1).numpy()
     ended = driver.ended(at, at + 1)[0]
     if slab.lane is None:
         return total, ended

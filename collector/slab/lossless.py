@@ -20,7 +20,8 @@ def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
     if values.dtype == dtype:
         return values, None
     if _always(values.dtype, dtype):
-        return values.astype(dtype), None
+        with np.errstate(invalid="ignore"):  # of signalling NaNs
+            return values.astype(dtype), None
     if values.dtype.kind in _WHOLE and dtype.kind in _WHOLE:
         found = values.astype(dtype)  # of integers nothing warns
         if (found == values).all():

@@ -41,7 +41,8 @@ def numbers(priority: Any) -> np.ndarray:
             priority = priority.float()
         priority = priority.numpy(force=True)
     try:
-        found = np.asarray(priority, np.float64)
+        with np.errstate(all="ignore"):
+            found = np.asarray(priority, np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"priorities are numbers, got {priority!r}.") from error
     return found.reshape(-1)

@@ -335,7 +335,8 @@ def moved(leaves: np.ndarray, was: tuple[float, float], now: tuple[float, float]
             "sampler, or begin with a small alpha, such as 1e-3."
         )
     alive = leaves > 0
-    priority = np.maximum(leaves[alive].astype(np.float64) ** (1 / alpha) - eps, 0)
+    with np.errstate(over="ignore", under="ignore"):  # `leaves_of` refuses infinite ones
+        priority = np.maximum(leaves[alive].astype(np.float64) ** (1 / alpha) - eps, 0)
     found[alive] = leaves_of(priority, *now)
     return found
 

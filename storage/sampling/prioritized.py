@@ -195,8 +195,9 @@ class PrioritizedSampler(Sampler):
         uniform = torch.empty(count, dtype=torch.float64, device=device)
         uniform.uniform_(generator=generator)
         rows, leaves = priorities.draw(uniform.numpy(force=device is not None))
-        leaves /= priorities.least
-        return rows, np.power(leaves, np.float32(-self._beta), out=leaves)
+        with np.errstate(over="ignore", under="ignore"):  # quotients of priorities far apart
+            leaves /= priorities.least
+            return rows, np.power(leaves, np.float32(-self._beta), out=leaves)
 
     def _refuse_empty(self) -> NoReturn:
         path = self._reader.path
@@ -339,11 +340,12 @@ class PrioritizedSampler(Sampler):
 
     def _is_all(self, index: np.ndarray, priority: Any) -> bool:
         given, default = numbers(priority), np.float32(self.default_priority)
-        return (
-            0 < len(index) == len(self._reader)
-            and bool((index == np.arange(len(index))).all())
-            and bool((given.astype(np.float32) == default).all())
-        )
+        if not (
+            0 < len(index) == len(self._reader) and bool((index == np.arange(len(index))).all())
+        ):
+            return False
+        with np.errstate(all="ignore"):
+            return bool((given.astype(np.float32) == default).all())
 
     def _just_written(self, index: Any) -> np.ndarray | None:
         """Return the rows that a buffer wrote to this ``index`` right before, if it did."""

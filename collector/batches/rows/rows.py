@@ -219,7 +219,8 @@ class RowSource:
         for key in self.plan.rewards:
             reward = rows[key]
             flat = reward.cpu().to(torch.float64).numpy().reshape(len(reward), -1)
-            total = total + (flat[:, 0] if flat.shape[1] == 1 else flat.sum(axis=1))
+            with np.errstate(all="ignore"):  # infinite rewards of both signs
+                total = total + (flat[:, 0] if flat.shape[1] == 1 else flat.sum(axis=1))
         return np.asarray(total, np.float64)
 
 

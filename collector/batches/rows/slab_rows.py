@@ -179,7 +179,8 @@ class SlabRows:
             return self._payoff[:used]
         total = np.zeros((used, self.slab.lanes))
         for reward in self._rewards:
-            total += in_float64(reward[:used]).sum(axis=2)
+            with np.errstate(all="ignore"):  # infinite rewards of both signs
+                total += in_float64(reward[:used]).sum(axis=2)
         return total
 
 

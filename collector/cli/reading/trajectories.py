@@ -60,11 +60,13 @@ def _spread(values: Table) -> dict[str, Any] | None:
     """Count, mean, deviation and quantiles, None without values."""
     if not len(values):
         return None
-    quantiles = np.quantile(values, _QUANTILES)
+    with np.errstate(all="ignore"):  # returns may be infinite
+        quantiles = np.quantile(values, _QUANTILES)
+        mean, std = float(values.mean()), float(values.std())
     found = {
         "episodes": len(values),
-        "mean": float(values.mean()),
-        "std": float(values.std()),
+        "mean": mean,
+        "std": std,
         "min": float(values.min()),
         **{f"q{100 * q:02.0f}": float(v) for q, v in zip(_QUANTILES, quantiles, strict=True)},
         "max": float(values.max()),

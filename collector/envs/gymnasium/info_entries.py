@@ -63,7 +63,8 @@ def _stacked(entries: Sequence[Any]) -> Array | None:
     found = [array for array in arrays if array is not None and array.dtype.kind in "biufc"]
     if not found or len(found) < len(arrays) or len({array.shape for array in found}) > 1:
         return None
-    return np.stack([array.astype(np.result_type(*found)) for array in found])
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        return np.stack([array.astype(np.result_type(*found)) for array in found])
 
 
 def lookup(info: Mapping[str, Any], path: Key) -> "tuple[Any, Mask | None] | None":

@@ -142,7 +142,7 @@ def differing_rows(stored: Array, replayed: Array, atol: float = 0.0) -> Array:
 def largest(stored: Array, replayed: Array) -> float:
     """Return the largest difference of two numbers; infinite where one alone is no number."""
     kind = "c16" if stored.dtype.kind == "c" else "f8"
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         apart = np.abs(stored.astype(kind) - replayed.astype(kind))
     same = same_bits(stored, replayed)
     both = np.isnan(stored) & np.isnan(replayed) if stored.dtype.kind in "fc" else same

@@ -42,11 +42,13 @@ class Group:
     """None where a number is not known of any run."""
 
 
+@np.errstate(all="ignore")
 def score_of(run: Run, window: int) -> float:
     """Return the mean return of a run's last ``window`` episodes, NaN without any."""
     return float(run.returns[-window:].mean()) if len(run.returns) else np.nan
 
 
+@np.errstate(all="ignore")  # means of very large returns are infinite
 def groups_of(
     runs: Sequence[Run],
     fields: Sequence[str],

@@ -84,7 +84,7 @@ def zero_rows(parts: list[np.ndarray]) -> np.ndarray:
     zero = np.ones(len(parts[0]), bool)
     for each in parts:
         if zero.any():
-            zero &= ~flat_rows(each).any(1)
+            zero &= ~(flat_rows(each) != 0).any(1)  # NumPy warns of `any` of signalling NaNs
     return zero
 
 

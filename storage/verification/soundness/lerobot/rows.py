@@ -57,16 +57,11 @@ class Counted:
         each = values.astype(np.float64)
         finite = np.isfinite(each)
         known = np.where(finite, each, 0.0)
-        self._join(
-            Counted(
-                len(each),
-                np.count_nonzero(finite, axis=0),
-                np.where(finite, each, np.inf).min(0),
-                np.where(finite, each, -np.inf).max(0),
-                known.sum(0),
-                (known * known).sum(0),
-            )
-        )
+        with np.errstate(all="ignore"):  # squares may be infinite
+            sums = known.sum(0), (known * known).sum(0)
+        low = np.where(finite, each, np.inf).min(0)
+        high = np.where(finite, each, -np.inf).max(0)
+        self._join(Counted(len(each), np.count_nonzero(finite, axis=0), low, high, *sums))
 
     def merge(self, other: Counted) -> None:
         """Count the rows of another part, too."""
@@ -78,8 +73,9 @@ class Counted:
         self.finite = self.finite + other.finite
         self.low = other.low if self.low is None else np.minimum(self.low, other.low)
         self.high = other.high if self.high is None else np.maximum(self.high, other.high)
-        self.total = self.total + other.total
-        self.squares = self.squares + other.squares
+        with np.errstate(all="ignore"):
+            self.total = self.total + other.total
+            self.squares = self.squares + other.squares
 
 
 def _is_judged(column: str) -> bool:
