@@ -135,7 +135,8 @@ def differing_rows(stored: Array, replayed: Array, atol: float = 0.0) -> Array:
         return np.empty(0, np.intp)
     same = same_bits(stored, replayed)
     if atol > 0 and stored.dtype.kind in "fc":
-        same |= np.isclose(stored, replayed, rtol=0, atol=atol, equal_nan=True)
+        with np.errstate(all="ignore"):
+            same |= np.isclose(stored, replayed, rtol=0, atol=atol, equal_nan=True)
     return np.flatnonzero(~same.reshape(len(stored), -1).all(axis=1))
 
 

@@ -19,7 +19,7 @@ from tallyroll.collector.envs.exact import ExactRow, RoundedWarning
 from tallyroll.collector.envs.gymnasium.info_entries import _stacked
 from tallyroll.collector.envs.stepping.arrays import fitting
 from tallyroll.collector.errors import ValueRefused
-from tallyroll.collector.evaluation.replaying.comparing import largest
+from tallyroll.collector.evaluation.replaying.comparing import differing_rows, largest
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.storage import (
     MemmapStorage,
@@ -218,6 +218,7 @@ def test_wider_floats_and_mixed_entries() -> None:
 def test_differences_that_no_number_holds() -> None:
     most = np.finfo(np.float64).max
     assert largest(np.array([most]), np.array([-most])) == np.inf
+    assert differing_rows(np.array([most]), np.array([-most]), 1.0).tolist() == [0]
 
 
 def test_returns_that_have_no_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
