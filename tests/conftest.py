@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 import resource
@@ -80,6 +81,14 @@ def pytest_collection(session: pytest.Session) -> None:
         most = MOST_BYTES if hard == resource.RLIM_INFINITY else min(MOST_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     _ask_git_once()
+    _print_no_progress()
+
+
+def _print_no_progress() -> None:
+    """A command prints a line after some seconds, which only a slow machine takes."""
+    from tallyroll.collector.cli import progress
+
+    progress.LINE_SECONDS = math.inf
 
 
 def _ask_git_once() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import runpy
 import signal
@@ -239,6 +240,9 @@ if __name__ == "__main__":
 
     # The commands import these where they collect: a sixth of a second of each.
     from tallyroll.collector import MultiprocessCollector, SyncCollector, cli  # noqa: F401
+    from tallyroll.collector.cli import progress
+
+    progress.LINE_SECONDS = math.inf  # a command prints a line after some seconds
 
     torch.set_num_threads(1)
     serve()

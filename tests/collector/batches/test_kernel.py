@@ -300,7 +300,7 @@ def bent(array: np.ndarray, way: str) -> Any:
     return forms.get(way, array)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:.*discards the imaginary")
+@pytest.mark.filterwarnings("ignore:.*discards the imaginary")
 @given(
     kind=st.sampled_from(OBS_KINDS),
     payoff=st.sampled_from(["f4", "f8"]),
@@ -325,7 +325,9 @@ def test_steps_are_written_alike(
     lasts: tuple[str, str] | None,
 ) -> None:
     seen = np.random.default_rng(seed).integers(0, 2, (3, 2)).astype(kind)
-    reward = np.array(rewards).astype("f4" if narrow else "f8")
+    with np.errstate(all="ignore"):
+        narrowed = np.array(rewards).astype("f4")
+    reward = narrowed if narrow else np.array(rewards)
     more = np.random.default_rng(seed).integers(0, 9, (3, 2, 1), "i4")
     given = [seen, reward, np.array(flags[:3]), np.array(flags[3:]), more]
     bent_seen, *others, bent_more = map(bent, given, bends)
@@ -341,7 +343,7 @@ def test_steps_are_written_alike(
     assert ours.put.func is kernel.put_step
     ended, wanted = ours.put(*step), theirs.put(*step)
     if ended < 0:  # it knows less
-        becomes_inf = payoff == "f4" and bool(np.isinf(reward.astype("f4") - 0).any())
+        becomes_inf = payoff == "f4" and bool(np.isinf(narrowed).any())
         assert wanted < 0 or {*bends} != {"as it is"} or becomes_inf
         return
     if wanted < 0 and {*bends} != {"as it is"}:  # NumPy's way compares dtypes by identity

@@ -224,6 +224,6 @@ def test_a_split_of_many_rows_does_not_take_long() -> None:
     rng = np.random.default_rng(0)
     ids = rng.permutation(np.repeat(np.arange(4000), 16))
     rows = rows_of(ids)
-    begin = time.perf_counter()
+    begin = time.process_time()  # other processes may use the processor, too
     split_trajectories(rows, out="offsets")
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1

@@ -509,5 +509,6 @@ def test_a_guard_costs_next_to_nothing() -> None:
 
     with short() as collector:
         next(iter(collector))
-        seconds = min(timeit.repeat(guard, number=1000, repeat=20)) / 1000
+        # Other processes may use the processor, too.
+        seconds = min(timeit.repeat(guard, timer=time.process_time, number=1000, repeat=20)) / 1000
     assert seconds < 10e-6

@@ -149,7 +149,7 @@ def test_a_state_is_there_at_once_while_a_worker_is_in_a_slow_step(mode: str) ->
             batches.append(batch)
             before = time.monotonic()
             state = collector.state_dict()
-            assert time.monotonic() - before < 0.5
+            assert time.monotonic() - before < 1.2  # less than the slow step
             states.append((len(batches), through_a_file(state)))
             if len(batches) == 8:
                 break

@@ -306,9 +306,15 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     faults = Faults(tmp_path)
     with sharded(faulty(faults, LANES, 3, slow=0.002), path, total_frames=100_000) as collector:
-        stopping = threading.Timer(0.5, collector.stop)
+
+        def stop_when_some_are_stored() -> None:
+            wait_until(lambda: collector.ledger.stored > 0)
+            collector.stop()
+
+        stopping = threading.Thread(target=stop_when_some_are_stored)
         stopping.start()
         stored = collector.collect(100_000)
+        stopping.join()
         assert 0 < stored < 100_000
         assert collector.collect(5) == 0
         assert collector.last_rows is None
