@@ -257,6 +257,7 @@ class Slot:
         if compiled is not None:
             self.put = writing.putting(rows, *self.arrays[1:4], roots)
 
+    @np.errstate(all="ignore")
     def by_numpy(self, seen: Any, *others: Any) -> int:
         """Write where all have the dtypes and shapes of the slot; else return -1."""
         *others, final = others
@@ -288,6 +289,7 @@ OBS_KINDS = ["f4", "f8", "i8", "u1", "?", "c8", ">f4"]
 WAYS = ["as it is", "strided", "reversed bytes", "another dtype", "another shape", "a list"]
 
 
+@np.errstate(all="ignore")
 def bent(array: np.ndarray, way: str) -> Any:
     """The same values, in another form."""
     forms: dict[str, Any] = {
