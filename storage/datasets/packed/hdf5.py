@@ -13,6 +13,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from tallyroll.storage.files.manifest import MANIFEST_LIMIT, Manifest, parse_man
 from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.safe_files import open_any
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
+from tallyroll.storage.formats.hdf5.guarded_file import GuardedFile, new_hdf5
 
 _MANIFEST: Final = "tallyroll/manifest"
 
@@ -154,8 +156,9 @@ def _most_stored(nbytes: int) -> int:
 class DatasetWriter(ChunkWriter):
     """Writes the rows of an array to a dataset, one block of them after the other."""
 
-    def __init__(self, file: Any, layout: ArrayLayout) -> None:
+    def __init__(self, file: Any, guard: GuardedFile, layout: ArrayLayout) -> None:
         super().__init__(layout)
+        self._guard = guard
         self._shuffled = layout.numpy_dtype.itemsize > 1
         self._data = file.create_dataset(
             "/".join(layout.path),
@@ -180,6 +183,7 @@ class DatasetWriter(ChunkWriter):
             # By ever more: a call takes longer than a chunk.
             self._data.resize(size * max(16, 2 * self._chunks), axis=0)
         self._data.id.write_direct_chunk((start, *(0 for _ in self.layout.shape)), stored)
+        self._guard.check()
         self._chunks += 1
         self.nbytes += len(stored)
 
@@ -189,13 +193,13 @@ class DatasetWriter(ChunkWriter):
         self._data.resize(self.rows, axis=0)
 
 
-def new_file(path: Path, room: int) -> Any:
-    """Return a new file, with a user block of ``room`` bytes."""
-    return h5py_module().File(path, "x", userblock_size=room, libver="v110", locking=False)
+def new_file(path: Path, room: int) -> AbstractContextManager[tuple[Any, GuardedFile]]:
+    """Return a new file, with a user block of ``room`` bytes, as `new_hdf5` does."""
+    return new_hdf5(path, userblock_size=room, libver="v110")
 
 
-def finish_file(file: Any, path: Path, manifest: Manifest, layout: Layout) -> None:
-    """Write the manifest and the user block, and return when all is on the disk.
+def finish_file(file: Any, manifest: Manifest, layout: Layout) -> bytes:
+    """Write the manifest, and return the content of the user block, for `write_front`.
 
     Raises:
         ValueError: the manifest has too many bytes.
@@ -205,10 +209,14 @@ def finish_file(file: Any, path: Path, manifest: Manifest, layout: Layout) -> No
         raise ValueError(f"the manifest has {len(content)} bytes, and may have {MANIFEST_LIMIT}")
     file.create_dataset(_MANIFEST, data=np.frombuffer(content, np.uint8))
     file.attrs["about"] = "packed by Tallyroll: tallyroll/manifest says how its rows are packed"
-    copied, room = _copy(file, content, layout), file.userblock_size
-    file.close()
+    copied = _copy(file, content, layout)
+    return copied if len(copied) <= file.userblock_size else front.MAGIC
+
+
+def write_front(path: Path, content: bytes) -> None:
+    """Write the user block of a file that is closed; return when all is on the disk."""
     with open(path, "r+b") as target:
-        target.write(copied if len(copied) <= room else front.MAGIC)
+        target.write(content)
         target.flush()
         os.fsync(target.fileno())
 

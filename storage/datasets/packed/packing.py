@@ -110,8 +110,12 @@ def pack(
     _require_room(place, plans, looks, codec, len(order))
     with written_aside(place) as target:
         room = _room_for(reader, order, codec)
-        files = _Hdf5Files(target, room) if format == "hdf5" else _ZarrFiles(target)
-        with contextlib.closing(files), translated(target):
+        with (
+            translated(place),
+            contextlib.closing(
+                _Hdf5Files(target, room) if format == "hdf5" else _ZarrFiles(target)
+            ) as files,
+        ):
             packing = Packing(schema, plans, codec, files, span.start)
             try:
                 _copy(reader, order, packing, progress)
@@ -346,19 +350,22 @@ class _Hdf5Files:
     def __init__(self, path: Path, room: int) -> None:
         from tallyroll.storage.datasets.packed.hdf5 import new_file
 
-        self._path, self._file = path, new_file(path, room)
+        self._path, self._exits = path, contextlib.ExitStack()
+        self._file, self._guard = self._exits.enter_context(new_file(path, room))
 
     def __call__(self, layout: ArrayLayout) -> ChunkWriter:
         from tallyroll.storage.datasets.packed.hdf5 import DatasetWriter
 
-        return DatasetWriter(self._file, layout)
+        return DatasetWriter(self._file, self._guard, layout)
 
     def finish(self, layout: Layout, manifest: Manifest) -> None:
         """Write the rest; return when all is on the disk."""
-        from tallyroll.storage.datasets.packed.hdf5 import finish_file
+        from tallyroll.storage.datasets.packed.hdf5 import finish_file, write_front
 
-        finish_file(self._file, self._path, manifest, layout)
+        content = finish_file(self._file, manifest, layout)
+        self.close()
+        write_front(self._path, content)
 
     def close(self) -> None:
-        """Close the file, whose rows may be written in part."""
-        self._file.close()
+        """Close the file, whose rows may be written in part; raise OSError if a write failed."""
+        self._exits.close()

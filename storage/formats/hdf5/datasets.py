@@ -19,6 +19,7 @@ import numpy as np
 from tallyroll.storage.errors import CorruptStorage, ForeignContent
 from tallyroll.storage.files.manifest import Manifest, attributes_of
 from tallyroll.storage.files.safe_files import write_all
+from tallyroll.storage.formats.hdf5.guarded_file import guarded_hdf5
 from tallyroll.storage.formats.hdf5.moved_attributes import value_places
 from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
 from tallyroll.storage.formats.optional_libraries import needed
@@ -219,17 +220,14 @@ def make_file(
 
 def _make(h5py: Any, made: int, marks: Mapping[str, bytes], schema: Schema, capacity: int) -> None:
     # By the descriptor: the path may be a link by now.
-    with (
-        open(made, "r+b", buffering=0, closefd=False) as raw,
-        h5py.File(
-            raw,
-            "w",
-            libver="earliest",  # without checksums over what changes later
-            userblock_size=USER_BLOCK_NBYTES,
-            alignment_threshold=1,
-            alignment_interval=_ALIGNMENT,
-        ) as file,
-    ):
+    with guarded_hdf5(
+        made,
+        "w",
+        libver="earliest",  # without checksums over what changes later
+        userblock_size=USER_BLOCK_NBYTES,
+        alignment_threshold=1,
+        alignment_interval=_ALIGNMENT,
+    ) as (file, _):
         file.attrs.create("rows", np.frombuffer(marks["rows"], "<i8")[0])
         blank = marks["provenance"].ljust(PROVENANCE_NBYTES)
         text = h5py.string_dtype("utf-8", PROVENANCE_NBYTES)
@@ -242,11 +240,7 @@ def _make(h5py: Any, made: int, marks: Mapping[str, bytes], schema: Schema, capa
 
 def _copy_attributes(h5py: Any, source: int, target: int, path: Path, schema: Schema) -> None:
     nodes = {key[:depth] for key in schema.keys for depth in range(len(key) + 1)}
-    with (
-        _opened(source, path) as old,
-        open(target, "r+b", buffering=0, closefd=False) as raw,
-        h5py.File(raw, "r+") as new,
-    ):
+    with guarded_hdf5(target, "r+") as (new, _), _opened(source, path) as old:
         for node in sorted(nodes):
             name = "/" + "/".join(node)
             attributes = old[name].attrs

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -18,19 +18,17 @@ from tallyroll.storage.datasets.exchange.formats.hdf5_files import (
     datasets_in,
     opened_hdf5,
     read_rows,
-    require_space,
     text_of,
 )
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES, Outgoing
 from tallyroll.storage.datasets.exchange.roles import Roles, under
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.formats.hdf5.datasets import h5py_module
+from tallyroll.storage.formats.hdf5.guarded_file import new_hdf5
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED, Key
 from tallyroll.storage.rows.schema import Column, Schema
 
 _OBSERVATIONS, _NEXT, _ACTIONS = "observations", "next_observations", "actions"
 _REWARDS, _TERMINALS, _TIMEOUTS, _INFOS = "rewards", "terminals", "timeouts", "infos"
-_SPARE_NBYTES: Final = 2**20
 _ABOUT = ("metadata", "tallyroll")
 
 
@@ -64,8 +62,7 @@ class D4rlFormat(ExchangeFormat):
     def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
         """Write all columns, a block of rows at a time."""
         places, count = _places(rows.schema), len(rows)
-        require_space(place.parent, count * rows.schema.row_nbytes + _SPARE_NBYTES)
-        with h5py_module().File(place, "x") as file:
+        with new_hdf5(place) as (file, guard):
             made = {}
             for column in rows.schema.columns:
                 first = np.empty((0, *column.shape), column.numpy_dtype)
@@ -83,6 +80,7 @@ class D4rlFormat(ExchangeFormat):
                 for column in rows.schema.columns:
                     values = as_stored(block[column.key], column, flat=_is_flat(column.key))
                     made[column.key][at : at + more] = values
+                guard.check()
                 at += more
         return {}
 

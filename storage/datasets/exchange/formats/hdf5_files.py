@@ -49,19 +49,6 @@ def opened_hdf5(place: Path) -> Iterator[Any]:
             yield file
 
 
-def require_space(folder: Path, nbytes: int) -> None:
-    """Raise the system's error unless a file of so many bytes can be written to a folder.
-
-    HDF5 cannot be asked: where it meets a full disk, it ends the process when it closes the file.
-    """
-    probe = folder / "space"
-    with open(probe, "xb") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        finally:
-            probe.unlink()
-
-
 def datasets_in(group: Any, place: Path) -> dict[Key, Any]:
     """Return all datasets below a group, in their order.
 

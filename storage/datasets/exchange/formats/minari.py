@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from tallyroll.storage.datasets.exchange.door import ExchangeFormat, Incoming, r
 from tallyroll.storage.datasets.exchange.formats.hdf5_files import (
     as_stored,
     opened_hdf5,
-    require_space,
 )
 from tallyroll.storage.datasets.exchange.formats.of_minari.arrow_episodes import (
     KINDS,
@@ -40,7 +40,8 @@ from tallyroll.storage.datasets.exchange.outgoing import Episode, Outgoing
 from tallyroll.storage.datasets.exchange.roles import Roles
 from tallyroll.storage.datasets.exchange.successors import Successors
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.files.safe_files import Inside, closing, open_file
+from tallyroll.storage.formats.hdf5.guarded_file import GuardedFile
 from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.rows.keys import (
     NEXT,
@@ -53,8 +54,6 @@ from tallyroll.storage.rows.keys import (
 from tallyroll.storage.rows.schema import Column, Schema
 
 _DATA, _FILE, _METADATA, _ABOUT = "data", "main_data.hdf5", "metadata.json", "tallyroll.json"
-_SPARE_NBYTES: Final = 2**20
-_DATASET_NBYTES: Final = 2**12
 
 
 class MinariFormat(ExchangeFormat):
@@ -83,9 +82,6 @@ class MinariFormat(ExchangeFormat):
         roles = Roles.of(rows.schema, self.name)
         data = place / _DATA
         data.mkdir(parents=True)
-        datasets = rows.trajectories * (len(rows.schema.columns) + 2)
-        nbytes = 2 * len(rows) * rows.schema.row_nbytes + _SPARE_NBYTES
-        require_space(data, nbytes + datasets * _DATASET_NBYTES)
         from minari.dataset.minari_storage import MinariStorage
 
         spaces = Spaces(rows, roles)
@@ -93,7 +89,8 @@ class MinariFormat(ExchangeFormat):
             data, *spaces.of_episodes(roles), data_format="hdf5", jpeg_encoding=False
         )
         successors = Successors(roles)
-        storage.update_episodes(_buffer(each, roles, successors) for each in rows.episodes())
+        with _guarded(storage, data / _FILE) as guard:
+            storage.update_episodes(_buffers(rows, roles, successors, guard))
         name = re.sub(r"[^A-Za-z0-9_-]+|-v[0-9]+$", "-", rows.title).strip("-") or "rows"
         storage.update_metadata(
             {"dataset_id": f"tallyroll/{name}-v0", "minari_version": minari.__version__}
@@ -140,6 +137,30 @@ def _json(data: Path, name: str, place: Path) -> Any:
 
 
 # --- out ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _guarded(storage: Any, path: Path) -> Iterator[GuardedFile]:
+    """Let Minari's writer write to a guarded file: it passes the attribute to h5py, a path or not.
+
+    A write that failed is raised at the end, in the place of what h5py or Minari made of it.
+    """
+    with closing(open_file(path, os.O_RDWR)) as file:
+        guard, before = GuardedFile(file), storage._file_path  # noqa: SLF001
+        storage._file_path = guard  # noqa: SLF001
+        try:
+            yield guard
+        finally:
+            storage._file_path = before  # noqa: SLF001
+            guard.check()
+
+
+def _buffers(
+    rows: Outgoing, roles: Roles, successors: Successors, guard: GuardedFile
+) -> Iterator[Any]:
+    for each in rows.episodes():
+        guard.check()
+        yield _buffer(each, roles, successors)
 
 
 def _buffer(episode: Episode, roles: Roles, successors: Successors) -> Any:
