@@ -12,8 +12,8 @@ import copy
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.manifest import MANIFEST_LIMIT, Manifest, parse_manifest, sealed
 from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.safe_files import open_any
-from tallyroll.storage.formats.hdf5.datasets import h5py_module
+from tallyroll.storage.formats.hdf5.datasets import DAMAGE, h5py_module
 from tallyroll.storage.formats.hdf5.guarded_file import GuardedFile, new_hdf5
 
 _MANIFEST: Final = "tallyroll/manifest"
@@ -48,42 +48,49 @@ def opened(path: Path) -> Any:
         MissingLibrary: h5py is not installed.
         CorruptStorage: it cannot be opened.
     """
+    h5py = h5py_module()
+    with _reading(path, "the file"):
+        return h5py.File(path, "r", rdcc_nbytes=0)
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Raise errors of h5py for damaged metadata as `CorruptStorage`."""
     try:
-        return h5py_module().File(path, "r", rdcc_nbytes=0)
-    except OSError as error:
-        raise _damaged(path, f"HDF5 cannot open it ({error})") from error
+        yield
+    except DAMAGE as error:
+        raise _damaged(path, f"HDF5 cannot read {what} ({error})") from error
 
 
 def _damaged(path: Path, why: str) -> CorruptStorage:
-    return CorruptStorage(f"{path} is damaged: {why!s:.500}. Restore it from a copy.")
+    return CorruptStorage(
+        f"{path} is damaged: {why!s:.500}. Restore it from a copy, or save its rows with "
+        "`tallyroll repair`."
+    )
 
 
 def _dataset(file: Any, path: Path, name: str) -> Any:
     """Return a dataset of this file and of no other one."""
     h5py = h5py_module()
-    try:
+    with _reading(path, name):
         found = file
         for part in name.split("/"):
             if not isinstance(found.get(part, getlink=True), h5py.HardLink):
                 raise _damaged(path, f"{name} is not there, or is a link")
             found = found[part]
-    except (KeyError, OSError, RuntimeError, AttributeError) as error:
-        raise _damaged(path, f"{name} cannot be read ({error})") from error
-    if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
-        raise _damaged(path, f"{name} is no dataset of this file")
-    return found
+        if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
+            raise _damaged(path, f"{name} is no dataset of this file")
+        return found
 
 
 def stored_manifest(file: Any, path: Path) -> Manifest:
     """Return the manifest; raise as `parse_manifest` does."""
     data = _dataset(file, path, _MANIFEST)
-    plain = data.dtype == np.uint8 and data.ndim == 1 and data.chunks is None
-    if not plain or not 0 < data.shape[0] <= min(MANIFEST_LIMIT, data.id.get_storage_size()):
-        raise _damaged(path, f"{_MANIFEST} is no text of up to {MANIFEST_LIMIT} bytes")
-    try:
+    with _reading(path, _MANIFEST):
+        plain = data.dtype == np.uint8 and data.ndim == 1 and data.chunks is None
+        if not plain or not 0 < data.shape[0] <= min(MANIFEST_LIMIT, data.id.get_storage_size()):
+            raise _damaged(path, f"{_MANIFEST} is no text of up to {MANIFEST_LIMIT} bytes")
         content = data[()].tobytes()
-    except (OSError, RuntimeError) as error:
-        raise _damaged(path, f"{_MANIFEST} cannot be read ({error})") from error
     found = parse_manifest(content, path)
     if found["format"] != FORMAT_HDF5:
         raise _damaged(path, f"its manifest is of format {found['format']!r:.80}")
@@ -103,13 +110,14 @@ class DatasetChunks:
         self._data = data = _dataset(file, path, name)
         self._shuffled = layout.numpy_dtype.itemsize > 1
         wanted = ((layout.rows, *layout.shape), layout.numpy_dtype, "gzip", self._shuffled)
-        found = (data.shape, data.dtype, data.compression, data.shuffle)
-        others = data.fletcher32 or data.scaleoffset is not None
-        if found != wanted or others or data.chunks != (layout.chunk_rows, *layout.shape):
-            raise _damaged(path, f"{name} is not as the manifest says")
-        if data.id.get_num_chunks() != layout.chunks:
-            raise _damaged(path, f"{name} has not all {layout.chunks:,} chunks")
-        self.nbytes: int = data.id.get_storage_size()
+        with _reading(path, name):
+            found = (data.shape, data.dtype, data.compression, data.shuffle)
+            others = data.fletcher32 or data.scaleoffset is not None
+            if found != wanted or others or data.chunks != (layout.chunk_rows, *layout.shape):
+                raise _damaged(path, f"{name} is not as the manifest says")
+            if data.id.get_num_chunks() != layout.chunks:
+                raise _damaged(path, f"{name} has not all {layout.chunks:,} chunks")
+            self.nbytes: int = data.id.get_storage_size()
 
     def prepared(self, chunk: int) -> tuple[int, bytes]:
         """Return the filters that a chunk lacks, and what is stored of it."""
@@ -120,7 +128,7 @@ class DatasetChunks:
             if info.byte_offset is None or info.size > _most_stored(layout.chunk_nbytes):
                 raise BadChunk("it is not there, or has more bytes than a chunk can have")
             mask, stored = self._data.id.read_direct_chunk(place)
-        except (BadChunk, OSError, RuntimeError, ValueError) as error:
+        except (BadChunk, *DAMAGE) as error:
             raise self._bad(chunk, error) from error
         return mask, stored
 

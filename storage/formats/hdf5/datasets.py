@@ -36,8 +36,7 @@ _ALIGNMENT = 4096
 _SIGNATURE_NBYTES = 64
 _SCHEMA_LIMIT = 60_000  # as for provenance
 _LARGEST_FILE = 2**62
-# What h5py raises on files that are damaged in one way or another.
-_DAMAGE = (
+DAMAGE = (
     OSError,
     RuntimeError,
     KeyError,
@@ -47,6 +46,7 @@ _DAMAGE = (
     OverflowError,
     MemoryError,
 )
+"""Errors that h5py raises for files that are damaged in one way or another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def make_file(
             _copy_attributes(h5py_module(), like, made, path, schema)
     except OSError:
         raise
-    except _DAMAGE as error:  # after an error of the file system h5py may raise anything
+    except DAMAGE as error:  # after an error of the file system h5py may raise anything
         raise OSError(errno.EIO, f"h5py cannot make the file ({error!s:.300})") from error
     layout = layout_of(made, path, schema)
     rows, provenance = (_find(made, each, schema, layout) for each in marks.values())
@@ -257,7 +257,7 @@ def _copy_attribute(h5py: Any, source: Any, target: Any, name: str, path: Path) 
         value = source[name]
         shape = None if isinstance(value, h5py.Empty) else kind.shape
         target.create(name, value, shape=shape, dtype=kind.dtype)
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise ForeignContent(
             f"{path} has to be replaced, and its attribute {_text(name)} cannot be copied "
             f"({error!s:.200}). Move that to another file first."
@@ -356,7 +356,7 @@ def _opened(file: int, path: Path) -> Iterator[Any]:
         # nothing to do with HDF5's locks, nor with what this process has open in h5py.
         with open(file, "rb", buffering=0, closefd=False) as raw, h5py.File(raw, "r") as opened:
             yield opened
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise CorruptStorage(
             f"{path} cannot be read as HDF5 any more ({error!s:.300}): it was cut short or is "
             "damaged. Restore it from a copy."

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 from tensordict import TensorDict
 
-from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage import MemmapStorage, open_storage, repair, verify
 from tallyroll.storage.datasets.aside import written_aside
 from tallyroll.storage.datasets.packed import codecs
 from tallyroll.storage.datasets.packed.codecs import BadChunk, Codec, crc32c
@@ -358,3 +358,52 @@ def test_a_failure_leaves_nothing(
 def test_nothing_is_added_to_it(packed: Path) -> None:
     with pytest.raises(ReadOnlyStorage):
         open_storage(packed, mode="append")
+
+
+def _bytes_of_hdf5(path: Path) -> np.ndarray:
+    """Places of HDF5's own bytes that are not zero: none of the user block, nor of chunks."""
+    content = np.fromfile(path, np.uint8)
+    own = content != 0
+    with h5py.File(path) as file:
+        own[: file.userblock_size] = False
+
+        def leave_out(name: str, node: Any) -> None:
+            if isinstance(node, h5py.Dataset) and node.chunks:
+                for number in range(node.id.get_num_chunks()):
+                    chunk = node.id.get_chunk_info(number)
+                    own[chunk.byte_offset : chunk.byte_offset + chunk.size] = False
+
+        file.visititems(leave_out)
+    return np.flatnonzero(own)
+
+
+METADATA_FLIPS = int(os.environ.get("TALLYROLL_FLIPS", "10"))
+
+
+def test_one_wrong_byte_in_the_metadata_of_hdf5(base: Path, packed_file: Path) -> None:
+    """Reading raises an error of ours or gives the same rows; a repair saves all of them."""
+    dice = np.random.default_rng(METADATA_FLIPS)
+    content, places = packed_file.read_bytes(), _bytes_of_hdf5(packed_file)
+    signed = [content.find(each) for each in (b"FADB", b"FAHD", b"EAHD", b"EAIB", b"BTHD", b"BTLF")]
+    chosen = [at + 6 for at in signed if at >= 0] + dice.choice(places, METADATA_FLIPS).tolist()
+    refused = 0
+    with open_storage(base / "packed.h5") as storage:
+        rows = storage.get(slice(None)).clone()
+    for at in chosen:
+        wrong = bytearray(content)
+        wrong[at] ^= 1 << int(dice.integers(8))
+        packed_file.write_bytes(wrong)
+        try:
+            with open_storage(packed_file) as storage:
+                assert (storage.get(slice(None)) == rows).all(), at
+        except StorageError:
+            refused += 1
+            with contextlib.suppress(StorageError):
+                assert not verify(packed_file).sound, at
+        out = packed_file.with_name(f"repaired-{at}")
+        report = repair(packed_file, out)
+        assert report.whole, (at, report.lost)
+        with open_storage(out) as storage:
+            assert (storage.get(slice(None)) == rows).all(), at
+        shutil.rmtree(out)
+    assert refused > 2
