@@ -21,9 +21,9 @@ def least_kept(manifest: Manifest, since: int, until: int) -> int | None:
     """
     left = _history_of(manifest)
     # What a damaged manifest does not say may have left no row.
-    found = [
-        left[at] if at < len(left) and type(left[at]) is int else 0 for at in range(since, until)
-    ]
+    found = [each if type(each) is int else 0 for each in left[since:until]]
+    if since < until and len(left) < until:
+        found.append(0)
     return min(found, default=None)
 
 
@@ -32,10 +32,28 @@ def _history_of(manifest: Manifest) -> list[Any]:
     return history if isinstance(history, list) else []
 
 
+def numbers_fault(manifest: Manifest, done: int, undone: Rewind | None) -> str | None:
+    """Return a sentence if the header counts rewinds that the manifest cannot follow, or None.
+
+    Args:
+        manifest: has the rows that each rewind left.
+        done: rewinds that the header counts.
+        undone: the rewind that is decided and not finished, whose number is one more at most.
+    """
+    known = len(_history_of(manifest))
+    if done > known:
+        return f"the header counts {done} rewinds, and the manifest knows {known}"
+    if undone is not None and not max(1, done) <= undone.number <= done + 1:
+        return f"the record of a rewind is number {undone.number}, after {done} rewinds"
+    return None
+
+
 def settled(manifest: Manifest, rewind: Rewind) -> Manifest:
-    """Return the manifest without the runs that have no rows left, and with the rewind."""
+    """Return the manifest without the runs that have no rows left, and with the rewind.
+
+    Its number is one that `numbers_fault` accepts.
+    """
     before = _history_of(manifest)[: rewind.number - 1]
-    before += [0] * (rewind.number - 1 - len(before))
     return {**without_runs_from(manifest, rewind.rows), _HISTORY: [*before, rewind.rows]}
 
 

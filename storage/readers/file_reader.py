@@ -14,10 +14,11 @@ from tensordict import TensorDict
 from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.engine.creation import manifest_of, open_existing
 from tallyroll.storage.engine.ring import pieces
-from tallyroll.storage.errors import IndexOutOfRange, NotInitialised
+from tallyroll.storage.errors import CorruptStorage, IndexOutOfRange, NotInitialised
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import told
+from tallyroll.storage.files.rewind_history import numbers_fault
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, Event
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.event_file import EventFile, on_disk
@@ -279,7 +280,23 @@ class FileReader(RowReader):
         return self.format.shown_wrongly(lambda: self.head)
 
     def made_wrongly(self) -> Iterator[str]:
-        return self.format.made_wrongly(lambda: self.head)
+        yield from self.format.made_wrongly(lambda: self.head)
+        try:
+            self.require_numbered_rewinds()
+        except CorruptStorage as error:
+            yield str(error)
+
+    def require_numbered_rewinds(self) -> None:
+        """Raise `CorruptStorage` if the header counts rewinds that the manifest does not know."""
+        # Twice: a writer may finish one meanwhile.
+        fault = self._rewind_fault() and self._rewind_fault()
+        if fault is not None:
+            raise CorruptStorage(f"{self.path} is damaged: {fault}. Restore it from a copy.")
+
+    def _rewind_fault(self) -> str | None:
+        counts = self.running().counts
+        done, undone = counts.rewinds, counts.undone  # before the manifest, which grows first
+        return numbers_fault(self.manifest, done, undone)
 
     # --- rows -------------------------------------------------------------------------------------
 

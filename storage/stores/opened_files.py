@@ -76,6 +76,7 @@ class OpenedFiles:
         """Tidy up after a writer that was killed when it had taken rows back."""
         reader, engine = self.reader, self.reader.running()
         if (rewind := engine.counts.undone) is not None:
+            reader.require_numbered_rewinds()
             engine.finish_rewind(lambda: reader.write_manifest(settled(reader.manifest, rewind)))
 
     @told

@@ -62,6 +62,7 @@ def take_back(
         require_rewindable(writer, rows, run)
         if rows == head:
             return 0
+        reader.require_numbered_rewinds()
         at, payload = (-1, b"") if record is None else record
         rewind = Rewind(reader.rewinds + 1, rows, at, payload)
         writer.runs.settle()

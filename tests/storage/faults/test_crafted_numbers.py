@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,14 +23,15 @@ import numpy as np
 import pytest
 
 from tallyroll.collector.errors import StateError
-from tallyroll.storage import MemmapStorage, open_storage
-from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage import MemmapStorage, open_storage, verify
+from tallyroll.storage.errors import CorruptStorage, StateMismatch
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, word_of
 from tallyroll.storage.formats.hdf5.user_block import (
     USER_BLOCK_NBYTES,
     newest_manifest,
     write_manifest,
 )
+from tallyroll.storage.stores.rewinds import require_kept, take_back
 
 from hostile_kit import GIB, KINDS, ROWS, WAYS, collect, in_a_child, told_or_done
 
@@ -347,6 +350,59 @@ def test_a_record_that_no_other_can_follow(
         assert told_or_done(way, path) == ""
     with pytest.raises(CorruptStorage, match=f"its last record is number {sequence}"):
         open_storage(path)
+
+
+REWINDS = 264  # the place of the header's count of them
+
+
+@pytest.mark.parametrize("number", [0, 2, 2**26, 2**47, 2**62, 2**63 - 1, -1, -(2**63)])
+@pytest.mark.parametrize("name", ["rows", "rows.h5", "rows.zarr"])
+def test_a_rewind_with_a_number_that_it_cannot_have(
+    name: str, number: int, bases: Path, tmp_path: Path
+) -> None:
+    """Decided and not finished: the next writer would make a list of so many."""
+    shutil.copytree(bases / name, tmp_path / "work")
+    path = tmp_path / "work" / name
+    with open_storage(path) as storage:
+        head = storage.head
+    payload = struct.pack("<qq", number, -1) + b"{}"
+    checked = struct.pack("<qqq", 10**6, -1 - head, len(payload))
+    crc = zlib.crc32(payload, zlib.crc32(checked))
+    with open(header_of(path), "r+b") as file:
+        file.seek(SLOTS)  # the newest record, and its number is even
+        file.write(checked + struct.pack("<I", crc) + payload)
+    require_refused(path, "rewind")
+
+
+@pytest.mark.parametrize("count", [1, 2**26, 2**47])
+@pytest.mark.parametrize("name", ["rows", "rows.h5"])
+def test_rewinds_that_the_manifest_does_not_know(
+    name: str, count: int, bases: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(bases / name, tmp_path / "work")
+    path = tmp_path / "work" / name
+    with open(header_of(path), "r+b") as file:
+        file.seek(REWINDS)
+        file.write(struct.pack("<Q", word_of(count)))
+    found = verify(path).findings
+    assert any("rewind" in str(each) for each in found), found
+    with open_storage(path, "append") as storage:
+        with pytest.raises(StateMismatch):  # of which no row may be left
+            require_kept(storage.reader, 1, 0, "a state")
+        with pytest.raises(CorruptStorage, match="rewind"):
+            take_back(storage.writer, 1, None)
+
+
+def require_refused(path: Path, words: str) -> None:
+    """`verify` reports it, writers are refused, and neither takes much memory or time."""
+    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = verify(path).findings
+    assert any(words in str(each) for each in found), found
+    with pytest.raises(CorruptStorage, match=words):
+        open_storage(path, "append")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+    assert time.monotonic() - started < 10
 
 
 def test_a_manifest_that_no_other_can_follow(bases: Path, tmp_path: Path) -> None:
