@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing
-from tallyroll.storage.errors import InvalidDataset, InvalidSchema
+from tallyroll.storage.errors import (
+    InvalidDataset,
+    InvalidSchema,
+    NotEnoughMemory,
+    StorageError,
+)
 from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
 
 Block = dict[Key, np.ndarray]
@@ -100,13 +106,79 @@ class ExchangeFormat(ABC):
 
 
 def opened_source(door: ExchangeFormat, whence: Path, stack: ExitStack) -> Incoming:
-    """Open a source until ``stack`` ends; raise `InvalidDataset` for columns that none can have."""
+    """Open a source until ``stack`` ends; its blocks raise `InvalidDataset` where it is damaged.
+
+    Raises:
+        InvalidDataset: it is damaged, or has columns that no storage can have.
+    """
+    with source_errors(whence):
+        try:
+            found = stack.enter_context(door.read(whence))
+        except InvalidSchema as error:
+            raise refused(whence, str(error)) from error
+        except FileNotFoundError as error:
+            raise refused(whence, f"{error.filename} is missing") from error
+    found.blocks = _guarded(found.blocks, whence)
+    return found
+
+
+def _guarded(blocks: Iterator[Block], whence: Path) -> Iterator[Block]:
+    while True:
+        with source_errors(whence):
+            block = next(blocks, None)
+        if block is None:
+            return
+        yield block
+
+
+class _CallerError(BaseException):
+    """Carries an error of the caller's own function past `source_errors`."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+@contextmanager
+def source_errors(place: Path) -> Iterator[None]:
+    """Raise errors that a damaged or hostile source causes in a library as errors of ours.
+
+    Formats check what they read, and name the part that is wrong. This is the fallback for all
+    that a source can say and no format expects: a column of another type, a count that is a text.
+
+    Raises:
+        InvalidDataset: the source causes an error.
+        NotEnoughMemory: a library did not get the memory that it asked for.
+    """
     try:
-        return stack.enter_context(door.read(whence))
-    except InvalidSchema as error:
-        raise refused(whence, str(error)) from error
-    except FileNotFoundError as error:
-        raise refused(whence, f"{error.filename} is missing") from error
+        yield
+    except _CallerError as carried:
+        raise carried.error from carried.error.__cause__
+    except (StorageError, OSError):
+        raise
+    except MemoryError as error:
+        raise no_memory(place, error) from error
+    except Exception as error:
+        raise refused(place, f"{type(error).__name__}: {error!s:.300}") from error
+
+
+def no_memory(place: Path, error: MemoryError) -> NotEnoughMemory:
+    """Return the error for a library that did not get the memory that it asked for."""
+    return NotEnoughMemory(
+        f"{place} needs more memory than this process gets ({error!s:.200}). Free memory, or raise "
+        "the limit of address space (ulimit -v)."
+    )
+
+
+def carried(progress: Progress) -> Progress:
+    """Return a function whose errors pass `source_errors` as they are."""
+
+    def call(done: int, total: int) -> object:
+        try:
+            return progress(done, total)
+        except Exception as error:
+            raise _CallerError(error) from error
+
+    return call
 
 
 def refused(place: Path, why: str) -> InvalidDataset:

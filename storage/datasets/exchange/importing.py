@@ -20,6 +20,7 @@ from tallyroll.storage.datasets.exchange.door import (
     Incoming,
     opened_source,
     refused,
+    source_errors,
 )
 from tallyroll.storage.datasets.exchange.numbering import Numbering
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
@@ -107,14 +108,16 @@ def imported(
     require_free(place)
     with translated(whence), contextlib.ExitStack() as stack:
         incoming = opened_source(door, whence, stack)
-        numbering = Numbering(incoming.schema)
-        schema, total = numbering.schema, incoming.rows
-        _require_size(whence, incoming, schema)
+        with source_errors(whence):
+            numbering = Numbering(incoming.schema)
+            schema, total = numbering.schema, incoming.rows
+            _require_size(whence, incoming, schema)
         files = FILES[name](place.absolute())
         files.check(schema)
         require_room(files, schema, total)
         own = {"kind": door.name, "path": str(whence.absolute()), "version": incoming.version}
-        entry = entry_of(incoming.about, own | dict(said or {})) | dict(incoming.spaces)
+        with source_errors(whence):
+            entry = entry_of(incoming.about, own | dict(said or {})) | dict(incoming.spaces)
         with written_aside(place) as target:
             opened = OpenedFiles(
                 FileReader(FILES[name](target), target, "create"),
@@ -125,8 +128,10 @@ def imported(
                 writer.runs.create(schema, [entry])
                 rows = 0
                 for block in _gathered(incoming.blocks, schema):
+                    with source_errors(whence):
+                        numbered = numbering.of(block)
                     try:
-                        found = writer.given.checked(numbering.of(block))
+                        found = writer.given.checked(numbered)
                     except RowsMismatch as error:
                         raise refused(whence, str(error)) from error
                     rows += len(next(iter(block.values())))

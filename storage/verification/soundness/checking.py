@@ -7,6 +7,7 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import Final
 
+from tallyroll.storage.datasets.exchange.door import carried, source_errors
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.rows.progress import Progress
@@ -80,7 +81,8 @@ def verify_dataset(
     place = user_path(source)
     refuse_nothing(place, "Give the path of a dataset.")
     with translated(place):
-        wanted = kind_at(place) if kind is None else kind
+        with source_errors(place):
+            wanted = kind_at(place) if kind is None else kind
         if wanted is None:
             raise InvalidDataset(
                 f"{place} cannot be checked: its files do not say of which library it is. Give "
@@ -88,8 +90,17 @@ def verify_dataset(
             )
         checker, found = checker_of(wanted), Gathered()
         if progress is not None:
-            found.tell = progress
-        checker.check(place, found)
+            found.tell = carried(progress)
+        try:
+            with source_errors(place):
+                checker.check(place, found)
+        except InvalidDataset as error:
+            if not isinstance(error.__cause__, Exception) or "files" in skip:
+                raise
+            what = f"{type(error.__cause__).__name__}: {error.__cause__!s:.200}"
+            found.add(
+                "files", "what it says causes an error, and the rest is not checked", what=what
+            )
     skipped = dict.fromkeys(skip, "not wanted") | found.skipped
     made = [name for name in CHECKS if name in checker.checks]
     return Report(

@@ -251,7 +251,10 @@ def _tasks_v3(folder: Folder, found: Gathered) -> dict[int, str] | None:
     if rows is None:
         return None
     columns = rows.to_pydict()
-    numbers = columns.pop("task_index", [])
+    if "task_index" not in columns:
+        found.add("tasks", "the list of tasks has no column task_index", Where(name))
+        return None
+    numbers = columns.pop("task_index")
     texts = next((each for each in columns.values()), [None] * len(numbers))
     return _numbered(list(zip(numbers, texts, strict=True)), name, found)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tallyroll.storage.datasets.aside import folder_beside, require_free
-from tallyroll.storage.datasets.exchange.door import ExchangeFormat
+from tallyroll.storage.datasets.exchange.door import ExchangeFormat, source_errors
 from tallyroll.storage.datasets.exchange.importing import imported
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.errors import CorruptStorage, InvalidDataset, NotAStorage
@@ -157,6 +157,7 @@ def _door(
     if wanted == "lerobot":
         target = aside / _REPAIRED
         target.mkdir()
-        LerobotRepair(whence, losses, unreadable).write(target)
+        with source_errors(whence):
+            LerobotRepair(whence, losses, unreadable).write(target)
         return format_named("lerobot")
     return _KINDS[wanted](losses, unreadable)
