@@ -272,6 +272,27 @@ def open_file(path: Path | str, flags: int, directory: int | None = None) -> int
     return file
 
 
+def data_in(file: int, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of an open file from ``start`` on that are not holes.
+
+    Reading a hole takes time and gives zeros. The position of the descriptor stays as it is.
+    """
+    size, at = os.fstat(file).st_size, start
+    while at < size:
+        position = os.lseek(file, 0, os.SEEK_CUR)
+        try:
+            begin = os.lseek(file, at, os.SEEK_DATA)
+            stop = os.lseek(file, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no data follow
+                return
+            begin, stop = at, size  # a file system that does not know its holes
+        finally:
+            os.lseek(file, position, os.SEEK_SET)
+        yield begin, min(stop, size)
+        at = stop
+
+
 def write_all(file: int, content: bytes | memoryview, at: int) -> None:
     """Write all of ``content`` at byte ``at``."""
     rest = memoryview(content)

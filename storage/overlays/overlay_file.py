@@ -86,7 +86,7 @@ def make_file(reader: FileReader, path: Path, kept: Kept) -> None:
     """Make the file of a new overlay, without entries: whole, or not at all."""
     page = header_bytes(kept, owner_of(reader), reader.rewinds)
     with translated(path, len(page)):
-        reader.format.inside.write_aside(path, page, synced=reader.format.durable)
+        reader.format.inside.write_aside(path, page, durable=reader.format.durable)
 
 
 class OverlayFile:

@@ -103,7 +103,7 @@ def check_leaves(leaves: np.ndarray, kept: Kept) -> None:
 
 
 def write_priorities(inside: Inside, path: Path, kept: Kept, leaves: np.ndarray) -> None:
-    """Write the file aside, sync it and rename it, so that ``path`` is always whole.
+    """Replace the file, whole or not at all; return when the new one would survive a power cut.
 
     Raises:
         StorageFull: no space; an older file stays.
@@ -114,7 +114,7 @@ def write_priorities(inside: Inside, path: Path, kept: Kept, leaves: np.ndarray)
     told = zlib.crc32(rows, zlib.crc32(head)).to_bytes(_SUM_NBYTES, "little")
     content = b"".join((head, rows, told))
     try:
-        inside.write_aside(path, content, synced=True)
+        inside.write_aside(path, content, durable=True)
     except OSError as error:
         raise failed(path, error, len(content)) from error
 

@@ -37,7 +37,8 @@ class Follow:
     """Seconds from the begin of a version to that of the next, if rows came since. A version that
     takes longer is followed by the next at once."""
     stop: Callable[[], bool] | None = None
-    """Asked between versions, ten times a second: True ends it, with the last version."""
+    """Asked between versions, ten times a second: True ends it, with a last version if rows came
+    since the one before."""
     on_version: Callable[[ExportReport], object] | None = None
     """Called with the report of each version, when it is the newest."""
 
@@ -79,7 +80,7 @@ def export_followed(
     require_outside(reader, place)
     with versions_at(place, kind, files.suffix, reader.id) as versions:
         report: ExportReport | None = None
-        count, seen = 0, -1
+        count, seen, stopped = 0, -1, False
         while True:
             written = reader.is_written  # first: what it adds before it ends is exported below
             began, now = time.monotonic(), reader.revision
@@ -106,8 +107,9 @@ def export_followed(
                 if follow.on_version is not None:
                     follow.on_version(report)
             assert report is not None
-            if not written or _waited(reader, follow, began):
+            if stopped or not written:
                 return report
+            stopped = _waited(reader, follow, began)
 
 
 def _waited(reader: RowReader, follow: Follow, began: float) -> bool:

@@ -197,7 +197,7 @@ class AcknowledgedFile:
 
     def _write_again(self) -> None:
         content = _spelt(self.said.line())
-        self._inside.write_aside(self._path, content)
+        self._inside.write_aside(self._path, content, durable=True)
         self._good = len(content)
         self._again_at = _WRITTEN_AGAIN + 2 * self._good
         self._open()

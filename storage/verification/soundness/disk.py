@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.files.safe_files import Inside, data_in
 
 BLOCK: Final = 2**12
 """Bytes that a disk reads, or cannot read, at once."""
@@ -45,9 +45,9 @@ def unreadable_in(place: Path) -> dict[Path, Ranges]:
 def _unreadable(file: int) -> Ranges:
     found = Ranges()
     try:
-        size = os.fstat(file).st_size
-        for start in range(0, size, _STEP):
-            _read(file, min(_STEP, size - start), start, partial(_join, found))
+        for begin, stop in data_in(file):
+            for start in range(begin, stop, _STEP):
+                _read(file, min(_STEP, stop - start), start, partial(_join, found))
     finally:
         os.close(file)
     return found

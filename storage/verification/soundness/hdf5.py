@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 
 from tallyroll.storage.datasets.exchange.formats.hdf5_files import DAMAGE, require_memory_for
+from tallyroll.storage.files.safe_files import data_in
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 from tallyroll.storage.verification.soundness.checker import Gathered, Where
 from tallyroll.storage.verification.soundness.superblock import superblock_of
@@ -41,27 +42,21 @@ def opened(raw: Any, found: Gathered, where: Where) -> Iterator[Any]:
         found.add("files", "HDF5 cannot open the file", where, f"{error!s:.200}")
         yield None
         return
-    found.room = max(_SMALL, _MOST_PACKED * _bytes_there(raw))
+    found.room = room_of(raw)
     with file:
         yield file
 
 
-def _bytes_there(raw: Any) -> int:
+def bytes_there(raw: Any) -> int:
     """Return the bytes of an open file that are not in holes, or its size if it has many."""
-    file = raw.fileno()
-    size, before = os.fstat(file).st_size, os.lseek(file, 0, os.SEEK_CUR)
-    at = total = holes = 0
-    try:
-        while at < size and holes < _MOST_HOLES:
-            begin = os.lseek(file, at, os.SEEK_DATA)
-            at = os.lseek(file, begin, os.SEEK_HOLE)
-            total, holes = total + at - begin, holes + 1
-    except OSError as error:
-        if error.errno != errno.ENXIO:  # that there are no data up to the end
-            return size
-    finally:
-        os.lseek(file, before, os.SEEK_SET)  # where the buffer of the file expects it
-    return size if holes == _MOST_HOLES else total
+    ranges = [*islice(data_in(raw.fileno()), _MOST_HOLES)]
+    many = len(ranges) == _MOST_HOLES
+    return os.fstat(raw.fileno()).st_size if many else sum(stop - begin for begin, stop in ranges)
+
+
+def room_of(raw: Any) -> int:
+    """Return the bytes that the datasets of an open file may claim, by the bytes that it has."""
+    return max(_SMALL, _MOST_PACKED * bytes_there(raw))
 
 
 def datasets_in(

@@ -47,7 +47,7 @@ class D4rlRepair(RowsRepair):
     def read(self, place: Path) -> Iterator[Incoming]:
         """Look at all rows, and find those that can be read."""
         with opened_damaged(self.folder(place.parent), place.name) as (file, there):
-            found = Gathered()
+            found = Gathered(room=there.room)
             datasets = hdf5.datasets_in(file, found, Where(place.name))
             for each in found.findings:
                 for where in each.places:

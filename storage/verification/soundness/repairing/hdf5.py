@@ -18,6 +18,7 @@ from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 from tallyroll.storage.verification.soundness.checker import Folder
 from tallyroll.storage.verification.soundness.disk import Ranges, touches
+from tallyroll.storage.verification.soundness.hdf5 import room_of
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
 from tallyroll.storage.verification.soundness.superblock import end_said
 
@@ -39,6 +40,8 @@ class Padded:
         self._end = max(size, end_said(raw) or 0)
         self.gaps: Ranges = [*getattr(raw, "gaps", []), (size, self._end)]
         """The bytes that are not there."""
+        self.room = room_of(raw)
+        """Bytes that all its datasets together may claim."""
         self._at = 0
 
     def has(self, start: int, nbytes: int) -> bool:

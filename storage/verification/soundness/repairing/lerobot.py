@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset, MissingLibrary
+from tallyroll.storage.files.safe_files import data_in
 from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.verification.soundness.checker import Folder, Gathered, count_said
 from tallyroll.storage.verification.soundness.disk import Ranges
@@ -37,6 +37,7 @@ _OWN: Final = ("frame_index", "episode_index", "index", "timestamp", "task_index
 _DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 _CODEC: Final = "snappy"
+_COPIED_NBYTES: Final = 2**20
 
 
 @dataclass
@@ -398,8 +399,22 @@ class LerobotRepair:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 raw = self._folder.opened(name)
                 with raw, path.open("xb") as out:
-                    shutil.copyfileobj(raw, out)
+                    _copy(raw, out)
         return places
+
+
+def _copy(raw: Any, out: Any) -> None:
+    """Copy an open file, and leave its holes ones."""
+    for begin, stop in data_in(raw.fileno()):
+        raw.seek(begin)
+        out.seek(begin)
+        while begin < stop:
+            part = raw.read(min(_COPIED_NBYTES, stop - begin))
+            if not part:
+                break
+            out.write(part)
+            begin += len(part)
+    out.truncate(os.fstat(raw.fileno()).st_size)
 
 
 class _WithFooter:

@@ -122,7 +122,7 @@ class GroupFiles(EpisodeFiles):
             group = self._file[f"episode_{number}"]
         except (KeyError, OSError, RuntimeError) as error:
             raise InvalidDataset(f"{error!s:.150}") from error
-        datasets = hdf5.datasets_in(group, Gathered(), Where(FILE, number))
+        datasets = hdf5.datasets_in(group, Gathered(room=self._there.room), Where(FILE, number))
         return {path: self._part(name, path, data) for name, data, path in _split(datasets)}
 
     def _part(self, name: str, path: Key, data: Any) -> Part:

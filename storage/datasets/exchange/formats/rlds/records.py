@@ -14,6 +14,7 @@ import numpy as np
 from tallyroll.storage.datasets.exchange.formats.rlds.examples import descriptors
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.files.safe_files import data_in
 from tallyroll.storage.formats.optional_libraries import needed
 
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -123,6 +124,8 @@ def next_record(file: IO[bytes], at: int, size: int) -> int:
     """Return the first byte from ``at`` on at which a record begins; ``size``: there is none."""
     more = _LENGTH.size + _CRC.size - 1
     while at < size:
+        begin, _ = next(data_in(file.fileno(), at), (size, size))
+        at = max(at, begin - more)  # a head may begin with zeros of a hole
         file.seek(at)
         content = _read(file, min(_SEARCHED, size - at))
         for found in _heads(content).tolist():
