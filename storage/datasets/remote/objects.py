@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, BinaryIO, Final, TypeVar
+from urllib.parse import quote
 
 from tallyroll.storage.datasets.remote.address import HOW, S3Path
 from tallyroll.storage.datasets.remote.options import S3Options
+from tallyroll.storage.datasets.remote.redirects import host_of, redirected_host
 from tallyroll.storage.errors import (
     CorruptStorage,
     MissingLibrary,
@@ -28,6 +31,7 @@ from tallyroll.storage.errors import (
 _T = TypeVar("_T")
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 _MOST_TRIES: Final = 8
+_LOOK_SECONDS: Final = 5.0
 _MOST_OBJECTS: Final = 2**20
 _PART_NBYTES: Final = 2**23
 _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})")
@@ -78,7 +82,9 @@ class Objects:
             ) from error
         self._calls: Any = obstore
         self._process = os.getpid()
-        url = options.url
+        self._looked = set[str]()
+        self._turn = threading.Lock()
+        self._url = url = options.url
         config: dict[str, Any] = {
             "endpoint": url,
             "aws_endpoint_url_s3": url,
@@ -187,6 +193,7 @@ class Objects:
         """Return what a call returns, which is tried again while that may help."""
         self.require_own_process()
         place, end = self.place / name, time.monotonic() + self.options.patience
+        self._refuse_redirects(verb, name)
         wait = _FIRST_WAIT
         for tries in range(1, _MOST_TRIES + 1):
             missing = False
@@ -210,6 +217,30 @@ class Objects:
             time.sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, _LONGEST_WAIT)
         raise AssertionError
+
+    def _refuse_redirects(self, verb: str, name: str) -> None:
+        """Raise `ObjectStoreFailed` if the endpoint redirects requests of a kind to another host.
+
+        The store of a region, which has no endpoint, is Amazon's, and redirects within itself.
+        """
+        if self._url is None:
+            return
+        with self._turn:
+            if verb in self._looked:
+                return
+            bucket = f"{self._url.rstrip('/')}/{quote(self.place.bucket)}"
+            key = quote(f"{self.place.key}/{name}".strip("/"))
+            url, method = f"{bucket}/{key}", "HEAD"
+            if verb == "list":
+                url, method = f"{bucket}?list-type=2&prefix={key}", "GET"
+            there = redirected_host(method, url, min(_LOOK_SECONDS, self.options.timeout / 2))
+            if there is not None:
+                raise ObjectStoreFailed(
+                    f"the object store does not let us {verb} {self.place / name}: "
+                    f"{host_of(self._url)} redirects to {there}, another host, where credentials "
+                    f"are not sent. Give the endpoint of the host that has the objects. {HOW}."
+                )
+            self._looked.add(verb)
 
 
 class _TooShort(Exception):
