@@ -20,12 +20,13 @@ from tallyroll.collector.batches.checks.ranges import ranges_of
 from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, OwnShard, Seen, seen_at
 from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.numbering import driver_seed
+from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import make_env
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.envs.driven.statistics import StatisticsWatch
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.reaching.travelling import answers_of
-from tallyroll.collector.errors import CollectorError
+from tallyroll.collector.errors import CollectorError, EnvironmentRefused
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
 from tallyroll.collector.policies.several.policies import SeveralPolicies, policy_of
@@ -91,7 +92,7 @@ class Worker:
 
     def __init__(self, job: m.Job, channel: Channel) -> None:
         self._channel = channel
-        self._own_process = job.threads is not None
+        self._own_process, self._closed = job.threads is not None, False
         if job.threads is not None:
             torch.set_num_threads(job.threads)
         self.options = job.options
@@ -99,6 +100,8 @@ class Worker:
         self.env: EnvBase = made.env
         try:
             self.env = prepare_env(made.env, job.policy, job.options)
+            if not self._own_process:  # processes have copies of what their parent has
+                take_over(self.env, made.instance, self._lost_env)
             self._central = job.options.acts_centrally
             kinds = AskingPolicy if self._central else WorkerPolicy, WorkerPolicies
             device = None if self._central else job.options.policy_device
@@ -287,8 +290,22 @@ class Worker:
         self.doing = "looking for shards"
         return seen_at(message.paths)
 
+    def _lost_env(self) -> None:
+        """Refuse to let another worker or collector drive the environment.
+
+        Raises:
+            EnvironmentRefused: this worker still steps it.
+        """
+        if not self._closed:
+            raise EnvironmentRefused(
+                "create_env_fn: expected an environment of its own for each worker, got one that "
+                "another worker's thread steps already; let each call of the factory make a new "
+                "one, and all that it wraps, or shut the other collector down before"
+            )
+
     def close(self) -> None:
         """Close the shard and the environment."""
+        self._closed = True
         try:
             if self._shard is not None:
                 self._shard.close()

@@ -1,18 +1,39 @@
-"""The driver of each environment instance, notified when another collector takes it."""
+"""The environment objects of lanes: none is in two lanes, and each has one driver at a time."""
 
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import gymnasium
 from gymnasium.vector import VectorEnv
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, SerialEnv
 
+from tallyroll.collector.compat import serial_envs
 from tallyroll.collector.envs.driven.traits import chain, system_of
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.errors import EnvironmentRefused
+
+_ELSEWHERE = (
+    ("stable_baselines3.common.vec_env.base_vec_env", "VecEnv"),
+    ("pettingzoo.utils.env", "AECEnv"),
+    ("pettingzoo.utils.env", "ParallelEnv"),
+    ("dm_env", "Environment"),
+    ("gym", "Env"),
+)
+"""Base classes of environments with a state, of libraries that may not be installed.
+
+Those of JAX are left out: their objects are functions, and many lanes may call one.
+"""
+_FEW = 64
+"""Entries of a dictionary that are looked through for environments."""
 
 _drivers: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]] = {}
 """By the id of an instance: the instance, and the method that notifies its driver of a loss."""
+_taking = Lock()
 
 
 def take_over(env: EnvBase, made: object, lost: Callable[[], None]) -> None:
@@ -24,14 +45,15 @@ def take_over(env: EnvBase, made: object, lost: Callable[[], None]) -> None:
         lost: a bound method; its object is not kept alive. If it raises, nothing is taken.
     """
     parts = list(_parts(env, made))
-    for part in parts:
-        instance, before = _drivers.get(id(part), (None, None))
-        told = before() if before is not None else None
-        if instance is not None and instance() is part and told is not None and told != lost:
-            told()
-    for part in parts:
-        gone = partial(_forget, id(part))
-        _drivers[id(part)] = weakref.ref(part, gone), weakref.WeakMethod(lost)
+    with _taking:  # workers in threads may be given the same instance
+        for part in parts:
+            instance, before = _drivers.get(id(part), (None, None))
+            told = before() if before is not None else None
+            if instance is not None and instance() is part and told is not None and told != lost:
+                told()
+        for part in parts:
+            gone = partial(_forget, id(part))
+            _drivers[id(part)] = weakref.ref(part, gone), weakref.WeakMethod(lost)
 
 
 def _forget(number: int, _: object) -> None:
@@ -40,12 +62,141 @@ def _forget(number: int, _: object) -> None:
 
 def _parts(env: EnvBase, made: object) -> Iterator[Any]:
     """Yield the instances with a state, which another collector may be given as well."""
-    bases = list(chain(env))
     base = system_of(env)
-    inner = bases[-1].__dict__.get("_env") if base is None else getattr(base.system, "env", None)
-    if isinstance(inner, (gymnasium.Env, VectorEnv)):
-        inner = inner.unwrapped
-    whole = made.unwrapped if isinstance(made, (gymnasium.Env, VectorEnv)) else made
-    for each in (*bases, None if base is None else base.system, inner, whole):
+    found = [*chain(env), *([] if base is None else [base.system])]
+    found += objects_of(env)
+    if not any(made is each for each in found):
+        found += objects_of(made)
+    for each in found:
         if getattr(type(each), "__weakrefoffset__", 0):
             yield each
+
+
+# --- the objects within one -----------------------------------------------------------------------
+
+
+def objects_of(env: Any, most: int | None = None) -> list[Any]:
+    """Return ``env`` and all environments that it wraps or holds, each once, outermost first.
+
+    Those of other processes are left out, and those in objects that are no environments.
+
+    Args:
+        env: an environment of any library, or a system.
+        most: number of lanes; objects with more are left out, with all that is in them.
+            None: as many as ``env`` has.
+    """
+    most = _lanes_of(env) if most is None else most
+    found, numbers, left = list[Any](), set[int](), [env]
+    while left:
+        each = left.pop(0)
+        if id(each) in numbers or _lanes_of(each) > most:
+            continue
+        numbers.add(id(each))
+        found.append(each)
+        for value in _values(each):
+            left += [value] if _is_environment(value) else _held(value)
+    return found
+
+
+def leaves_of(env: Any) -> Iterator[tuple[int | None, Any]]:
+    """Yield the innermost environments in ``env``, each with its lane; None if it has several."""
+    groups = [group for each in objects_of(env) for group in _groups(each)]
+    if not groups:
+        lane = 0 if _lanes_of(env) == 1 else None
+        for each in objects_of(env):
+            if not any(_is_environment(value) or _held(value) for value in _values(each)):
+                yield lane, each
+        return
+    first = 0
+    for item in groups[0]:
+        for lane, each in leaves_of(item):
+            yield None if lane is None else first + lane, each
+        first += _lanes_of(item)
+
+
+def require_own_objects(env: EnvBase) -> None:
+    """Refuse lanes that share an environment, which each of them would step and reset.
+
+    Raises:
+        EnvironmentRefused: two lanes share one; the message names them.
+    """
+    *_, base = chain(env)
+    if isinstance(base, SerialEnv):
+        serial_envs(base)  # starts it: its environments are made then
+    for each in objects_of(env):
+        for group in _groups(each):
+            _refuse_shared(group)
+
+
+def _refuse_shared(group: Sequence[Any]) -> None:
+    owners = dict[int, int]()
+    first = 0
+    for item in group:
+        for each in objects_of(item):
+            owner = owners.setdefault(id(each), first)
+            if owner != first:
+                raise EnvironmentRefused(
+                    f"lanes {owner} and {first}: expected an environment of its own for each lane, "
+                    f"got one {type(each).__name__} in both, which each would step and reset; let "
+                    "each call of the factory make a new one, and all that it wraps"
+                )
+        first += _lanes_of(item)
+
+
+def _groups(env: Any) -> Iterator[Sequence[Any]]:
+    """Yield the lists in which ``env`` has the environments of its lanes."""
+    lanes = _lanes_of(env)
+    if lanes < 2:
+        return
+    own = vars(env).get("envs")
+    if isinstance(own, list) and len(own) == lanes and not _held(own):
+        yield own  # of objects that are no subclass of an environment
+    for value in _values(env):
+        held = _held(value)
+        if len(held) > 1 and sum(map(_lanes_of, held)) == lanes:
+            yield held
+
+
+def _held(value: Any) -> Sequence[Any]:
+    """Return the environments in a list, a tuple or a small dictionary; empty for others."""
+    if isinstance(value, dict) and len(value) <= _FEW:
+        return [each for each in value.values() if _is_environment(each)]
+    if isinstance(value, (list, tuple)) and value and _is_environment(value[0]):
+        return value
+    return ()
+
+
+def _values(env: Any) -> Iterator[Any]:
+    """Yield the values of the attributes of ``env``, and its ``unwrapped``."""
+    yield from list(getattr(env, "__dict__", {}).values())
+    if isinstance(env, SystemEnv):
+        yield env.system
+    for kind in type(env).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(env, name, None)
+    if isinstance(env, (gymnasium.Env, VectorEnv)):
+        try:
+            yield env.unwrapped
+        except Exception:  # noqa: BLE001  then its attributes have to do
+            return
+
+
+def _is_environment(value: Any) -> bool:
+    kinds = [gymnasium.Env, VectorEnv, EnvBase, System]
+    for module, name in _ELSEWHERE:
+        if kind := getattr(sys.modules.get(module), name, None):
+            kinds.append(kind)
+    return isinstance(value, tuple(kinds))
+
+
+def _lanes_of(env: Any) -> int:
+    if isinstance(env, EnvBase):
+        return env.batch_size.numel()
+    if isinstance(env, System):
+        return env.declares.lanes
+    try:
+        lanes = getattr(env, "num_envs", 1)
+    except Exception:  # noqa: BLE001  an attribute that raises says no number
+        return 1
+    return lanes if isinstance(lanes, int) else 1

@@ -16,6 +16,7 @@ from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
 from tallyroll.collector.compat import is_starting
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.driven.instances import require_own_objects
 from tallyroll.collector.envs.driven.packages import VERSIONS, packages_of
 from tallyroll.collector.envs.driven.traits import chain, system_of
 from tallyroll.collector.envs.gymnasium import make as of_gymnasium
@@ -89,6 +90,7 @@ def make_env(create: CreateEnv, options: Options) -> Made:
         if factory is None and base is not None and not isinstance(made, EnvBase):
             base.owns_system = False
         refuse(env)
+        require_own_objects(env)
         if sized and env.batch_size.numel() != options.num_envs:
             raise ArgumentError(
                 f"create_env_fn: expected {options.num_envs} lanes of a factory that was called "
@@ -256,6 +258,8 @@ def _by_name(name: str, options: Options) -> Made:
                 env = of_gymnasium.over(system.env, lambda: make(None).env, options)
             else:
                 env = _over(system, options, make)
+    with closing_on_error(env):
+        require_own_objects(env)
     described = {"id": name, "kwargs": _json(kwargs), "type": env.kind}
     return Made(env, True, described | {VERSIONS: packages_of(env)})
 
