@@ -20,6 +20,7 @@ from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.batches.undivided import OWN_INSTANCE
 from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import CreateEnv, Made, make_env
+from tallyroll.collector.envs.driven.outside_steps import OutsideSteps
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome
 from tallyroll.collector.envs.reaching.environments import reach_env
@@ -211,14 +212,16 @@ class SyncCollector(Collector):
             torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])
         self._driver = driver
         self._rows_ahead, ahead = planned(driver.stepped, driver.board, plan, options)
+        rollout = self._beginning.rollout(driver, plan)
         self._drive(
-            self._beginning.rollout(driver, plan),
+            rollout,
             plan,
             ranges,
             made.description,
             torchrl=torchrl,
             ahead=ahead,
         )
+        self._run.outside = OutsideSteps(self.env, lambda: rollout.resets_first)
 
     def _stepping(self) -> dict[str, Decision]:
         return {**self._driver.decisions(), "ahead": self._rows_ahead}

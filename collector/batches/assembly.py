@@ -133,6 +133,9 @@ class Assembly:
     def _begin(self, size: int) -> bool:
         """Begin an iteration whose first batch has ``size`` rows; return False if one goes on."""
         self._run.writer.stored_run.require_open()
+        if self._run.moved:
+            each = self._run.options.reset_at_each_iter and self._iterations > 0
+            self._run.refuse_moved(resets=each and not self._under_way)
         if self._under_way:
             return False
         if not self._run.writer.stored_run.begun:

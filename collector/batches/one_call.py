@@ -90,6 +90,9 @@ class OneCall:
             return False
         if run.stopped or plain.reader.engine is None or (self._only and want != self._only):
             return False
+        outside = run.outside
+        if outside is not None and outside.find():
+            return False  # the loop finds it too, and raises
         self._thread = get_ident()
         try:
             run.busy, self._by_store, self._left = True, False, plain
@@ -105,6 +108,8 @@ class OneCall:
         except BaseException as error:  # noqa: BLE001  raised by the loop
             self.raised = error
         finally:
+            if outside is not None:
+                outside.remember()
             run.busy = False
         self.ready = None
         return False

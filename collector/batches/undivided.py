@@ -46,6 +46,7 @@ class Undivided(deferred):
         try:
             super().__enter__()
             run.busy, run.intact = True, False
+            run.look_outside()
             if not self._kept:
                 self._kept = keep_for(self._assembly)
             if self._one_call is not None:
@@ -64,6 +65,8 @@ class Undivided(deferred):
         """End the run where there was an error, and call the handlers."""
         run = self._run
         try:
+            if run.outside is not None:
+                run.outside.remember()
             run.busy = False
             if error is not None:
                 self._assembly.leave()
@@ -133,6 +136,7 @@ class Undivided(deferred):
         busy = self._run.busy
         try:
             with self:
+                self._run.moved = ""
                 self._assembly.discard()
                 self._assembly.restart_lanes()
                 if then is not None:

@@ -78,6 +78,11 @@ class Driver(ABC):
     def begin(self) -> None:
         """Start every lane's next trajectory: slot ``used`` sees the results of the reset."""
 
+    @property
+    def resets_next(self) -> bool:
+        """True if the next :meth:`begin` resets; False also where it is not known here."""
+        return False
+
     @abstractmethod
     def restart(self) -> None:
         """Make the next :meth:`begin` reset, whatever was reset before."""
@@ -199,6 +204,11 @@ class LocalDriver(Driver):
     def start_from(self, first: TensorDictBase) -> None:
         """Begin with ``first``, the result of a reset, instead of another reset."""
         self._first = first
+
+    @property
+    def resets_next(self) -> bool:
+        """True if the next :meth:`begin` resets the environment."""
+        return self._first is None
 
     def restart(self) -> None:
         """Make the next :meth:`begin` reset the environment."""

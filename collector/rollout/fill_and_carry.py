@@ -224,6 +224,11 @@ class Rollout(Standing):
         if (gate := self._filling.gate) is not None:
             gate.restart(ledger.episodes_complete)
 
+    @property
+    def resets_first(self) -> bool:
+        """True if all lanes are reset before the next step."""
+        return self._filling.restarting and self.driver.resets_next
+
     def stop(self) -> None:
         """End the run after the step under way."""
         self.driver.stop()

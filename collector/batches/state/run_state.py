@@ -9,6 +9,7 @@ from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.envs.driven.outside_steps import OutsideSteps
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.options import Options
 
@@ -46,6 +47,10 @@ class RunState:
         """True while an exception would leave nothing half done."""
         self.lost = False
         """True if another collector drives the environment; this one then stays ``busy``."""
+        self.outside: OutsideSteps | None = None
+        """Compares environments with what the last call left; None: they are not looked at."""
+        self.moved = ""
+        """The place where the program stepped or reset an environment since; empty: nowhere."""
         self.yields = False
         """True if the call under way is to yield the rows that it stores."""
         self.ready: list[Any] = []
@@ -86,6 +91,26 @@ class RunState:
         """Note that ``error`` ended the run."""
         if not self._ended_by:
             self._ended_by = self._said(error)
+
+    def look_outside(self) -> None:
+        """Note an environment that the program stepped or reset since the last call."""
+        if self.outside is not None and not self.moved:
+            self.moved = self.outside.find()
+
+    def refuse_moved(self, *, resets: bool) -> None:
+        """Raise `StateError` if the next row would follow a step or reset of the program's.
+
+        ``resets``: all lanes are reset before the next step, which settles it.
+        """
+        if self.moved and self.outside is not None and not (resets or self.outside.resets_first()):
+            self.intact = True
+            raise StateError(
+                f"the program stepped or reset an environment of this collector ({self.moved}) "
+                "since its last call, so the next row would join observations of different "
+                "episodes or steps; call set_seed() to start new episodes in all lanes, pass "
+                "reset_at_each_iter=True, or step another instance"
+            )
+        self.moved = ""
 
     def refuse_ended(self) -> None:
         """Raise `StateError` if an exception ended the run."""

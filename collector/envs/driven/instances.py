@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import SyncVectorEnv, VectorEnv
+from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from torchrl.envs import EnvBase, SerialEnv
 
 from tallyroll.collector.compat import serial_envs
@@ -178,7 +178,20 @@ def is_environment(kind: type) -> bool:
     return issubclass(kind, (gymnasium.Env, VectorEnv, EnvBase, System, *filter(None, others)))
 
 
+def inner_of(env: Any) -> Any:
+    """Return the one environment that ``env`` wraps; None if it wraps none, or holds several."""
+    if isinstance(env, (gymnasium.Wrapper, VectorWrapper)):
+        return env.env
+    found = dict[int, Any]()
+    for value in _values(env):
+        inner = value.values() if type(value) is dict and len(value) <= _MOST else (value,)
+        found |= {id(each): each for each in inner if is_environment(type(each))}
+    found.pop(id(env), None)
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
 def lanes_of(env: Any) -> int:
+    """Return the number of lanes of an environment of any library."""
     if isinstance(env, EnvBase):
         return env.batch_size.numel()
     if isinstance(env, System):
