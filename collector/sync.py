@@ -206,7 +206,10 @@ class SyncCollector(Collector):
         run_lanes = None if part is None else part.run_lanes
         driver = make_driver(self.env, self._policy, plan, slab, rng, new_board(), run_lanes)
         driver.start_from(first)
-        ranges = ranges_of(self.env, policy=policy is not None, lost_finals=plan.lost_finals)
+        lost, first_lane = plan.lost_finals, options.first_lane
+        ranges = ranges_of(
+            self.env, policy=policy is not None, lost_finals=lost, first_lane=first_lane
+        )
         torchrl = None
         if options.layout.name == "torchrl":
             torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])

@@ -79,6 +79,10 @@ class Declares:
     """Groups of agents and their numbers of agents; their flags are in ``Step.agents``."""
     turns: bool = False
     """True if agents take turns: a mask marks the agent that acts next, not those alive."""
+    of_lanes: Mapping[Key, TensorSpec] = field(default_factory=dict)
+    """Specs ``[lane, ...]`` of observations and actions, by key, whose bounds differ by lane.
+
+    Those of one lane have the dtype and the shape then."""
     device: str = "cpu"
     """The device of arrays; on the CPU actions are NumPy arrays, elsewhere torch tensors."""
 

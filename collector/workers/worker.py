@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
-from tallyroll.collector.batches.checks.ranges import ranges_of
+from tallyroll.collector.batches.checks.ranges import Range, ranges_of
 from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, OwnShard, Seen, seen_at
 from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.numbering import driver_seed
@@ -117,6 +117,7 @@ class Worker:
         self.doing = ""
         self.plan: SlabPlan | None = None
         self._first: TensorDictBase | None = None
+        self._first_lane = 0
         self._has_state = False
         self._statistics: list[str] = []
         self._shard: OwnShard | None = None
@@ -178,7 +179,8 @@ class Worker:
             with _trial:
                 self.plan = plan_slab(self.env, self.policy, self._first, self.options)
         lost = self.plan.lost_finals
-        ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
+        self._first_lane = message.first_lane
+        ranges = self._ranges(lost)
         drawn = RandomActions(self.env, self.rng).block_drawn
         policy = self.policy
         return m.Planned(
@@ -272,9 +274,13 @@ class Worker:
         assert self.plan is not None
         self.doing = "beginning a shard"
         lost = self.plan.lost_finals
-        ranges = ranges_of(self.env, policy=self.policy is not None, lost_finals=lost)
+        ranges = self._ranges(lost)
         self._shard = OwnShard(message, self.options, self.policy, self.driver, self.plan, ranges)
         return m.DONE
+
+    def _ranges(self, lost: bool) -> list[Range]:
+        by_policy, first = self.policy is not None, self._first_lane
+        return ranges_of(self.env, policy=by_policy, lost_finals=lost, first_lane=first)
 
     def lease(self, message: m.Lease) -> m.Filled | Kept:
         """Fill a segment with as many transitions as the lease is for, or store so many."""

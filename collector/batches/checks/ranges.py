@@ -22,6 +22,25 @@ class Range:
     low: NDArray[Any]
     high: NDArray[Any]
     by_policy: bool
+    first_lane: int | None = None
+    """The lane of the first bounds, ``[lane, ...]`` then; None: those of all lanes are alike."""
+
+    def within(self, slab: Slab) -> "Range":
+        """Return the range of the lanes of ``slab``."""
+        if self.first_lane is None:
+            return self
+        at = slab.first_lane - self.first_lane
+        if slab.lane is not None or not 0 <= at <= len(self.low) - slab.lanes:
+            low, high = self.low.min(axis=0), self.high.max(axis=0)
+            return Range(self.key, low, high, self.by_policy)
+        low, high = (bound[at : at + slab.lanes] for bound in (self.low, self.high))
+        return Range(self.key, low, high, self.by_policy, slab.first_lane)
+
+    def of_lane(self, lane: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the bounds of a lane of the run."""
+        if self.first_lane is None:
+            return self.low, self.high
+        return self.low[lane - self.first_lane], self.high[lane - self.first_lane]
 
     @property
     def has_noise(self) -> bool:
@@ -34,12 +53,30 @@ class Range:
         low, high = (
             np.where(np.isfinite(b), s * most, b) for b, s in ((self.low, -1), (self.high, 1))
         )
-        return Range(self.key, low.astype(self.low.dtype), high.astype(self.low.dtype), True)
+        kind = self.low.dtype
+        return Range(self.key, low.astype(kind), high.astype(kind), True, self.first_lane)
 
     def or_(self, other: "Range") -> "Range":
         """The least range that holds both."""
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
         return Range(self.key, low, high, self.by_policy)
+
+    def repeated(self, lanes: int) -> "Range":
+        """Return the range with bounds for each of ``lanes`` lanes."""
+        if self.first_lane is not None:
+            return self
+        low, high = (np.repeat(bound[None], lanes, axis=0) for bound in (self.low, self.high))
+        return Range(self.key, low, high, self.by_policy, 0)
+
+    def joined(self, other: "Range") -> "Range":
+        """Return the range of the own lanes and of those of ``other`` after them."""
+        shape = np.broadcast_shapes(self.low.shape[1:], other.low.shape[1:])
+        pairs = (self.low, other.low), (self.high, other.high)
+        low, high = (
+            np.concatenate([np.broadcast_to(each, (len(each), *shape)) for each in pair])
+            for pair in pairs
+        )
+        return Range(self.key, low, high, self.by_policy, self.first_lane)
 
     def bad(self, values: NDArray[Any]) -> NDArray[np.bool_] | None:
         """Return marks ``[time, lane]`` of values outside, or None if all are inside."""
@@ -47,11 +84,13 @@ class Range:
             return None
         if self.holds(values):
             return None
-        low, high = _extremes(values)
-        if np.all(low >= self.low) and np.all(high <= self.high):
-            return None
+        if self.first_lane is None:
+            low, high = _extremes(values)
+            if np.all(low >= self.low) and np.all(high <= self.high):
+                return None
         outside = ~((values >= self.low) & (values <= self.high))
-        return np.asarray(outside.reshape(*outside.shape[:2], -1).any(axis=2))
+        bad = np.asarray(outside.reshape(*outside.shape[:2], -1).any(axis=2))
+        return None if self.first_lane is not None and not bad.any() else bad
 
     @cached_property
     def _within(self) -> tuple[Any, Any]:
@@ -98,20 +137,22 @@ _FOLD = 64
 _CACHED_NBYTES = 2**19
 
 
-def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool) -> list[Range]:
+def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool, first_lane: int = 0) -> list[Range]:
     """The ranges that the specs of ``env`` declare, for the columns of its slab.
 
     Args:
         env: batch size ``[]`` or ``[lanes]``.
         policy: whether actions come from a policy and have to be checked too.
         lost_finals: NaN marks final observations that are lost, which is no violation.
+        first_lane: the number of the first lane in the run.
     """
     found: list[Range] = []
     lead = len(env.batch_size)
 
     def add(key: Key, spec: TensorSpec, by_policy: bool) -> None:
-        bounds = _bounds(spec, lead)
-        if bounds is not None:
+        if lead == 1 and (own := _bounds_of_lanes(spec)) is not None:
+            found.append(Range(key, *own, by_policy, first_lane))
+        elif (bounds := _bounds(spec, lead)) is not None:
             found.append(Range(key, *bounds, by_policy))
 
     for name, spec in env.observation_spec.items(True, True):
@@ -123,6 +164,16 @@ def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool) -> list[Range]:
     for name, spec in env.full_action_spec.items(True, True) if policy else ():
         add(as_key(name), spec, True)
     return found
+
+
+def _bounds_of_lanes(spec: TensorSpec) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    """Lowest and highest values ``[lane, ...]``; None where all lanes have the same."""
+    if not isinstance(spec, Bounded) or type(spec) is Categorical or spec.dtype is torch.bfloat16:
+        return None
+    low, high = (bound.cpu().numpy() for bound in (spec.low, spec.high))
+    if len(low) < 2 or ((low == low[:1]).all() and (high == high[:1]).all()):
+        return None
+    return low, high
 
 
 def _bounds(spec: TensorSpec, lead: int) -> tuple[NDArray[Any], NDArray[Any]] | None:

@@ -68,6 +68,8 @@ class RangeChecks:
         self._ranges = _of_numbers(ranges) if validate == "off" else list(ranges)
         self._seen_before = _seen_before(self._ranges)
         self._slot_checks: dict[Slab, SlotChecks] = {}
+        self._within: dict[Slab, list[Range]] = {}
+        """The ranges of the lanes of each slab."""
         self.eased = 0
         """Number of times that a violation was let pass from then on, which changed all tables."""
         self._fine: dict[Key, int] = {}
@@ -131,8 +133,13 @@ class RangeChecks:
     def _of_slots(self, slab: Slab) -> SlotChecks:
         checks = self._slot_checks.get(slab)
         if checks is None:
-            checks = self._slot_checks[slab] = SlotChecks(self._ranges, slab)
+            checks = self._slot_checks[slab] = SlotChecks(self._ranges_of(slab), slab)
         return checks
+
+    def _ranges_of(self, slab: Slab) -> list[Range]:
+        if (found := self._within.get(slab)) is None:
+            found = self._within[slab] = [each.within(slab) for each in self._ranges]
+        return found
 
     def _passes(self, found: Violation) -> bool:
         """Return whether ``found`` and all violations like it are kept from here on."""
@@ -142,11 +149,12 @@ class RangeChecks:
             self._ranges, self._masks = _of_numbers(self._ranges), []
         elif found.check.has_noise:
             self._ranges = [
-                each.numbers() if each is found.check else each for each in self._ranges
+                each.numbers() if each.key == found.check.key else each for each in self._ranges
             ]
         else:
             return False
         self._slot_checks.clear()
+        self._within.clear()
         self._seen_before = _seen_before(self._ranges)
         self.eased += 1
         return True
@@ -165,7 +173,7 @@ class RangeChecks:
         ``acting`` are the lanes ``[lane]`` whose action the environment would have executed; the
         slot has no actions yet unless ``acted``.
         """
-        for check in self._declared if acted else ():
+        for check in (each.within(slab) for each in self._declared) if acted else ():
             if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
                 bad = check.bad(values_of(slab, check.key, slot, slot + 1))
                 if bad is not None:
@@ -189,7 +197,7 @@ class RangeChecks:
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
         new: tuple[NDArray[np.intp], ...] | None = None
-        for check in self._ranges:
+        for check in self._ranges_of(slab):
             if check.key not in slab.columns:
                 continue
             values, fine = values_of(slab, check.key, 0, used), self._fine.get(check.key, 0)
@@ -243,7 +251,7 @@ def _bad_at(
     check: Range, values: NDArray[Any], at: tuple[NDArray[np.intp], ...]
 ) -> NDArray[np.bool_] | None:
     """Return `Range.bad` of some slots and lanes; quicker if these are few."""
-    if 2 * len(at[0]) > values.shape[0] * values.shape[1]:
+    if check.first_lane is not None or 2 * len(at[0]) > values.shape[0] * values.shape[1]:
         return check.bad(values)
     some = check.bad(values[at][None])
     if some is None:
@@ -260,7 +268,8 @@ def _of_numbers(ranges: Sequence[Range]) -> list[Range]:
 
 def _violation(check: Range, slab: Slab, slot: int, lane: int, state: LaneState) -> Violation:
     value = values_of(slab, check.key, slot, slot + 1)[0, lane]
-    low, high = (np.broadcast_to(bound, value.shape) for bound in (check.low, check.high))
+    bounds = check.of_lane(slab.first_lane + lane)
+    low, high = (np.broadcast_to(bound, value.shape) for bound in bounds)
     at = tuple(np.argwhere(~((value >= low) & (value <= high)))[0])
     where = f" at {[int(index) for index in at]}" if at else ""
     what = "the action space" if check.by_policy else "its space"

@@ -65,14 +65,18 @@ def vector_of(
         for _ in range(lanes - 1):
             made.append(another())
             on_error.callback(made[-1].close)
-        vector = _vector([partial(made.__getitem__, lane) for lane in range(lanes)])
+        alike = all(each.observation_space == first.observation_space for each in made)
+        makers = [partial(made.__getitem__, lane) for lane in range(lanes)]
+        vector = _vector(makers, "same" if alike else "different")
         on_error.pop_all()
     return vector, lambda: _vector([another])
 
 
-def _vector(makers: Sequence[Callable[[], Any]]) -> SyncVectorEnv:
+def _vector(makers: Sequence[Callable[[], Any]], mode: str = "same") -> SyncVectorEnv:
     # Observations are copied into the slab, so that the vector need not copy them before.
-    return SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+    return SyncVectorEnv(
+        makers, copy=False, observation_mode=mode, autoreset_mode=AutoresetMode.DISABLED
+    )
 
 
 @contextmanager

@@ -69,8 +69,12 @@ class Leaf:
         return array if isinstance(texts, str) else array.reshape(-1, width)
 
 
-def observation_leaves(space: spaces.Space[Any], lanes: int) -> tuple[Leaf, ...]:
+def observation_leaves(
+    space: spaces.Space[Any], lanes: int, of_all: spaces.Space[Any] | None = None
+) -> tuple[Leaf, ...]:
     """The columns of an observation space, for ``lanes`` lanes.
+
+    ``of_all`` is the space of all lanes together, in which their bounds may differ.
 
     A plain space is ``("observation",)``; a Dict maps its names to root keys, as TorchRL's
     ``GymWrapper`` does; a Tuple is under ``"observation"`` as ``"0"``, ``"1"``, …. A Text is
@@ -80,7 +84,7 @@ def observation_leaves(space: spaces.Space[Any], lanes: int) -> tuple[Leaf, ...]
         SpaceError: a Graph, Sequence or OneOf space is among the leaves, or there is none.
     """
     key: Key = () if isinstance(space, spaces.Dict) else ("observation",)
-    leaves = tuple(_leaves(space, key, (), lanes))
+    leaves = tuple(_leaves(space, key, (), lanes, of_all))
     if not leaves:
         raise SpaceError(
             f"observation: expected a space with at least one value, got {space}; let a wrapper "
@@ -89,8 +93,12 @@ def observation_leaves(space: spaces.Space[Any], lanes: int) -> tuple[Leaf, ...]
     return leaves
 
 
-def action_leaf(space: spaces.Space[Any], lanes: int) -> Leaf:
+def action_leaf(
+    space: spaces.Space[Any], lanes: int, of_all: spaces.Space[Any] | None = None
+) -> Leaf:
     """The column of an action space: Box, Discrete, MultiDiscrete or MultiBinary.
+
+    ``of_all`` is the space of all lanes together, in which their bounds may differ.
 
     Raises:
         SpaceError: the space is composite or of another kind.
@@ -100,7 +108,7 @@ def action_leaf(space: spaces.Space[Any], lanes: int) -> Leaf:
             f"expected a Box, Discrete, MultiDiscrete or MultiBinary action space, got {space}; "
             "flatten it with gymnasium.wrappers.FlattenAction or a wrapper of your own"
         )
-    return next(_leaves(space, ("action",), (), lanes))
+    return next(_leaves(space, ("action",), (), lanes, of_all))
 
 
 def drawn_from(space: spaces.Space[Any], lanes: int) -> Callable[[Any], Any]:
@@ -134,14 +142,21 @@ def mask_in(observation: Any, info: Mapping[str, Any]) -> Any:
 
 
 def _leaves(
-    space: spaces.Space[Any], key: Key, path: tuple[str | int, ...], lanes: int
+    space: spaces.Space[Any],
+    key: Key,
+    path: tuple[str | int, ...],
+    lanes: int,
+    of_all: spaces.Space[Any] | None = None,
 ) -> Iterator[Leaf]:
     if isinstance(space, spaces.Dict):
         for name, part in space.items():
-            yield from _leaves(part, (*key, str(name)), (*path, name), lanes)
+            among = of_all.get(name) if isinstance(of_all, spaces.Dict) else None
+            yield from _leaves(part, (*key, str(name)), (*path, name), lanes, among)
     elif isinstance(space, spaces.Tuple):
+        parts = of_all.spaces if isinstance(of_all, spaces.Tuple) else ()
         for index, part in enumerate(space.spaces):
-            yield from _leaves(part, (*key, str(index)), (*path, index), lanes)
+            among = parts[index] if len(parts) == len(space.spaces) else None
+            yield from _leaves(part, (*key, str(index)), (*path, index), lanes, among)
     elif key[0] != "action" and (width := text_width(space)):
         spec = Unbounded((lanes, width), dtype=torch.uint8)
         yield Leaf(key, path, spec, np.dtype(np.uint8), (lanes, width), text=True)
@@ -157,7 +172,28 @@ def _leaves(
                 f"the space {space!r} at {spell(key)} has no fixed dtype and shape that a "
                 "column could hold; wrap the environment so that it returns arrays"
             )
-        yield Leaf(key, path, _spec(space, lanes), np.dtype(dtype), (lanes, *shape))
+        spec = _spec_of_lanes(of_all, (lanes, *shape), np.dtype(dtype)) or _spec(space, lanes)
+        yield Leaf(key, path, spec, np.dtype(dtype), (lanes, *shape))
+
+
+def _spec_of_lanes(
+    of_all: spaces.Space[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> TensorSpec | None:
+    """The spec of lanes with different bounds; None where all are alike, or it is not known."""
+    low: NDArray[Any]
+    high: NDArray[Any]
+    if isinstance(of_all, spaces.Box):
+        low, high = of_all.low, of_all.high
+    elif isinstance(of_all, spaces.MultiDiscrete):
+        low = np.asarray(of_all.start)
+        high = low + (of_all.nvec - 1)
+    else:
+        return None
+    if low.shape != shape or dtype.kind == "b" or not np.can_cast(low.dtype, dtype, "same_kind"):
+        return None
+    if (low == low[:1]).all() and (high == high[:1]).all():
+        return None
+    return _bounded(low, high, torch.Size(shape), _TORCH_DTYPES[dtype])
 
 
 def text_width(space: spaces.Space[Any]) -> int:

@@ -76,10 +76,13 @@ class GymnasiumSystem(System):
         self.autoreset, self.forgets_resets = rules.autoreset, rules.forgets_resets
         self._lanes = int(env.num_envs)
         self.infos = InfoColumns(infos, self._lanes)
-        self._rows = LaneRows(observation_leaves(env.single_observation_space, self._lanes))
+        space = env.single_observation_space
+        leaves = observation_leaves(space, self._lanes, getattr(env, "observation_space", None))
+        self._rows = LaneRows(leaves)
         if any(leaf.text for leaf in self._rows.leaves):
             refuse_texts(env)
-        self._action = action_leaf(env.single_action_space, self._lanes)
+        actions = getattr(env, "action_space", None)
+        self._action = action_leaf(env.single_action_space, self._lanes, actions)
         self._rewards = rewards_of(env)
         self._one_of_many = self._rewards == (1,)
         self._values = LaneValues(env, self._rewards)
@@ -114,6 +117,11 @@ class GymnasiumSystem(System):
             reset_seeds=self._takes[0],
             options=self._takes[1],
             parts=type(self.env) is SyncVectorEnv and self.autoreset is AutoresetMode.DISABLED,
+            of_lanes={
+                each.key: each.spec
+                for each in (*self._rows.leaves, self._action)
+                if each.spec != each.spec[0].expand(each.spec.shape)
+            },
         )
 
     @classmethod

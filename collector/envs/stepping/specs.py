@@ -42,15 +42,20 @@ def batched_specs(d: Declares, names: Sequence[Key]) -> Specs:
         return made
 
     specs = Specs(composite(), composite(), composite(), composite())
-    for key, spec in zip(names, d.observation.values(), strict=True):
-        specs.observation[key] = grown(spec)
+
+    def of_all(key: Key, spec: TensorSpec) -> TensorSpec:
+        own = d.of_lanes.get(key)
+        return grown(spec) if own is None else own.clone().to(device)
+
+    for name, (key, spec) in zip(names, d.observation.items(), strict=True):
+        specs.observation[name] = of_all(key, spec)
     if d.marks_transitions:
         specs.observation[VALID] = flags()["done"]
     if d.finals == "some":
         specs.observation[NEXT_VALID] = Binary(shape=shape, dtype=torch.bool, device=device)
     for target, declared in ((specs.action, d.action), (specs.reward, d.reward)):
         for key, spec in declared.items():
-            target[key] = grown(spec)
+            target[key] = of_all(key, spec)
     for name, spec in flags().items():
         specs.done[name] = spec
     for group, size in d.groups.items():

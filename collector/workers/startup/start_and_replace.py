@@ -104,7 +104,7 @@ class WorkerStartup:
             plan=replace(first.plan, spaces=spaces),
             drawn_ahead=all(answer.drawn_ahead for answer in answers),
         )
-        self.ranges = _widest([answer.ranges for answer in answers])
+        self.ranges = _widest([answer.ranges for answer in answers], self.lanes)
         found = [seed for answer in answers for seed in answer.lane_seeds]
         return found if all(answer.lane_seeds for answer in answers) else []
 
@@ -344,11 +344,17 @@ def _require_same(first: m.Planned, other: m.Planned, member: Member) -> None:
             )
 
 
-def _widest(found: Sequence[Sequence[Range]]) -> list[Range]:
-    """Ranges that hold what any worker's environment may return."""
+def _widest(found: Sequence[Sequence[Range]], lanes: Sequence[int]) -> list[Range]:
+    """Ranges that hold what any worker's environment may return, by lane if these differ in one."""
     merged: dict[Any, Range] = {}
-    for ranges in found:
+    by_lane = {each.key for ranges in found for each in ranges if each.first_lane is not None}
+    for ranges, count in zip(found, lanes, strict=True):
         for each in ranges:
-            merged[each.key] = merged[each.key].or_(each) if each.key in merged else each
+            known, own = merged.get(each.key), each
+            if each.key in by_lane:
+                own = each.repeated(count)
+                merged[each.key] = own if known is None else known.joined(own)
+            else:
+                merged[each.key] = own if known is None else known.or_(own)
     everywhere = [{each.key for each in ranges} for ranges in found]
     return [each for key, each in merged.items() if all(key in keys for keys in everywhere)]
