@@ -32,6 +32,12 @@ _FEW: Final = 32
 _DEEPEST: Final = 24
 _ROUNDING: Final = 1e-6
 """By which a float may pass a bound that was written as text, as a part of the bound."""
+OF_LANES: Final = "of_lanes"
+"""The name, in the JSON of a space, of the bounds of each lane where these differ.
+
+It is a Box ``[lane, ...]``, with the number of its first lane as ``first_lane``; the space itself
+has the bounds that hold for all.
+"""
 _KNOWN: Final = ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "OneHot", "MultiOneHot")
 
 
@@ -46,6 +52,23 @@ class Space:
     high: np.ndarray | None = None
     hot: tuple[int, ...] = ()
     """Sizes of the groups of marks along the last axis, of each of which one mark is set."""
+    of_lanes: Space | None = None
+    """The bounds of each lane ``[lane, ...]`` where these differ."""
+    first_lane: int = 0
+    """The lane of the first of these."""
+
+    def outside_of_lanes(self, values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """Return which rows [n, ...] have a finite value outside the bounds of their lane [n]."""
+        found, own = self.outside(values), self.of_lanes
+        if own is None or own.low is None or own.high is None:
+            return found
+        for lane in np.unique(lanes):
+            at = int(lane) - self.first_lane
+            if 0 <= at < len(own.low):
+                rows = lanes == lane
+                low, high = own.low[at], own.high[at]
+                found[rows] |= Space("Box", own.dtype, low.shape, low, high).outside(values[rows])
+        return found
 
     @property
     def is_text(self) -> bool:
@@ -167,7 +190,12 @@ def space_of(said: Mapping[str, Any]) -> Space:
                 raise ValueError(f"{kind} of {hot!s:.80} has not the shape {shape!s:.80}")
             low, high = np.asarray(0.0), np.asarray(1.0)
     low, high = (np.broadcast_to(each, shape) for each in (low, high))
-    return Space(kind, dtype, shape, low, high, hot)
+    own, first = said.get(OF_LANES), 0
+    if own is not None:
+        own, first = space_of(own), int(own["first_lane"])
+        if own.shape is None or own.shape[1:] != shape:
+            raise ValueError(f"bounds of lanes of {own.shape!s:.80} are none of {shape!s:.80}")
+    return Space(kind, dtype, shape, low, high, hot, own, first)
 
 
 def _bounds(said: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -196,6 +224,14 @@ def box(dtype: np.dtype[Any], low: np.ndarray, high: np.ndarray) -> dict[str, An
     """Return the JSON of a Box, of bounds [*shape] that have its dtype."""
     said = {"low": _said(low), "high": _said(high)}
     return {"type": "Box", "dtype": dtype.name, "shape": [*low.shape], **said}
+
+
+def box_of_lanes(
+    dtype: np.dtype[Any], low: np.ndarray, high: np.ndarray, first_lane: int
+) -> dict[str, Any]:
+    """Return the JSON of a Box, of bounds [lane, *shape] that have its dtype and differ by lane."""
+    own = {**box(dtype, low, high), "first_lane": first_lane}
+    return {**box(dtype, low.min(axis=0), high.max(axis=0)), OF_LANES: own}
 
 
 def compact(said: Mapping[str, Any]) -> dict[str, Any]:

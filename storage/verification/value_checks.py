@@ -14,6 +14,7 @@ from tallyroll.storage.rows.keys import NEXT, Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.rows.spaces import NO_SPACE, Space, space_of
 from tallyroll.storage.verification.findings import Findings, NumberedRows, Place
+from tallyroll.storage.verification.lane_checks import CheckedRows
 
 _BATCH_NBYTES = 2**22
 """Rows are looked at in batches that stay in the processor's cache."""
@@ -119,8 +120,10 @@ class SpaceChecks:
         column: Column, space: Space, values: np.ndarray, rows: NumberedRows, findings: Findings
     ) -> None:
         """Look at the first values [n, ...] of ``rows``."""
-        if not space.holds(values):
-            name, wrong = spell(column.key), space.outside(values)
+        by_lane = space.of_lanes is not None and isinstance(rows, CheckedRows)
+        if by_lane or not space.holds(values):
+            name = spell(column.key)
+            wrong = space.outside_of_lanes(values, rows.lane) if by_lane else space.outside(values)
             message = f"a value of {name} is outside its space"
             rows.report(findings, "spaces", message, wrong, lambda at: "", column=name)
 

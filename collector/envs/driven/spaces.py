@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from tallyroll.collector.envs.driven.observed import info_columns
 from tallyroll.collector.options import Options
 from tallyroll.collector.slab.slab import SlabColumns
 from tallyroll.storage.rows.keys import COLLECTOR, COUNTERS, NEXT, as_key, spell
-from tallyroll.storage.rows.spaces import box
+from tallyroll.storage.rows.spaces import OF_LANES, Space, agreed, box, box_of_lanes, space_of
 
 
 def spaces_of(env: EnvBase, layout: SlabColumns, options: Options) -> dict[str, Any]:
@@ -34,18 +35,54 @@ def spaces_of(env: EnvBase, layout: SlabColumns, options: Options) -> dict[str, 
         options: name the columns that come from Gymnasium's ``info``, which have no space.
     """
     lead, infos = len(env.batch_size), info_columns(env, layout, options)
+    first = options.first_lane
     found = dict[str, Any]()
     for name, spec in env.observation_spec.items(True, True):
         key = as_key(name)
         own = key[0] == COLLECTOR or key[-1] in COUNTERS or key in infos
         if not own and key in layout and (NEXT, *key) in layout:
-            found[spell(key)] = _said(spec, lead)
+            found[spell(key)] = _said(spec, lead, first)
     for name, spec in env.full_action_spec.items(True, True):
-        found[spell(as_key(name))] = _said(spec, lead)
+        found[spell(as_key(name))] = _said(spec, lead, first)
     return {name: said for name, said in found.items() if said is not None}
 
 
-def _said(spec: TensorSpec, lead: int) -> dict[str, Any] | None:
+def joined(spaces: Sequence[Mapping[str, Any]], lanes: Sequence[int]) -> dict[str, Any]:
+    """Return the spaces of a run of workers with so many ``lanes``, of those of each worker.
+
+    By lane where the bounds differ among those of one worker; else those that all agree on.
+    """
+    found = agreed(spaces)
+    for name in {name for each in spaces for name, said in each.items() if OF_LANES in said}:
+        found.pop(name, None)
+        if not all(each.get(name, {}).get("type") == "Box" for each in spaces):
+            continue
+        parts = [space_of(each[name]) for each in spaces]
+        if any(part.shape != parts[0].shape or part.dtype != parts[0].dtype for part in parts):
+            continue
+        low, high = (
+            np.concatenate(
+                [_of_lanes(part, count)[at] for part, count in zip(parts, lanes, strict=True)]
+            )
+            for at in (0, 1)
+        )
+        dtype = parts[0].dtype
+        assert dtype is not None, "a Box has one"
+        found[name] = box_of_lanes(dtype, low, high, parts[0].first_lane)
+    return found
+
+
+def _of_lanes(space: Space, lanes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bounds ``[lane, ...]`` of a Box."""
+    own = space.of_lanes or space
+    assert own.low is not None and own.high is not None and space.dtype is not None
+    if space.of_lanes is not None:
+        return own.low.astype(space.dtype), own.high.astype(space.dtype)
+    low, high = (each.astype(space.dtype) for each in (own.low, own.high))
+    return np.repeat(low[None], lanes, axis=0), np.repeat(high[None], lanes, axis=0)
+
+
+def _said(spec: TensorSpec, lead: int, first_lane: int) -> dict[str, Any] | None:
     """Return the JSON of a spec whose first ``lead`` dimensions are lanes; None of other kinds."""
     dtype, shape = _dtype(spec.dtype), tuple(spec.shape[lead:])
     if dtype is None:
@@ -64,6 +101,10 @@ def _said(spec: TensorSpec, lead: int) -> dict[str, Any] | None:
         if shape:
             return {"type": "MultiDiscrete", "nvec": int(spec.n), **said}
         return {"type": "Discrete", "n": int(spec.n), "start": 0, "dtype": dtype.name}
+    if isinstance(spec, Bounded) and lead == 1:
+        low, high = (each.cpu().numpy() for each in (spec.low, spec.high))
+        if not ((low == low[:1]).all() and (high == high[:1]).all()):
+            return box_of_lanes(dtype, low, high, first_lane)
     if isinstance(spec, Bounded):
         low, high = (each.cpu().numpy()[(0,) * lead] for each in (spec.low, spec.high))
         return _of_bounds(dtype, low, high)

@@ -11,6 +11,7 @@ import cloudpickle
 
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.envs.driven.spaces import joined
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome
 from tallyroll.collector.envs.reaching.repeating import Calls, require_repeated
 from tallyroll.collector.envs.reaching.travelling import outcome_of, packed
@@ -24,7 +25,6 @@ from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.startup.replacements import Lead, Replacements
 from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import spell
-from tallyroll.storage.rows.spaces import agreed
 
 
 class WorkerStartup:
@@ -98,7 +98,7 @@ class WorkerStartup:
             member.seeds = answer.lane_seeds
         if len(answers) > 1:
             self.apart = sorted({name for answer in answers for name in answer.statistics})
-        first, spaces = answers[0], agreed([answer.plan.spaces for answer in answers])
+        first, spaces = answers[0], joined([answer.plan.spaces for answer in answers], self.lanes)
         self.planned = replace(
             first,
             plan=replace(first.plan, spaces=spaces),
