@@ -334,6 +334,15 @@ get_handler: Callable[[int], Any] = _signal.getsignal
 set_handler: Callable[[int, Any], Any] = _signal.signal
 
 
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Returns the number of changes of a tensor in place; `RuntimeError` where none is kept."""
+
+
+def places_in(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the children and the parameters of ``module`` itself by name, as it holds them."""
+    return module._modules, module._parameters
+
+
 # `torch.no_grad` makes two objects each time.
 set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
 

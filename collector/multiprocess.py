@@ -401,6 +401,10 @@ class MultiprocessCollector(Collector):
     # --- workers, weights, seeds, state -----------------------------------------------------------
 
     @property
+    def _acts_here(self) -> bool:
+        return self._options.acts_centrally
+
+    @property
     def num_workers(self) -> int:
         """Workers: processes, or threads."""
         return self._num_workers

@@ -37,6 +37,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision, RunPlan
 from tallyroll.storage.errors import StorageClosed
+from tallyroll.storage.files.manifest import UNVERSIONED
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
@@ -58,6 +59,8 @@ class Collector(Attributes, Reaching, ABC):
 
     _policy: Policy | None
     _rollout: TransitionSource
+    _watched: Policy | None = None
+    """The policy whose live weights are compared before each batch; None after a warning."""
 
     def __init__(
         self,
@@ -119,6 +122,7 @@ class Collector(Attributes, Reaching, ABC):
             ahead=ahead,
         )
         self._undivided = Undivided(self._run, self._assembly)
+        self._watched = self._policy if self._acts_here else None
         self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
         self._ready = self._run.ready
 
@@ -143,7 +147,13 @@ class Collector(Attributes, Reaching, ABC):
         After an exception iterating goes on, or raises `StateError`, by the rule above: it never
         ends as if the budget were met.
         """
-        return BatchIterator(self._ready, self._undivided.make_ready)
+        return BatchIterator(self._ready, self._make_ready)
+
+    def _make_ready(self) -> bool:
+        """Make the next batch ready, where there is one; False where the run is over."""
+        if self._watched is not None:
+            self._watch(self._watched, self._frames_per_batch)
+        return self._undivided.make_ready()
 
     def collect(self, n: int) -> int:
         """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
@@ -189,6 +199,8 @@ class Collector(Attributes, Reaching, ABC):
             )
         if type(n) is not int or n < 1:
             n = positive("n", n)
+        if self._watched is not None:
+            self._watch(self._watched, n)
         before, busy = self._ledger.stored, self._run.busy
         try:
             if self._run.over:
@@ -271,6 +283,27 @@ class Collector(Attributes, Reaching, ABC):
         """Close the environments that were made here. Idempotent."""
 
     # --- the policy, and how it does --------------------------------------------------------------
+
+    @property
+    def _acts_here(self) -> bool:
+        """True if the policy of this process chooses the actions, and not copies of it."""
+        return True
+
+    def _watch(self, policy: Policy, rows: int) -> None:
+        """Warn, once a run, if live weights changed before a batch and the version did not."""
+        ledger = self._ledger
+        if policy.changed_unversioned(rows) and ledger.stored > ledger.random:  # it acted before
+            self._watched = None
+            self._run.writer.stored_run.note(
+                {UNVERSIONED: {"at": ledger.stored, "policy_version": policy.version}}
+            )
+            warnings.warn(
+                "policy: its parameters changed and update_policy_weights_() was not called: it "
+                "acts with the new weights, and rows still get policy_version "
+                f"{policy.version}. Call collector.update_policy_weights_() after each change, so "
+                "that each version names one set of weights",
+                stacklevel=4,
+            )
 
     @property
     def policy_version(self) -> int:

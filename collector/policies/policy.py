@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.policies.action_forms import Form
+from tallyroll.collector.policies.live_weights import LiveWeights
 from tallyroll.collector.policies.own_tensors import own_tensors, own_tensors_on, same_place
 from tallyroll.collector.policies.plain_modules import Inputs, around
 from tallyroll.collector.policies.sb3_models import Sb3Policy, as_policy
@@ -63,6 +64,7 @@ class Policy:
         """True if another process acts, and says by which version."""
         self.inputs: tuple[Inputs, Sequence[Key], int] | None = None
         """Arguments of :meth:`takes`; None: the policy takes a TensorDict."""
+        self._live = LiveWeights(policy)
         module = on_device(policy, device)
         self.calls(module, compiled if module is policy else module)
 
@@ -139,6 +141,20 @@ class Policy:
             module.load_state_dict(self.source.state_dict())
             _load_fleeting(module, self.source)
         self.version += 1
+        if self.acts_live:
+            self._live.take()
+
+    @property
+    def acts_live(self) -> bool:
+        """True if the object that the caller passed acts, so that each change of it has effect."""
+        return self.module is self.source and not self.is_elsewhere
+
+    def changed_unversioned(self, rows: int) -> bool:
+        """Return True if live weights changed since the last call, and the version did not.
+
+        It is called before each batch of ``rows``. The first call only notes the weights.
+        """
+        return self.acts_live and self._live.changed(rows)
 
     def take_back(self, policy_id: int | str | None = None) -> None:
         """Count an update back that reached no worker."""
@@ -166,6 +182,7 @@ class Policy:
         self.load_state_dict(state)
         self.version = max(newest, self.version)
         self.update_weights()  # no number names two sets of weights
+        self._live.forget()  # a caller may load its module after this
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned."""
@@ -173,6 +190,7 @@ class Policy:
             if isinstance(module, nn.Module):
                 module.load_state_dict(state["weights"])
         self.version = int(state["version"])
+        self._live.forget()
 
 
 def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Module) -> None:

@@ -214,6 +214,8 @@ class Yielding(Collector):
     def _raw(self, size: int | None = None) -> Any:
         """Return the next batch of the run, which stays ready; None if there is none."""
         if not self._ready:
+            if self._watched is not None:
+                self._watch(self._watched, size or self._frames_per_batch)
             self._undivided.ready_batch(size)
         return self._ready[0] if self._ready else None
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tallyroll.storage.errors import CorruptStorage, InvalidProvenance, NotAStorage
 from tallyroll.storage.files.paths import failed, translated
@@ -29,6 +29,10 @@ _SEPARATOR = ", "
 
 _MOST_ROWS = 2**48 - 1
 _FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "runs": list}
+
+
+UNVERSIONED: Final = "unversioned_weights"
+"""The field of a run's entry that notes weights which changed without a new policy version."""
 
 
 def new_manifest(

@@ -59,6 +59,14 @@ class RunEntries:
                 self.copied.forget()
             return self.reader.runs[at]
 
+    def note(self, run: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the fields ``found`` to the entry ``run``, and return the entry as it is then."""
+        with self._opened.turn:
+            runs = self.reader.runs
+            at = max(at for at, each in enumerate(runs) if each is run or each == run)
+            self.write([*runs[:at], {**runs[at], **found}, *runs[at + 1 :]])
+            return self.reader.runs[at]
+
     def create(self, schema: Schema, runs: list[Any], id: str | None = None) -> None:
         """Make the files of a storage with these entries, as `OpenedFiles.create` does."""
         bare = [{k: v for k, v in run.items() if k not in (EVENTS, IN_FILE)} for run in runs]

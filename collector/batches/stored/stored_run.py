@@ -27,6 +27,7 @@ from tallyroll.storage.files.run_record import record_bytes, record_template
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import TRAJ_IDS
 from tallyroll.storage.stores.row_sink import RowSink
+from tallyroll.storage.stores.run_entries import RunEntries
 
 _GO_ON = (
     "To go on after them, open the storage again and give it to a collector with resume=True: it "
@@ -251,6 +252,14 @@ class StoredRun:
             ledger = Ledger(seed=provenance["seed"], incarnation=provenance["incarnation"])
         if ledger is not None:
             storage.writer.put_record(self.record(ledger, 0))
+
+    def note(self, found: Mapping[str, Any]) -> None:
+        """Add ``found`` to the run's entry, where it has one, in a storage that takes notes."""
+        storage, entry = self._storage, self.events.entry
+        if storage is None or entry is None or storage.reader.closed:
+            return
+        if isinstance(runs := storage.writer.runs, RunEntries):
+            self.events.entry = runs.note(entry, found)
 
     # --- its rows ---------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from tallyroll.collector.evaluation.reporting.stored_runs import (
     lines_of,
     part,
     runs_of,
+    unversioned,
     whole_number,
 )
 from tallyroll.storage import CorruptStorage, content_hash, open_storage
@@ -324,6 +325,8 @@ def _show_runs(page: Page, runs: list[dict[str, Any]], *, made: bool = False) ->
             versions = [f"{name} {version}" for name, version in part(run, "versions").items()]
             page.print(f"{number}  {_run_line(run)}")
             page.print(f"   {', '.join(versions) or 'no versions'}")
+            if note := unversioned(run):
+                page.print(f"   {note}")
             if made:
                 page.print(f"   {_made_line(part(run, 'made'))}")
                 if run.get(EVENTS):

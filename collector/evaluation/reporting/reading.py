@@ -15,6 +15,7 @@ from tallyroll.collector.evaluation.reporting.stored_runs import (
     part,
     runs_of,
     table_of,
+    unversioned,
     whole_number,
 )
 from tallyroll.storage.errors import ColumnsMissing
@@ -79,6 +80,8 @@ class Run:
     """Why there are none."""
     begins_late: bool = False
     """Its oldest rows were overwritten in a ring."""
+    unversioned: str = ""
+    """Says where weights changed and the policy's version did not; empty: the run noted nothing."""
 
 
 def read_runs(
@@ -221,6 +224,7 @@ def _run_of(
         returns=returns,
         without_returns=why,
         begins_late=begins_late,
+        unversioned=unversioned(run),
     )
 
 

@@ -288,6 +288,8 @@ def _notes(groups: Iterable[Group]) -> Iterable[Problem]:
                 yield Problem(
                     run.path, "its oldest rows were overwritten: its curve begins with those left"
                 )
+            if run.unversioned:
+                yield Problem(run.path, run.unversioned)
             if run.state in ("stopped", "killed", "running"):
                 asked = run.asked if run.asked is not None else run.asked_episodes
                 unit = "transitions" if run.asked is not None else "episodes"

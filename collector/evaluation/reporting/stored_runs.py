@@ -9,6 +9,7 @@ import numpy as np
 
 from tallyroll.storage.errors import ColumnsMissing, CorruptStorage
 from tallyroll.storage.files.copied_runs import FIRST_ROW_OF_RUN
+from tallyroll.storage.files.manifest import UNVERSIONED
 from tallyroll.storage.files.run_events import EVENTS, events_of
 from tallyroll.storage.files.run_record import is_count
 from tallyroll.storage.storages import DiskStorage
@@ -48,6 +49,8 @@ def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str,
             before = runs.pop()
             at = [*before["resumed_at"], entry["first_row"]]
             events = [*before.get(EVENTS, []), *events]
+            if note := part(before, UNVERSIONED):
+                run[UNVERSIONED] = note
         run.pop(EVENTS, None)
         run.update({EVENTS: events} if events else {})
         resumed = max(0, whole_number(run, "incarnation") - whole_number(run, "respawned"))
@@ -56,6 +59,18 @@ def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str,
     for run, end in zip(runs, ends, strict=True):
         run["rows"] = len(range(max(run["first_row"], span.start), min(end, span.stop)))
     return runs
+
+
+def unversioned(run: Mapping[str, Any]) -> str:
+    """Say where weights changed and the policy's version did not; empty: the run noted nothing."""
+    note = part(run, UNVERSIONED)
+    if not note:
+        return ""
+    at, version = whole_number(note, "at"), whole_number(note, "policy_version")
+    return (
+        f"the policy's weights changed after {at:,} transitions without update_policy_weights_(): "
+        f"policy_version {version} names several sets of weights"
+    )
 
 
 def lines_of(storage: DiskStorage, span: range) -> tuple[Table, Table] | None:

@@ -57,6 +57,7 @@ class SeveralPolicies(Policy):
         self._joint.bind(own, lanes)
         joint, asked = self._joint, [part.opening for part in self.parts]
         self.openings = Openings(asked, joint.acts_in, joint.version_columns, own.start)
+        self._opening = self.openings.left > 0
 
     def bind_whole(self, lanes: int, part: ShardOfRun | None) -> None:
         """Act for the ``lanes`` of a run, or for all of a ``part`` of one.
@@ -187,6 +188,18 @@ class SeveralPolicies(Policy):
         """Take new weights for one of them, and count its version up."""
         self.of_id(policy_id).update_weights(weights)
         self._count(policy_id, 1)
+
+    def changed_unversioned(self, rows: int) -> bool:
+        """Return True if live weights of any changed since the last call, and no version did.
+
+        A policy whose opening is not over, or has just ended, may not have acted yet.
+        """
+        opening, self._opening = self._opening, self.openings.left > 0
+        found = False
+        for at, part in enumerate(self.parts):
+            if part.policy is not None and part.policy.changed_unversioned(rows):
+                found |= not (opening[at] or self._opening[at])
+        return found
 
     def take_back(self, policy_id: PolicyId | None = None) -> None:
         """Count an update back that reached no worker."""

@@ -431,4 +431,5 @@ def test_a_policy_is_not_copied_to_where_it_is_already() -> None:
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.zero_()
-        assert not next(batches)["action"].any()
+        with pytest.warns(UserWarning, match="update_policy_weights_"):
+            assert not next(batches)["action"].any()

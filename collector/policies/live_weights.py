@@ -1,0 +1,187 @@
+"""Detection of weights that change without a new version of the policy."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from tallyroll.collector.compat import places_in, version_of
+
+_LEAST = 4
+"""Tensors that a call looks at, however few rows it collects: a microsecond's worth."""
+
+
+class LiveWeights:
+    """The parameters of a policy that acts with live weights, and their versions in torch.
+
+    Detection is best effort. Writes through ``Tensor.data`` change no version of a tensor, and
+    modules are found where a policy is one, is a bound method of one, or closes over one. Buffers
+    are not looked at, because normalization statistics change by themselves. The same holds for
+    frozen parameters of one value, such as an annealed epsilon, and for all frozen ones where
+    others are trained.
+
+    No method raises: a policy may be any object.
+
+    Args:
+        policy: the policy as its caller passed it.
+    """
+
+    def __init__(self, policy: object) -> None:
+        self._policy = policy
+        self._known = False
+        """True if there is a state to compare with."""
+        self._links: list[tuple[dict[str, Any], str, Any]] = []
+        """Places of modules and parameters in the modules above them, and what was there."""
+        self._tensors: list[tuple[torch.Tensor, int, int]] = []
+        """Parameters, each with its version and address."""
+        self._values: list[torch.Tensor] = []
+        """Aliases of the parameters: they keep the values of one that is replaced."""
+        self._at = 0
+
+    def forget(self) -> None:
+        """Let the next :meth:`changed` only take the state that later calls compare with."""
+        if self._known:
+            self._known = False
+            self._links, self._tensors, self._values = [], [], []
+
+    def take(self) -> None:
+        """Compare later calls with the present state."""
+        try:
+            if not self._known or not self._take_again():
+                self._take()
+        except Exception:  # noqa: BLE001  any object may be a policy; of this one nothing is known
+            self.forget()
+        self._known = True
+
+    def changed(self, rows: int) -> bool:
+        """Return True if parameters changed since the state that was taken, and take the new one.
+
+        A call that collects few ``rows`` looks at a part of many parameters; the next call looks
+        at the next part.
+        """
+        if not self._known:
+            self.take()
+            return False
+        try:
+            if self._looks_alike(max(_LEAST, rows // 2)):
+                return False
+            found = self._differs()
+        except Exception:  # noqa: BLE001  as in `take`
+            found = False
+        self.take()
+        return found
+
+    def _looks_alike(self, most: int) -> bool:
+        """Return True if no version, address or place changed, among ``most`` of them."""
+        links, tensors, at = self._links, self._tensors, self._at
+        self._at = at + most
+        if most < len(links):
+            links = links[(start := at % len(links)) : start + most]
+        if most < len(tensors):
+            tensors = tensors[(start := at % len(tensors)) : start + most]
+        for tensor, version, address in tensors:
+            if version_of(tensor) != version or tensor.data_ptr() != address:
+                return False
+        for owner, name, each in links:  # noqa: SIM110  twice as fast as `all`
+            if owner.get(name) is not each:
+                return False
+        return True
+
+    def _take(self) -> None:
+        self._links, self._tensors, self._values = [], [], []
+        modules = [each for root in _modules_of(self._policy) for each in root.modules()]
+        for module in modules:
+            for owned in places_in(module):
+                self._links += [(owned, name, each) for name, each in owned.items()]
+        for tensor in _parameters_of(self._policy):
+            self._tensors.append((tensor, version_of(tensor), tensor.data_ptr()))
+            self._values.append(tensor.detach())
+
+    def _take_again(self) -> bool:
+        """Take new versions of the same parameters; return False if some are others or elsewhere.
+
+        It takes a fifth of the time, and each update of the weights calls it.
+        """
+        if any(owner.get(name) is not each for owner, name, each in self._links):
+            return False
+        now = [(tensor, version_of(tensor), tensor.data_ptr()) for tensor, _, _ in self._tensors]
+        if any(one[2] != old[2] for one, old in zip(now, self._tensors, strict=True)):
+            return False
+        self._tensors = now
+        return True
+
+    def _differs(self) -> bool:
+        """Return True if weights differ: other objects at other addresses may have the same."""
+        now = _parameters_of(self._policy)
+        before = [tensor for tensor, _, _ in self._tensors]
+        trained = any(each.requires_grad for each in now)
+        if len(now) != len(before):
+            return any(_counts(each, trained) for each in _only_in_one(now, before))
+        for tensor, (old, version, address), value in zip(
+            now, self._tensors, self._values, strict=True
+        ):
+            if not _counts(tensor, trained):
+                continue
+            if tensor is old and version_of(tensor) != version:
+                return True
+            if tensor is old and tensor.data_ptr() == address:
+                continue
+            same = value.to(device=tensor.device, dtype=tensor.dtype)
+            if same.shape != tensor.shape or not torch.equal(same, tensor.detach()):
+                return True
+        return False
+
+
+def _counts(tensor: torch.Tensor, trained: bool) -> bool:
+    """Return True if a change of ``tensor`` is one of weights; ``trained``: some need gradients."""
+    return tensor.requires_grad or (not trained and tensor.numel() > 1)
+
+
+def _only_in_one(some: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that only one of two lists has."""
+    found = {id(each): each for each in (*some, *others)}
+    both = {id(each) for each in some} & {id(each) for each in others}
+    return [each for key, each in found.items() if key not in both]
+
+
+def _parameters_of(policy: object) -> list[torch.Tensor]:
+    """Return the parameters of a policy, each once, that have values, versions and an address."""
+    found = {id(each): each for root in _modules_of(policy) for each in root.parameters()}
+    return [each for each in found.values() if not is_lazy(each) and _has_version(each)]
+
+
+def _has_version(tensor: torch.Tensor) -> bool:
+    """Return True if torch counts the changes of a tensor; made in inference mode it has none."""
+    try:
+        return version_of(tensor) >= 0 and tensor.data_ptr() >= 0
+    except RuntimeError:
+        return False
+
+
+def _modules_of(policy: object) -> Iterator[nn.Module]:
+    """Yield the modules by which a policy of any kind acts, as far as it shows them."""
+    if isinstance(policy, nn.Module):
+        yield policy
+    elif isinstance(policy, functools.partial):
+        for each in (policy.func, *policy.args, *policy.keywords.values()):
+            yield from _modules_of(each)
+    elif inspect.ismethod(policy):
+        yield from _modules_of(policy.__self__)
+    elif inspect.isfunction(policy):
+        for cell in policy.__closure__ or ():
+            if isinstance(each := _content(cell), nn.Module):
+                yield each
+
+
+def _content(cell: Any) -> Any:
+    """Return the content of a closure's cell; None: it has none yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
