@@ -116,6 +116,18 @@ def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key
     )
 
 
+def masking(*, infos: bool, observations: bool) -> Decision:
+    """Choose where random actions find which values are legal: ``infos``, ``observations``.
+
+    ``none`` where every value of the action space may be drawn.
+    """
+    if infos:
+        return Decision("infos", "an action_mask is in the infos of the first reset")
+    if observations:
+        return Decision("observations", "an observation has an action_mask")
+    return Decision("none")
+
+
 @dataclass(frozen=True, slots=True)
 class VectorTraits:
     """A Gymnasium vector environment, as far as stepping its lanes ourselves depends on it."""
@@ -461,6 +473,9 @@ class RunPlan:
     sends: Decision = Decision("none")
     """Observations that end a slot and begin the next, from workers without memory in common with
     this process: they come ``once``, ``twice``; ``none`` are sent where there is no such worker."""
+
+    masks: Decision = Decision("none")
+    """Masks of legal actions to which random actions keep: of ``infos``, ``observations``."""
 
     def __str__(self) -> str:
         names = [each.name for each in fields(self)]

@@ -79,7 +79,7 @@ class SyncCollector(Collector):
         policy: a TensorDictModule, a callable from TensorDict to TensorDict, a module or a
             function of tensors (its arguments are called like observations; a module of one
             argument may call it anything) or a model of Stable-Baselines3 (it acts by
-            ``predict``); None draws random actions, and honours an ``"action_mask"``. Several
+            ``predict``); None draws random actions, legal by an ``"action_mask"``. Several
             policies are ``[(lanes, policy), …]`` or ``{group: policy}``; see `OnePolicy`. It gets
             tensors of its own, to write to and to keep as it likes. All that it adds to them
             becomes columns, but for names that begin with an underscore: where the action is

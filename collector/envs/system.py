@@ -9,6 +9,7 @@ observations go, masks, seeds of lanes, contexts; `SystemEnv` is TorchRL's own p
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
@@ -249,6 +250,13 @@ class System(ABC):
     """Names of options that the system needs for itself."""
     first_lane: int = 0
     """The number of the first lane in a run, for messages."""
+    wants_masks: bool = False
+    """True if random actions will be drawn, which keep to :attr:`legal`."""
+    legal: Mapping[Key, NDArray[np.bool_]] = MappingProxyType({})
+    """Masks of legal actions ``[lane, ...]`` by action, as of the last step or reset of each lane.
+
+    Of masks that are not among the observations, such as those in infos. A reset of all lanes says
+    which actions have one."""
 
     @abstractmethod
     def reset(

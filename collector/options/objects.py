@@ -121,7 +121,7 @@ class Columns(OptionObject):
             is closed again; any other declares it with its first reset.
         rename: other names for columns of observations and infos, where they collide:
             ``{"action": "previous_action"}``, nested ones as tuples or ``"a/b"``. Random actions
-            do not keep to an ``action_mask`` that has another name.
+            do not keep to an ``action_mask`` that has another name, of infos too.
         frame_skip: simulator ticks a transition, or an info key that counts the ticks since
             the episode's reset (ALE: ``"episode_frame_number"``).
         yield_large: False leaves columns with rows of 4 KiB and more (images) out of the batches

@@ -37,7 +37,7 @@ class LiveWeights:
         self._known = False
         """True if there is a state to compare with."""
         self._links: list[tuple[dict[str, Any], str, Any]] = []
-        """Places of modules and parameters in the modules above them, and what was there."""
+        """Places of modules and parameters in the modules above them, and the objects there."""
         self._tensors: list[tuple[torch.Tensor, int, int]] = []
         """Parameters, each with its version and address."""
         self._values: list[torch.Tensor] = []

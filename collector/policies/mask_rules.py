@@ -12,7 +12,13 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.errors import SpaceError
 from tallyroll.collector.policies.masked_actions import Choices
-from tallyroll.collector.policies.random_actions import action_keys, choices_of, mask_key
+from tallyroll.collector.policies.random_actions import (
+    MASK_NAME,
+    action_keys,
+    choices_of,
+    legal_of,
+    mask_key,
+)
 from tallyroll.storage.rows.keys import Key, as_key, spell
 
 Array = NDArray[Any]
@@ -113,7 +119,11 @@ def require_masks(env: EnvBase) -> None:
     Raises:
         SpaceError: the action has no values that a mask could count up, or others than the mask.
     """
+    legal = legal_of(env)
     for key in action_keys(env):
+        if key in legal:
+            _require_legal(env, key, tuple(legal[key].shape))
+            continue
         mask = mask_key(env, key)
         if mask is None:
             continue
@@ -132,6 +142,25 @@ def require_masks(env: EnvBase) -> None:
                 f"{spell(mask)}: expected the shape {choices.form}{each}, a mark for each value of "
                 f"{spell(key)}, got {got}; correct the mask, {way_out}"
             )
+
+
+def _require_legal(env: EnvBase, key: Key, shape: tuple[int, ...]) -> None:
+    """Refuse masks in infos that random actions cannot keep to."""
+    choices, spec = choices_of(env, key), env.full_action_spec[key]
+    lanes = env.batch_size.numel()
+    if choices is not None:
+        batch = choices.batch(tuple(spec.shape))
+        batch = batch if env.batch_size else (lanes, *batch)
+        if choices.parts(np.broadcast_to(np.False_, shape), batch) is not None:
+            return
+    wanted = "an action with values that a mask counts up"
+    if choices is not None:
+        wanted = f"the shape {choices.form}, a mark for each value of {spell(key)}"
+    raise SpaceError(
+        f"{MASK_NAME} in the infos: expected {wanted}, got the shape {list(shape[1:])} for "
+        f"{type(spec).__name__} {_inner(env, spec)}; correct the mask, pass a policy, or give it "
+        f'another name: info_keys=["{MASK_NAME}"], rename={{"{MASK_NAME}": …}}'
+    )
 
 
 def _unfit(env: EnvBase, key: Key, mask: Key, choices: Choices) -> bool:

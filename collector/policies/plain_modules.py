@@ -9,10 +9,11 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.storage.rows.keys import Key, spell
 
-_NO_DATA = {"step_count", "is_init"}
-"""Observations that count steps: no module takes them by chance."""
+_NO_DATA = {"step_count", "is_init", MASK_NAME}
+"""Observations that count steps, and masks of actions: no module takes them by chance."""
 
 
 Inputs = list[Key] | dict[str, Key]

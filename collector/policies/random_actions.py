@@ -1,6 +1,6 @@
 """Random actions, drawn in blocks where a spec allows it; action masks are honoured."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,11 @@ from torchrl.data import (
 )
 from torchrl.envs import ActionMask, Compose, EnvBase, TransformedEnv
 
+from tallyroll.collector.errors import TransitionError
 from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.collector.policies.slot_rng import Draw, SlotRng, width_of
-from tallyroll.storage.rows.keys import Key, as_key
+from tallyroll.collector.run_plan import masking
+from tallyroll.storage.rows.keys import Key, as_key, spell
 
 Array = NDArray[Any]
 
@@ -128,10 +130,11 @@ Ahead = Mapping[Key, torch.Tensor]
 class RandomActions:
     """Draws for an environment; a mask of legal actions in the observation is honoured.
 
-    The mask is a key named ``"action_mask"`` beside the action. Numbers are drawn for all
-    ``lanes`` of the run, in slots and lanes in their order, and those of the own ones are used: so
-    processes with equal generators draw for each lane what one process would. Specs that have
-    neither a block draw nor a mask that is known here are drawn from torch's generator.
+    The mask is a key named ``"action_mask"`` beside the action, or an entry of that name in infos.
+    Numbers are drawn for all ``lanes`` of the run, in slots and lanes in their order, and those of
+    the own ones are used: so processes with equal generators draw for each lane what one process
+    would. Specs that have neither a block draw nor a mask that is known here are drawn from torch's
+    generator.
 
     Args:
         env: batch size ``[]`` or ``[lanes]``.
@@ -150,8 +153,17 @@ class RandomActions:
         columns: int | None = None,
     ) -> None:
         self._env, self._rng = env, rng
-        self._masks = {key: mask_key(env, key) for key in action_keys(env)}
-        self._choices = {key: choices_of(env, key) for key, mask in self._masks.items() if mask}
+        self._base = _bare(env)
+        live = legal_of(env)
+        keys = {key: mask_key(env, key) for key in action_keys(env)}
+        self._masks = {key: None if key in live else mask for key, mask in keys.items()}
+        masked = [key for key, mask in self._masks.items() if mask or key in live]
+        self._choices = {key: choices_of(env, key) for key in masked}
+        self._live = [key for key in self._masks if key in live]
+        self.masking = masking(infos=bool(self._live), observations=any(self._masks.values()))
+        """The decision of a `RunPlan` about masks."""
+        self.acting: Callable[[], Array] | None = None
+        """Returns the lanes that act now, where these come back in any order."""
         own = env.batch_size.numel() if columns is None else columns
         self._lanes = own if lanes is None else lanes
         self._own = slice(first, first + own) if lanes is not None else None
@@ -162,14 +174,14 @@ class RandomActions:
         self._draws = {key: draw for key, draw in draws.items() if draw is not None}
         self._drawers = list(self._draws.values())
         self._width = width_of(lane_actions(env).values(), self._lanes)
-        self.block_drawn = not any(self._masks.values()) and len(self._draws) == len(draws)
+        self.block_drawn = not masked and len(self._draws) == len(draws)
         """True if no action depends on an observation: :func:`all_drawn` can draw elsewhere."""
 
     def _draw(self, key: Key, spec: TensorSpec) -> Draw | None:
         """Draws actions, or the numbers that choose them where a mask is looked at."""
         if not self._alike:
             return None
-        if self._masks[key] is None:
+        if key not in self._choices:
             return block_draw(spec.expand(self._lanes, *spec.shape))
         choices = self._choices[key]
         if choices is None:
@@ -214,17 +226,40 @@ class RandomActions:
         ``masks`` are those of :meth:`masks_in`.
         """
         drawn = [
-            (arrays[key], masks[key], numbers, self._choices.get(key))
+            (key, arrays[key], masks[key], numbers, self._choices.get(key))
             for key, numbers in zip(self._draws, self.take(stop - start), strict=True)
         ]
         for at in range(start, stop):
-            for actions, marks, numbers, choices in drawn:
+            for key, actions, marks, numbers, choices in drawn:
                 own = numbers[at - start]
-                if marks is None or choices is None:
+                if choices is None:
                     actions[at] = own
                 else:
-                    actions[at] = choices.draw(marks[at], own)
+                    actions[at] = choices.draw(self.legal(key) if marks is None else marks[at], own)
             yield at
+
+    def legal(self, key: Key) -> Array:
+        """Return the masks ``[lane, ...]`` of an action that are not among the observations.
+
+        Raises:
+            TransitionError: nothing is legal in some lane.
+        """
+        marks, choices = legal_of(self._base)[key], self._choices[key]
+        assert choices is not None
+        acting = None if self.acting is None else self.acting()
+        marks = marks if acting is None else marks[acting]
+        batch = choices.batch(tuple(self._specs[key].shape))
+        batch = batch if self._env.batch_size else (1, *batch)
+        if not marks.all() and (nothing := choices.nothing(marks, batch)).any():
+            at = int(np.argmax(nothing.reshape(len(marks), -1).any(-1)))
+            lane = at if acting is None else int(acting[at])
+            first = getattr(getattr(self._base, "system", None), "first_lane", 0)
+            raise TransitionError(
+                f"{MASK_NAME} in the infos: expected at least one value of {spell(key)} that is "
+                f"legal, got none in lane {first + lane}, where a random action is to be drawn; "
+                "let the environment end the episode there, or correct the mask"
+            )
+        return marks
 
     def ahead(self, slots: int) -> Ahead:
         """Draw the actions of ``slots`` slots that can be drawn before these are stepped."""
@@ -238,19 +273,23 @@ class RandomActions:
         if device is None or device.type == "cpu":
             return placed
         # Numbers that meet a mask are used on the CPU.
-        return {key: c if self._masks[key] else c.to(device) for key, c in placed.items()}
+        return {key: c if key in self._choices else c.to(device) for key, c in placed.items()}
 
     def act(self, td: TensorDictBase, ahead: Ahead, slot: int) -> TensorDictBase:
         """Write the action of a slot of ``ahead`` under every action key of ``td``."""
         for key, mask in self._masks.items():
             if key not in ahead:
                 td.set(key, self._by_torch(key, None if mask is None else td.get(mask)))
-            elif mask is None:
+            elif key not in self._choices:
                 td.set(key, ahead[key][slot])
             else:
                 spec, choices = self._specs[key], self._choices[key]
                 assert choices is not None
-                drawn = choices.draw(td.get(mask).cpu().numpy(), ahead[key][slot].numpy())
+                if mask is not None:
+                    marks = td.get(mask).cpu().numpy()
+                else:
+                    marks = self.legal(key) if self._env.batch_size else self.legal(key)[0]
+                drawn = choices.draw(marks, ahead[key][slot].numpy())
                 action = torch.from_numpy(drawn).to(spec.dtype)
                 td.set(key, action if spec.device is None else action.to(spec.device))
         return td
@@ -268,6 +307,21 @@ class RandomActions:
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         """Write a random action under every action key of ``td``."""
         return self.act(td, self.ahead(1), 0)
+
+
+def legal_of(env: EnvBase) -> Mapping[Key, Array]:
+    """Return masks of legal actions ``[lane, ...]`` by action, that an environment's infos gave.
+
+    They are as of the last step or reset of each lane. See `System.legal`.
+    """
+    legal: Mapping[Key, Array] = getattr(getattr(_bare(env), "system", None), "legal", {})
+    return legal
+
+
+def _bare(env: EnvBase) -> EnvBase:
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env
 
 
 def _masks_by_spec(env: EnvBase) -> bool:

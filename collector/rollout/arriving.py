@@ -93,9 +93,13 @@ class ArrivingLanes(Lanes):
         """The lanes of the next actions; fewer than a slot's if no more are ready."""
         return self._ready[: self.lanes]
 
+    def acting(self) -> NDArray[np.int32]:
+        """Return the lanes that act now; repeated if they are few."""
+        return np.resize(self._acting, self.lanes)
+
     def seen(self, at: int) -> TensorDictBase:
         """Return the last observations of the lanes that act now; repeated if the lanes are few."""
-        acting = np.resize(self._acting, self.lanes)
+        acting = self.acting()
         td = TensorDict({}, [self.lanes])
         for group, size in self.stepper.declares.groups.items():
             td.set(group, TensorDict({}, [self.lanes, size]))

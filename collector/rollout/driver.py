@@ -164,7 +164,8 @@ class LocalDriver(Driver):
 
     def decisions(self) -> dict[str, Decision]:
         """Return the decisions of a `RunPlan` that are made here."""
-        return {"acts": self.actor.decision, **self.stepped.decisions()}
+        actor, masks = self.actor.decision, self._random.masking
+        return {"acts": actor, "masks": masks, **self.stepped.decisions()}
 
     # --- progress ---------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from tallyroll.collector.errors import (
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.mask_rules import MaskRule, require_masks, rules_of
 from tallyroll.collector.policies.policy import Policy
-from tallyroll.collector.policies.random_actions import RandomActions, action_keys
+from tallyroll.collector.policies.random_actions import MASK_NAME, RandomActions, action_keys
 from tallyroll.collector.policies.several.policies import SeveralPolicies, streams_kept
 from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.policies.states import refuse_states
@@ -240,7 +240,8 @@ def _given(env: EnvBase) -> list[Key]:
     base = system_of(env)
     infos = () if base is None else base.info_keys
     keys = map(as_key, env.observation_spec.keys(True, True))
-    return [key for key in keys if key[0] != COLLECTOR and key not in infos]
+    told = {*infos} - {(MASK_NAME,)}  # policies may want the mask of legal actions
+    return [key for key in keys if key[0] != COLLECTOR and key not in told]
 
 
 def make_driver(
@@ -265,6 +266,7 @@ def make_driver(
     lanes: Lanes
     if plan.arrivals:
         lanes = ArrivingLanes(env, slab, plan.extra, board, by_policy=policy is not None)
+        random.acting = lanes.acting
     elif plan.in_place:
         lanes = SystemLanes(env, slab, board)
     else:

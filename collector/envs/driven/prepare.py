@@ -16,6 +16,7 @@ from tallyroll.collector.envs.probes.known_faults import refuse_known_faults
 from tallyroll.collector.envs.probes.probe import refuse_reused
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, NameRefused
 from tallyroll.collector.options import Options
+from tallyroll.collector.policies.several.joint import Joint
 from tallyroll.storage.rows.keys import as_key
 
 
@@ -43,6 +44,8 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
             "in a step whose action it ignores; make the vector with autoreset disabled, or with "
             "shared_memory=True"
         )
+    if base is not None and (options.init_random_frames or _draws(policy)):
+        base.stepper.look_for_masks()
     env = with_recurrent_states(env, policy)
     if isinstance(policy, nn.Module):
         # Those of its modules that explore within a range of actions, and were given none.
@@ -58,6 +61,13 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
     if options.checks.finals != "lost":
         refuse_reused(env)
     return env
+
+
+def _draws(policy: Any) -> bool:
+    """Return True if a policy, as a collector is given it, leaves actions to be drawn."""
+    if not isinstance(policy, Joint):
+        return policy is None
+    return any(part.policy is None or part.opening for part in policy.parts)
 
 
 def first_reset(env: EnvBase) -> TensorDictBase:

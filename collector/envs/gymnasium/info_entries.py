@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from tallyroll.collector.errors import ArgumentError, TransitionError
+from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.storage.rows.keys import Key
@@ -38,7 +39,7 @@ def found_in(info: Info, infos: Mapping[str, Any], lanes: int) -> Info:
     value = found[0]
     array = as_array(value)
     if array is not None and array.dtype.kind == "O" and array.shape == (lanes,):
-        array = _stacked([each for each in array if each is not None])
+        array = _stacked([joined(info.key, each) for each in array if each is not None])
     elif array is not None and array.shape[:1] != (lanes,):
         array = None
     if array is None or array.dtype.kind not in "biufc":
@@ -98,6 +99,15 @@ def as_array(value: Any) -> Array | None:
         return np.asarray(value)
     except Exception:  # noqa: BLE001  whatever it is, no array
         return None
+
+
+def joined(key: Key, value: Any) -> Any:
+    """Return ``value``; the parts of a mask of several choices, a tuple, as one array."""
+    if key[-1] != MASK_NAME or not isinstance(value, (tuple, list)) or not value:
+        return value
+    if any(np.ndim(each) != 1 for each in value):
+        return value
+    return np.concatenate([np.asarray(each) for each in value])
 
 
 def spelled(info: Info) -> str:

@@ -19,6 +19,7 @@ from tallyroll.collector.envs.gymnasium.info_entries import (
     does_not_fit,
     entry_of,
     found_in,
+    joined,
     lookup,
     misshapen,
     name_of,
@@ -31,6 +32,7 @@ from tallyroll.collector.envs.gymnasium.info_merge import install, takes
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, drawn_from, mask_in
 from tallyroll.collector.envs.probes.throwaway import throwaway
 from tallyroll.collector.errors import ArgumentError, TransitionError
+from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.collector.slab.info import GIVEN, Info
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.collector.slab.names import Named
@@ -48,10 +50,17 @@ class InfoColumns:
     """Columns of the entries of vector infos that ``infos`` declare; see :class:`Info`.
 
     Entries without a dtype are declared by the first infos that :meth:`declare` is given.
+
+    Args:
+        infos: the declared entries.
+        lanes: their number.
+        mask: an entry that is read like the others, and in no column; see `InfoMasks`.
     """
 
-    def __init__(self, infos: Sequence[Info], lanes: int) -> None:
-        self.infos = tuple(infos)
+    def __init__(self, infos: Sequence[Info], lanes: int, mask: Info | None = None) -> None:
+        self.shown = tuple(infos)
+        """The entries that are columns."""
+        self.infos = tuple(infos) if mask is None else (*infos, mask)
         self._lanes = lanes
         self.first_lane = 0
         """The number of the first lane in the run: for messages."""
@@ -81,6 +90,12 @@ class InfoColumns:
         """The dtype of every column is known."""
         return all(info.dtype is not None for info in self.infos)
 
+    def with_mask(self, mask: Info) -> "InfoColumns":
+        """Return columns of the same entries, which are declared, that read ``mask`` too."""
+        made = InfoColumns(self.infos, self._lanes, mask)
+        made.first_lane = self.first_lane
+        return made
+
     def declare(self, info: Mapping[str, Any]) -> None:
         """Take undeclared dtypes and shapes from the infos of the first reset.
 
@@ -91,12 +106,13 @@ class InfoColumns:
             each if each.dtype is not None else found_in(each, info, self._lanes)
             for each in self.infos
         )
+        self.shown = self.infos
 
     @property
     def columns(self) -> list[Named]:
         """The columns, each in front of the one that says where it was given."""
         found: list[Named] = []
-        for info in self.infos:
+        for info in self.shown:
             keys = [info.key]
             if info.fill is not None:
                 keys.append((*info.key[:-1], info.key[-1] + GIVEN))
@@ -106,7 +122,7 @@ class InfoColumns:
     def specs(self) -> list[Unbounded]:
         """A spec a column, with the leading dimension of the lanes; of declared ones."""
         found: list[Unbounded] = []
-        for info in self.infos:
+        for info in self.shown:
             found.append(Unbounded(shape=(self._lanes, *info.shape), dtype=info.torch_dtype))
             if info.fill is not None:
                 found.append(Unbounded(shape=(self._lanes,), dtype=torch.bool))
@@ -303,7 +319,7 @@ class InfoColumns:
         Raises:
             TransitionError: the value does not fit.
         """
-        entry = as_array(value)
+        entry = as_array(joined(info.key, value))
         if entry is None or entry.dtype.kind not in "biufc":
             raise TransitionError(
                 f"{name_of(info)}: expected a number or an array of numbers, got {shown(value)} "
@@ -404,7 +420,8 @@ def discovered(
         if there:
             declared = found_in(info, there[0], lanes)
             always = complete(first, info.key) and complete(after, info.key)
-            found.append(declared if always else replace(declared, fill=0))
+            missing = 1 if info.key[-1] == MASK_NAME else 0  # without a mask any action is legal
+            found.append(declared if always else replace(declared, fill=missing))
         else:
             raise unknown(info, {**after, **first}, "is in no info of a reset or of a step")
     return tuple(found)

@@ -11,6 +11,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, TensorSpec, Unbounded
 
+from tallyroll.collector.envs.gymnasium.info_entries import joined
 from tallyroll.collector.errors import SpaceError, TransitionError
 from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.collector.policies.random_actions import MASK_NAME, block_draw
@@ -126,13 +127,26 @@ def drawn_from(space: spaces.Space[Any], lanes: int) -> Callable[[Any], Any]:
     choices = Choices.of(leaf.spec, len(leaf.shape) - 1)
 
     def drawn(mask: Any) -> Any:
-        marks = np.asarray(mask)
+        marks = _marks(mask, leaf)
         if choices is None or choices.parts(marks, choices.batch(leaf.shape)) is None:
             return batched.sample() if draw is None else draw(rng, 1)[0]
         uniform = rng.random(choices.uniforms(leaf.shape))
         return choices.draw(marks, uniform).astype(leaf.dtype)
 
     return drawn
+
+
+def _marks(mask: Any, leaf: Leaf) -> NDArray[Any]:
+    """Return a mask of all lanes, or of one alone, as an array; an empty one if it is none."""
+    try:
+        several = isinstance(mask, np.ndarray) and mask.dtype.kind == "O"
+        each = [joined((MASK_NAME,), one) for one in (mask if several else [mask])]
+        marks = np.stack([np.asarray(one) for one in each]) if several else np.asarray(each[0])
+    except ValueError:
+        return np.zeros(0)
+    if isinstance(leaf.spec, Binary) and marks.size == np.prod(leaf.shape):
+        marks = np.stack([marks != 1, marks != 0], -1).reshape(leaf.shape[0], -1)
+    return marks
 
 
 def mask_in(observation: Any, info: Mapping[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from torchrl.data import Unbounded
 from tallyroll.collector.compat import OBSERVATIONS, own_observations
 from tallyroll.collector.envs.exact import terminated_of, truncated_of
 from tallyroll.collector.envs.gymnasium.given_resets import KEPT, GivenResets, takes_resets
+from tallyroll.collector.envs.gymnasium.info_masks import InfoMasks, masks_declared
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns, named, observations
 from tallyroll.collector.envs.gymnasium.lane_rows import LaneRows, Rows, refuse_overwriting
@@ -35,7 +36,8 @@ from tallyroll.collector.envs.reaching.vectors import reached_vector
 from tallyroll.collector.envs.system import Declares, Into, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.options.objects import ResetSlots
-from tallyroll.collector.run_plan import lending
+from tallyroll.collector.policies.random_actions import MASK_NAME
+from tallyroll.collector.run_plan import Decision, lending
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
 
@@ -103,6 +105,7 @@ class GymnasiumSystem(System):
         self._in_turn: LanesInTurn | None = None  # from the first reset on
         self._into: Into | None = None
         self._within: WithinWrappers | None = None
+        self._masks: InfoMasks | None = None
         self.declares = self._declared()
 
     def _declared(self) -> Declares:
@@ -137,7 +140,7 @@ class GymnasiumSystem(System):
     @property
     def info_names(self) -> tuple[str, ...]:
         """Names at the root of ``info`` that columns are read from."""
-        return tuple(dict.fromkeys(info.key[0] for info in self.infos.infos))
+        return tuple(dict.fromkeys(info.key[0] for info in self.infos.shown))
 
     def describe(self) -> dict[str, Any]:
         """The id, and the kind of vector."""
@@ -163,8 +166,10 @@ class GymnasiumSystem(System):
         self.infos.first_lane = self.first_lane
         try:
             if lanes is None:
-                return self._reset_all(seeds, options.get("options"))
-            return self._reset_some(lanes, options.get("options") or {})
+                values = self._reset_all(seeds, options.get("options"))
+            else:
+                values = self._reset_some(lanes, options.get("options") or {})
+            return values if self._masks is None else self._masks.reset(values, lanes)
         except ValueRefused as error:
             if error.lane is not None:
                 error.lane += self.first_lane
@@ -199,12 +204,10 @@ class GymnasiumSystem(System):
         given = self._given.begin().lanes
         obs, info = self._called(call, first=True)
         refuse_shared(self.env)
+        self._look_for_masks(info)
         many = bool(self._rewards)
         self.stepped_by = stepping_of(self.env, infos=bool(self.infos), many_rewards=many)
         self._values.watch()
-        if not self.infos.declared:
-            self.infos.declare(info)
-            self.declares = self._declared()
         self._in_turn = self._into = self._within = None
         how: Any = {"reset_slots": self._after_end == RESET_SLOT, "given": given}
         if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
@@ -218,6 +221,22 @@ class GymnasiumSystem(System):
         self._infos_of_step = self.infos.new_rows()
         self.infos.steps[:] = 0
         return self._with_infos(obs, partial(self.infos.write_reset, info=info), reset=True)
+
+    def _look_for_masks(self, info: Any) -> None:
+        """Declare infos by a first reset, and keep masks of legal actions from then on."""
+        if not self.infos.declared:
+            self.infos.declare(info)
+            self.declares = self._declared()
+        wanted = self.wants_masks and self._masks is None
+        mask = masks_declared(info, self._rows.leaves, self._lanes, wanted=wanted)
+        if mask is not None:
+            self.infos, self._infoless = self.infos.with_mask(mask), False
+            self._masks = InfoMasks(self._action, self.declares, mask)
+            self.legal = self._masks.legal
+            self.lends, self.lent = False, Decision("copied", "infos have masks of actions")
+            install(self.env, {MASK_NAME})
+        if self._masks is not None:
+            self._masks.first_lane = self.first_lane
 
     def _called(self, call: Callable[[], Any], *, first: bool) -> Any:
         """Call the vector and return its result, if its lanes return what they declare."""
@@ -250,14 +269,16 @@ class GymnasiumSystem(System):
         """Step all lanes, or those of a mask."""
         try:
             if lanes is not None and not lanes.all():
-                return self._step_some(action[0], np.flatnonzero(lanes))
+                out = self._step_some(action[0], np.flatnonzero(lanes))
+                return out if self._masks is None else self._masks.step(out, lanes)
             if self._in_turn is not None and self._in_turn.are_alone:
                 lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
                 out = self._in_turn.step(action[0], lent)
                 if not self._infoless:
                     self.infos.count(out.terminated, out.truncated, self._after_end)
-                return out
-            return self._step_vector(action[0])
+            else:
+                out = self._step_vector(action[0])
+            return out if self._masks is None else self._masks.step(out)
         except ValueRefused as error:
             if error.lane is not None:
                 error.lane += self.first_lane

@@ -74,5 +74,5 @@ class Restarts:
     def _made_again(self, system: System, seeds: Sequence[int] | None, make: Make) -> System:
         system.close()
         made = make(seeds)
-        made.first_lane = system.first_lane
+        made.first_lane, made.wants_masks = system.first_lane, system.wants_masks
         return made

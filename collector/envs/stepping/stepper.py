@@ -19,6 +19,7 @@ from tallyroll.collector.envs.stepping.results import Results, kind_of
 from tallyroll.collector.envs.stepping.writing import putting
 from tallyroll.collector.envs.system import Array, Mask, Step, System, require_consistent
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueRefused
+from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.collector.run_plan import SMALL_NBYTES, Decision, writing
 from tallyroll.collector.slab.names import Rename, renamed, require_names
 from tallyroll.collector.slab.progress import FILLED, HALT
@@ -100,6 +101,17 @@ class Stepper:
     def takes_seeds(self) -> bool:
         """Each lane can be given a seed."""
         return self.restarts.takes_seeds(self.declares)
+
+    def look_for_masks(self) -> None:
+        """Let the next reset look for masks of legal actions in infos, for random actions.
+
+        A column of such masks that was given another name says that they are not to be used.
+        """
+        columns = zip(self._names, self.system.columns, strict=True)
+        others = any(
+            each.path[-1:] == (MASK_NAME,) and name[-1] != MASK_NAME for name, each in columns
+        )
+        self.system.wants_masks = not others
 
     def seed_lanes(self, seeds: Sequence[int]) -> None:
         """Seed every lane at the next full reset, where that is possible."""

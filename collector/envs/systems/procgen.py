@@ -103,11 +103,11 @@ class ProcgenSystem(TellingSystem):
                 "new one, or a factory"
             )
         values = [get(observation) for get in self._getters]
-        return [*values, *self._told_first(self._told(), None)] if self._infos else values
+        return [*values, *self._told_first(self._told(), None)] if self._looks else values
 
     def _told(self) -> dict[str, Any]:
         """Return the infos of the current observation; the last step of an episode has none."""
-        return vector_info(self.env.get_info(), self._infos.infos)
+        return vector_info(self.env.get_info(), self._read)
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
         """Step all lanes."""
@@ -117,7 +117,7 @@ class ProcgenSystem(TellingSystem):
         if self._infos:
             told = self._told()
             values += self._told_next(told, told, first)
-        return Step(values, (reward,), first, self._never)
+        return self._without_masks(Step(values, (reward,), first, self._never))
 
 
 def _space(value_type: Any, acts: bool = False) -> spaces.Space[Any]:

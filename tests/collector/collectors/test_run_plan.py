@@ -239,6 +239,7 @@ FASTEST = {
     "commits": "one call",
     "extension": "yes",
     "sends": "none",
+    "masks": "none",
 }
 if not KERNEL:
     for _, expected in CASES.values():

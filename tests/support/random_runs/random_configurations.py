@@ -111,6 +111,9 @@ class Configuration:
     def driven(self) -> EnvKind:
         """The environment; by another name its mask is an observation like others."""
         bound = self.column(("action_mask",)) == ("action_mask",)
+        if self.env.lane.mask_in_infos:
+            several = self.several is not None and not all(self.several.random)
+            bound = self.policy is None and not several
         return replace(self.env, lane=replace(self.env.lane, bound=bound))
 
     @property

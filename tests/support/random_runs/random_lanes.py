@@ -143,6 +143,8 @@ class LaneKind:
     action: str = "discrete"
     masked: bool = False
     """The observation holds a mask of legal actions, nothing being legal at the end."""
+    mask_in_infos: bool = False
+    """Infos have a mask of legal actions in three of four steps; nothing is legal at the end."""
     mask_extra: int = 0
     """The mask has so many values more than the action."""
     bound: bool = True
@@ -245,17 +247,28 @@ class Lane(gym.Env[Any, Any]):
             length = self.lengths[self.episode % len(self.lengths)]
             value = (value * np.float32(1 - self.at / length)).astype(value.dtype)
         if self.kind.masked:
-            mask = rng.integers(2, size=value["action_mask"].shape).astype(np.bool_)
-            first = 0
-            for count in parts_of_mask(self.action_space):
-                mask[min(first + rng.integers(count), len(mask) - 1)] = True  # it may be too short
-                first += count
-            none = self.over or (self._spoilt("nothing legal") and self.at > 0)
-            self.mask = value["action_mask"] = mask & (not none)
+            self.mask = value["action_mask"] = self._mask(rng, len(value["action_mask"]))
         return value
 
+    def _mask(self, rng: np.random.Generator, size: int) -> Array:
+        mask = rng.integers(2, size=size).astype(np.bool_)
+        first = 0
+        for count in parts_of_mask(self.action_space):
+            mask[min(first + rng.integers(count), len(mask) - 1)] = True  # it may be too short
+            first += count
+        none = self.over or (self._spoilt("nothing legal") and self.at > 0)
+        return mask & (not none)
+
     def _infos(self) -> dict[str, Any]:
-        return {name: INFOS[name](self) for name in self.kind.infos if not _absent(name, self)}
+        infos = {name: INFOS[name](self) for name in self.kind.infos if not _absent(name, self)}
+        if self.kind.mask_in_infos:
+            rng = np.random.default_rng([self.run, self.lane, self.episode, self.at, 1])
+            self.mask = self._mask(rng, sum(parts_of_mask(self.action_space)))
+            if self.at % 4 == 3:
+                self.mask = np.zeros(0, np.bool_)
+            else:
+                infos["action_mask"] = self.mask.copy()
+        return infos
 
 
 def _drift(lane: Lane) -> Any:

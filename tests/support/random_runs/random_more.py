@@ -102,7 +102,12 @@ def _masks(draw: Draw, config: Configuration) -> Configuration:
             spoil_at=draw.number(1, 12),
         )
     policy = draw.one(None, PolicyKind(), PolicyKind("new", extra=("told",)))
-    return replace(config, env=replace(config.env, lane=lane), policy=policy)
+    env = replace(config.env, lane=lane)
+    if env.system == "sync" and not (lane.mask_extra or lane.spoil) and draw.chance(40):
+        system = draw.one("sync", "sync", "async", "native")
+        env = replace(env, system=system, lane=replace(lane, masked=False, mask_in_infos=True))
+        policy = None
+    return replace(config, env=env, policy=policy)
 
 
 def _rare(draw: Draw, config: Configuration) -> Configuration:

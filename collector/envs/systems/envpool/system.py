@@ -107,7 +107,7 @@ class EnvPoolSystem(TellingSystem):
         for ids, made in self._begun(lanes):
             for row, value in zip(found, results.values(made), strict=True):
                 row[ids] = value
-            if self._infos:
+            if self._looks:
                 put_lanes(infos, results.infos(made), ids, self.declares.lanes)
         return [*found, *self._told_first(infos, lanes)]
 
@@ -143,8 +143,13 @@ class EnvPoolSystem(TellingSystem):
         made = self.env.recv()
         self._away -= self.declares.arrivals
         lanes = self._results.lanes(made)
-        return self._step(made, lanes)._replace(lanes=lanes)
+        return self._step(made, lanes)
 
     def _step(self, made: Any, lanes: Lanes) -> Step:
         step, infos = self._results.step(made, lanes), self._infos
-        return with_infos(step, infos, self._results.infos(made), lanes) if infos else step
+        if lanes is not _ALL:
+            step = step._replace(lanes=lanes)
+        if not infos:
+            return step
+        step = with_infos(step, infos, self._results.infos(made), lanes)
+        return self._without_masks(step, None if lanes is _ALL else lanes)

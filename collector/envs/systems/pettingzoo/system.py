@@ -14,6 +14,7 @@ from tallyroll.collector.envs.kinds.side_by_side import all_or_none, close_all, 
 from tallyroll.collector.envs.reaching.objects import reach_objects
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
 from tallyroll.collector.envs.systems.pettingzoo.envs import alike, make_into
+from tallyroll.collector.envs.systems.pettingzoo.masks import AgentMasks
 from tallyroll.collector.envs.systems.pettingzoo.turns import Turns
 from tallyroll.collector.errors import TransitionError, ValueRefused
 
@@ -27,7 +28,8 @@ class PettingZooSystem(System):
     then is its final observation, and later ones are zeros. One that joins or comes back saw
     nothing before: the row in which it does has a mask that is False at the root, and True in
     ``next``, with its first observation. One that is absent without an end is not done. Rewards
-    are what the step returned of each agent.
+    are what the step returned of each agent. Random actions keep to the
+    ``action_mask`` in an agent's observation or info.
 
     An AEC environment that is parallelizable is stepped in cycles. In any other an env step is the
     turn of one agent: the mask says whose turn is next, observations are those of all living
@@ -64,6 +66,7 @@ class PettingZooSystem(System):
         self._living = np.zeros(shape, np.bool_) if self._turns else self._mask
         """Agents that an end can be of; where these take turns, more than those that act."""
         self._over = np.zeros((2, lanes), np.bool_)
+        self._masks: AgentMasks | None = None
         self._rows = AgentRows(self._groups, lanes)
         self._arrays = self._rows.with_masks(self._mask)
         self.declares = Declares(
@@ -81,12 +84,13 @@ class PettingZooSystem(System):
     ) -> Sequence[Array]:
         """Reset environments; each takes its seed, and options that were drawn for it."""
         seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
+        told: dict[int, Any] = {}
         for lane in numbers(lanes, len(self.envs)):
             seed = None if seeds is None else seeds[lane]
             own = options.get("options")
             if self.next_options is not None:
                 own = dict(self.next_options[lane])
-            seen, _ = self.envs[lane].reset(seed=seed, options=own)
+            seen, told[lane] = self.envs[lane].reset(seed=seed, options=own)
             self._rows.put(lane, seen, self.first_lane)
             self._look(lane)
             self._require_seen(lane, seen)
@@ -95,7 +99,24 @@ class PettingZooSystem(System):
                     f"{self._named(lane)} has no agents after its reset, so none can act; let its "
                     "reset list them in env.agents"
                 )
+        if self.wants_masks and lanes is None:
+            self._masks = AgentMasks(self._groups, [self._infos(lane, told[lane]) for lane in told])
+            self.legal = self._masks.legal
+        if self.legal:
+            for lane, infos in told.items():
+                self._put_masks(lane, infos)
         return self._arrays
+
+    def _infos(self, lane: int, infos: Any) -> Mapping[str, Any]:
+        """Return the infos of a lane's agents; an AEC environment has them itself."""
+        env = self.envs[lane]
+        found = env.infos if self._turns else infos
+        return found if isinstance(found, Mapping) else {}
+
+    def _put_masks(self, lane: int, infos: Any) -> None:
+        assert self._masks is not None
+        acting = self.envs[lane].agents
+        self._masks.put(lane, self._infos(lane, infos), acting, self.first_lane)
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
         """Step environments, one after the other."""
@@ -110,7 +131,7 @@ class PettingZooSystem(System):
             actions = dict(zip(names, given, strict=True))
             if len(acting) < count:
                 actions = {name: actions[name] for name in acting}
-            seen, rewards, terminated, truncated, _ = env.step(actions)
+            seen, rewards, terminated, truncated, infos = env.step(actions)
             self._rows.put(lane, seen, self.first_lane)
             self._reward[lane] = [
                 self._read(reward_of, lane, name, rewards.get(name, 0.0)) for name in names
@@ -125,6 +146,8 @@ class PettingZooSystem(System):
             elif flagged:
                 self._require_left(lane)
             self._require_seen(lane, seen)
+            if self.legal:
+                self._put_masks(lane, infos)
         return Step(
             self._arrays,
             [self._reward[:, part] for part in self._rows.slices.values()],

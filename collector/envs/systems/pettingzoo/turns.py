@@ -49,6 +49,11 @@ class Turns:
             self.agents = [known.agent_selection] if seen else []
         return seen, rewards, terminated, truncated, {}
 
+    @property
+    def infos(self) -> Mapping[str, Any]:
+        """The infos of all agents after the last turn."""
+        return getattr(self._inside()[0], "infos", {})
+
     def _next_turn(self) -> None:
         known, _ = self._inside()
         while (agents := known.agents) and (

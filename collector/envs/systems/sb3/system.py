@@ -129,9 +129,9 @@ class Sb3System(TellingSystem):
         with self._given.begin():
             obs = self.env.reset()
         values = [get(obs) for get in self._getters]
-        if not self._infos:
+        if not self._looks:
             return values
-        infos = vector_info(self._reset_infos, self._infos.infos)
+        infos = vector_info(self._reset_infos, self._read)
         return [*values, *self._told_first(infos, None)]
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
@@ -191,7 +191,7 @@ class Sb3System(TellingSystem):
             self._infos.write(rows, given, done)
             final = None if final is None else [*final, *rows]
         values = self._told_next(given, first, done)
-        return step._replace(obs=[*step.obs, *values], final=final)
+        return self._without_masks(step._replace(obs=[*step.obs, *values], final=final))
 
     @property
     def _reset_infos(self) -> Sequence[dict[str, Any]]:

@@ -1,0 +1,135 @@
+"""Masks of legal actions in infos: random actions keep to them, and no column has them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torchrl.data import Binary
+
+from tallyroll.collector.envs.gymnasium.info_entries import found_in, lookup
+from tallyroll.collector.envs.gymnasium.spaces import Leaf
+from tallyroll.collector.envs.system import Declares, Mask, Step
+from tallyroll.collector.errors import TransitionError
+from tallyroll.collector.policies.random_actions import MASK_NAME
+from tallyroll.collector.slab.info import Info
+from tallyroll.storage.rows.keys import Key
+
+Array = NDArray[Any]
+
+
+def masks_declared(
+    infos: Any, leaves: Sequence[Leaf], lanes: int, *, wanted: bool = True
+) -> Info | None:
+    """Return the mask that the infos of a first reset have; None where random actions need none.
+
+    A mask in the observation comes before one in the infos. A lane without the entry may choose
+    any action.
+
+    Args:
+        infos: of all lanes.
+        leaves: of the observation.
+        lanes: their number.
+        wanted: random actions are drawn.
+
+    Raises:
+        ArgumentError: the entry is no array of numbers.
+    """
+    if not wanted or not isinstance(infos, Mapping):
+        return None
+    found = lookup(infos, (MASK_NAME,))
+    if found is None or any(leaf.key == (MASK_NAME,) for leaf in leaves):
+        return None
+    value = found[0]
+    empty = isinstance(value, np.ndarray) and value.dtype.kind == "O"
+    if empty and all(each is None for each in value):
+        return None
+    return replace(found_in(Info(MASK_NAME), infos, lanes), fill=True)
+
+
+class InfoMasks:
+    """The masks of the last step or reset of each lane.
+
+    The columns of a step end with two more, the mask and whether it was given, which are taken off.
+
+    Args:
+        action: the action that they belong to.
+        declares: of the system.
+        info: their shape.
+    """
+
+    def __init__(self, action: Leaf, declares: Declares, info: Info) -> None:
+        self._key, self._lanes = action.key, declares.lanes
+        self._after_end = declares.at_end != "first"
+        shape = info.shape
+        self._bits = are_bits(action, shape)
+        if self._bits:
+            shape = (2 * int(np.prod(shape)),)
+        self.marks: NDArray[np.bool_] = np.ones((self._lanes, *shape), np.bool_)
+        self.first_lane = 0
+
+    @property
+    def legal(self) -> Mapping[Key, NDArray[np.bool_]]:
+        """The masks ``[lane, ...]`` by action, as `System.legal`."""
+        return {self._key: self.marks}
+
+    def reset(self, values: Sequence[Array], lanes: Mask | None) -> list[Array]:
+        """Take the masks of a reset of ``lanes`` (None: all), and return the other columns."""
+        self._take(values[-2], ... if lanes is None else lanes)
+        return list(values[:-2])
+
+    def step(self, out: Step, lanes: Any = None) -> Step:
+        """Take the masks of a step of ``lanes`` (None: all), and return it without them.
+
+        Lanes that ended are reset before they act again, or ignore the next action: any is legal.
+        """
+        chosen = ... if lanes is None else lanes
+        arrived = out.lanes is not None
+        self._take(out.obs[-2], chosen, arrived=arrived)
+        if self._after_end:
+            ended = np.logical_or(out.terminated, out.truncated)
+            if ended.any():
+                self.marks[lanes[ended] if arrived else ended] = True
+        final = None if out.final is None else out.final[:-2]
+        return out._replace(obs=out.obs[:-2], final=final)
+
+    def _take(self, row: Array, lanes: Any, *, arrived: bool = False) -> None:
+        row = row if arrived else row[lanes]
+
+        def place(at: int) -> str:
+            return f"in lane {self.first_lane + int(np.arange(self._lanes)[lanes][at])}"
+
+        self.marks[lanes] = marks_of(row, self._bits, place)
+
+
+def are_bits(action: Leaf, shape: tuple[int, ...]) -> bool:
+    """Return True if masks of this shape have one mark a bit, as Gymnasium's of a MultiBinary."""
+    return isinstance(action.spec, Binary) and shape == action.shape[1:]
+
+
+def marks_of(rows: Array, bits: bool, place: Callable[[int], str]) -> NDArray[np.bool_]:
+    """Return masks ``[row, ...]`` in a form that `Choices.parts` takes.
+
+    Args:
+        rows: the masks as they came.
+        bits: one mark a bit: the value that is legal, or 2 where both are.
+        place: returns words for the place of a row.
+
+    Raises:
+        TransitionError: other numbers.
+    """
+    if rows.dtype != np.bool_:
+        wrong = (rows != 0) & (rows != 1) & ((rows != 2) | (not bits))
+        if wrong.any():
+            first = int(np.argmax(wrong.reshape(len(rows), -1).any(-1)))
+            wanted = "1 for each value that is legal and 0 for the others"
+            if bits:
+                wanted = "the value of each bit, or 2 where both are legal"
+            raise TransitionError(
+                f"info key {MASK_NAME!r}: expected {wanted}, got "
+                f"{rows[first].tolist()!r:.80} {place(first)}; correct the mask"
+            )
+    if bits:
+        return np.stack([rows != 1, rows != 0], -1).reshape(len(rows), -1)
+    return rows.astype(np.bool_, copy=False)
