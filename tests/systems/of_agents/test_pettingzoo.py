@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -722,3 +722,123 @@ def test_nothing_half_made_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="no third one"):
         PettingZooSystem.make("test_pettingzoo:factory", 3, None)
     assert [env.closed for env in made] == [True, True]
+
+
+class MaskedRace(ParallelEnv[str, Any, Any]):
+    """Infos of agents have masks; one of them dies early. Rewards are 1 for legal actions."""
+
+    metadata: ClassVar[dict[str, Any]] = {"name": "masked"}
+
+    def __init__(self) -> None:
+        self.possible_agents = ["a_0", "a_1", "b_0"]
+        self.agents: list[str] = []
+
+    def observation_space(self, agent: str) -> Any:
+        return spaces.Box(-1, 100, (1,), np.float32)
+
+    def action_space(self, agent: str) -> Any:
+        return spaces.Discrete(5) if agent[0] == "a" else spaces.MultiDiscrete([2, 3])
+
+    def _infos(self, agents: Sequence[str]) -> dict[str, Any]:
+        self.masks: dict[str, Any] = {}
+        for agent in agents:
+            if agent == "a_1" and self.time % 2:
+                self.masks[agent] = None
+            elif agent == "b_0":
+                self.masks[agent] = tuple(np.eye(n, dtype=np.int8)[self.time % n] for n in (2, 3))
+            else:  # nothing is legal for one that is gone
+                self.masks[agent] = np.eye(5, dtype=np.int8)[self.time % 5] * (agent in self.agents)
+        return {a: {} if m is None else {"action_mask": m} for a, m in self.masks.items()}
+
+    def _seen(self, agents: Sequence[str]) -> dict[str, Any]:
+        return {agent: np.full(1, self.time, np.float32) for agent in agents}
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        self.agents, self.time = [*self.possible_agents], 0
+        return self._seen(self.agents), self._infos(self.agents)
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        def legal(agent: str) -> bool:
+            mask, action = self.masks[agent], actions[agent]
+            if mask is None:
+                return True
+            parts = zip(mask, action, strict=True) if agent == "b_0" else [(mask, action)]
+            return all(bool(marks[value]) for marks, value in parts)
+
+        acted = [*self.agents]
+        rewards = {agent: float(legal(agent)) for agent in acted}
+        self.time += 1
+        over = self.time == 6
+        ended = {agent: over or (agent == "a_0" and self.time == 3) for agent in acted}
+        self.agents = [agent for agent in acted if not ended[agent]]
+        cut = dict.fromkeys(acted, False)
+        return self._seen(acted), rewards, ended, cut, self._infos(acted)
+
+
+class MaskedTurns(AECEnv[str, Any, Any]):
+    """Two agents in turn, whose masks are in ``infos``."""
+
+    metadata: ClassVar[dict[str, Any]] = {"name": "masked turns"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.possible_agents = ["p_0", "p_1"]
+
+    def observation_space(self, agent: str) -> Any:
+        return spaces.Box(-1, 100, (1,), np.float32)
+
+    def action_space(self, agent: str) -> Any:
+        return spaces.Discrete(4)
+
+    def observe(self, agent: str) -> Any:
+        return np.full(1, self.time, np.float32)
+
+    def _put_masks(self) -> None:
+        for index, agent in enumerate(self.agents):
+            mask = np.eye(4, dtype=np.int8)[(3 * self.time + index) % 4]
+            self.infos[agent] = {"action_mask": mask}
+
+    def reset(self, seed: Any = None, options: Any = None) -> None:
+        self.agents, self.time = [*self.possible_agents], 0
+        self.agent_selection = "p_0"
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+        self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
+        self.terminations = dict.fromkeys(self.agents, False)
+        self.truncations = dict.fromkeys(self.agents, False)
+        self.infos = {agent: {} for agent in self.agents}
+        self._put_masks()
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        if self.terminations[agent]:
+            self._was_dead_step(action)
+            return
+        legal = float(self.infos[agent]["action_mask"][action])
+        self.rewards = {each: legal * (each == agent) for each in self.agents}
+        self.time += 1
+        self.terminations = dict.fromkeys(self.agents, self.time == 7)
+        self.agent_selection = self.agents[self.time % 2]
+        self._put_masks()
+
+
+def masked_races(num_envs: int = 2) -> PettingZooSystem:
+    return PettingZooSystem([MaskedRace() for _ in range(num_envs)])
+
+
+def test_random_actions_keep_to_masks_in_infos_of_agents() -> None:
+    options: dict[str, Any] = {"frames_per_batch": 30, "total_frames": 60, "seed": 0}
+    found = []
+    for more in ({}, {"num_workers": 2, "transport": "thread"}):
+        kind: Any = MultiprocessCollector if more else SyncCollector
+        with kind(masked_races, num_envs=2, **options, **more) as collector:
+            assert collector.plan.masks.way == "infos"
+            batch = torch.cat(list(collector))
+        for group in ("a", "b"):
+            legal = batch["next", group, "reward"][..., 0] == 1
+            assert bool((legal | ~batch[group, "mask"]).all())
+        found.append(batch["a", "action"])
+    assert torch.equal(*found)
+    with SyncCollector(lambda: PettingZooSystem([MaskedTurns()]), **options) as collector:
+        batch = torch.cat(list(collector))
+    legal = batch["next", "p", "reward"][..., 0] == 1
+    assert bool((legal | ~batch["p", "mask"]).all())

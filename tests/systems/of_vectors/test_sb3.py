@@ -636,3 +636,45 @@ class OwnSteps(DummyVecEnv):
 def test_lanes_that_another_class_resets_take_no_seeds(kind: Any) -> None:
     with pytest.raises(EnvironmentRefused, match=r"takes no seed .* in a DummyVecEnv whose class"):
         rows_of(lambda: kind([Weather]), frames_per_batch=3, total_frames=3, resets=RESETS)
+
+
+class MaskedSteps(gymnasium.Env[Any, Any]):
+    """Infos have a mask, at each fourth step none. Rewards are 1 where the action was legal."""
+
+    observation_space = spaces.Box(-1, 100, (1,), np.float32)
+    action_space = spaces.Discrete(4)
+    time = 0
+
+    def _info(self) -> dict[str, Any]:
+        if self.time % 4 == 3:
+            self.mask = np.ones(4, np.int8)
+            return {}
+        self.mask = np.eye(4, dtype=np.int8)[(self.time + self.first) % 4]
+        return {"action_mask": self.mask.copy()}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.time, self.first = 0, int(self.np_random.integers(4))
+        return np.zeros(1, np.float32), self._info()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        legal = float(self.mask[int(action)])
+        self.time += 1
+        return np.full(1, self.time, np.float32), legal, self.time == 6, False, self._info()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("column", [False, True])
+def test_random_actions_keep_to_masks_in_infos(*, column: bool, wrapped: bool) -> None:
+    def make() -> Any:
+        vector = DummyVecEnv([MaskedSteps] * 3)
+        return VecMonitor(vector) if wrapped else vector
+
+    more: dict[str, Any] = {"frames_per_batch": 30, "total_frames": 90, "seed": 0}
+    if column:
+        more["info_keys"] = (Info("action_mask", np.int8, (4,), fill=1),)
+    with SyncCollector(make, **more) as collector:
+        assert collector.plan.masks.way == "infos"
+        batch = torch.cat(list(collector))
+    assert bool((batch["next", "reward"] == 1).all())
+    assert ("action_mask" in batch.keys()) is column
