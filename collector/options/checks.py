@@ -1,5 +1,7 @@
 """Checks of single values: an argument's name and value in, the value as it is used out."""
 
+import contextlib
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -36,9 +38,10 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], of: str) -> None:
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})")
-    return int(value.__index__())
+    with contextlib.suppress(TypeError):  # arrays have the method, and most refuse
+        if not isinstance(value, bool):
+            return operator.index(value)
+    raise ArgumentError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})")
 
 
 def positive(name: str, value: Any) -> int:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import decimal
 import errno
+import fractions
 import io
 import json
 import os
+import pathlib
 import random
+import resource
 import shutil
+import signal
+import tempfile
+import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensordict import MemoryMappedTensor
+from tensordict.nn import TensorDictModule
 
-from tallyroll.collector import load_checkpoint, save_checkpoint
+from tallyroll.collector import SyncCollector, load_checkpoint, save_checkpoint
 from tallyroll.collector.batches.state.checkpoints import folder
 from tallyroll.collector.batches.state.checkpoints.plain import from_plain, to_plain
 from tallyroll.collector.errors import ArgumentError, StateError
@@ -29,46 +41,247 @@ from killed_storages_kit import Told, forked, in_a_process, lines_of, oracle
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
 
-plain = st.recursive(
+FORMAT_1 = Path(__file__).parent / "format_1"
+RECORD = np.dtype([("a", "i1"), ("b", ">f8", (2,)), ("c", "<U3")], align=True)
+SHARED = torch.arange(12.0).reshape(3, 4)
+numbers = (
     st.none()
     | st.booleans()
     | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text(max_size=5)
+    | st.sampled_from([2**5000, -(2**64), 2**63, -(2**63)])
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters(), max_size=5)
     | st.binary(max_size=9)
-    | st.sampled_from([np.arange(6.0).reshape(2, 3), np.uint32([7, 2**32 - 1]), np.array(True)])
-    | st.sampled_from([{"tallyroll": "array"}, {"tallyroll": "mapping", "values": 1}]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=3)
-    ),
-    max_leaves=8,
+    | st.sampled_from([0.0, -0.0, torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 1])])
+)
+dtypes = st.sampled_from(
+    [
+        "?",
+        "b",
+        "H",
+        "l",
+        "q",
+        ">i4",
+        "e",
+        "d",
+        "g",
+        "F",
+        ">c16",
+        "M8[25s]",
+        ">m8[ns]",
+        "U2",
+        "S3",
+        "V2",
+    ]
+).map(np.dtype) | st.just(RECORD)
+scalars = dtypes.map(lambda dtype: np.ndarray(2, dtype, b"A\0\0\0" * 32)[1])
+scalars |= st.sampled_from([np.str_("a\0"), np.bytes_(b"a\0"), np.longlong(3), np.float64(-0.0)])
+keys = st.recursive(
+    numbers | scalars.filter(lambda each: each.dtype.kind != "V") | st.just("tallyroll"),
+    lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=2),
+    max_leaves=3,
 )
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
-        return (
-            isinstance(other, np.ndarray)
-            and one.dtype == other.dtype
-            and np.array_equal(one, other)
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray:
+    dtype, shape = draw(dtypes), draw(st.lists(st.integers(0, 3), max_size=3))
+    size = int(np.prod(shape, dtype=int)) * dtype.itemsize
+    raw = bytearray(draw(st.binary(min_size=size, max_size=size)))
+    if dtype.kind in "U?" or dtype.names:  # whose bytes are not free
+        raw = bytearray(size)
+    array = np.ndarray(shape, dtype, raw)
+    return draw(
+        st.sampled_from(
+            [array, array.T, array[::2], np.asfortranarray(array)] if shape else [array]
         )
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        pairs = zip(one, other, strict=True)
-        return type(one) is type(other) and all(same(*pair) for pair in pairs)
-    return type(one) is type(other) and one == other
+    )
 
 
-@given(plain)
-def test_plain_values_come_back_as_they_were(value: Any) -> None:
+TENSORS = [
+    change(torch.arange(6).reshape(2, 3).to(dtype))
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64, torch.uint16, torch.bool)
+    for change in (
+        lambda each: each,
+        lambda each: each.T,
+        lambda each: each[:, ::2],
+        lambda each: each[:0],
+        lambda each: each[:1].expand(4, 3),
+        lambda each: torch.nn.Parameter(each, requires_grad=False),
+        lambda each: each.conj(),
+    )
+]
+TENSORS += [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)]
+TENSORS += [torch.eye(3).to_sparse(), SHARED, SHARED[1], SHARED.T]
+
+
+def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        items = st.dictionaries(keys, inner, max_size=3)
+        return (
+            st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | items
+            | items.map(collections.OrderedDict)
+            | items.map(partial(collections.defaultdict, list))
+            | items.map(lambda each: collections.Counter(each))
+            | st.lists(inner, max_size=3).map(partial(collections.deque, maxlen=4))
+            | st.sampled_from(["array", "mapping", "dict", "Tensor", "deque", 3]).flatmap(
+                lambda kind: inner.map(lambda each: {"tallyroll": kind, "values": each})
+            )
+        )
+
+    return st.recursive(leaf, around, max_leaves=8)
+
+
+leaves = (
+    numbers
+    | scalars
+    | arrays()
+    | st.binary(max_size=9).map(bytearray)
+    | st.sets(keys, max_size=3)
+    | st.frozensets(keys, max_size=3)
+    | st.sampled_from(TENSORS)
+)
+
+
+def said(value: Any) -> Any:
+    """All of a value that can be compared with ==, with the types of all that is in it."""
+    kind = type(value)
+    if kind is float or kind is complex:
+        return kind, np.array(value).tobytes()
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().to_dense().resolve_conj().contiguous()
+        octets = plain.reshape(-1).view(torch.uint8).tolist() if plain.numel() else []
+        strides = value.stride() if value.layout == torch.strided else None
+        of = (value.dtype, value.shape, strides, value.requires_grad, value.layout)
+        return kind, of, octets
+    if isinstance(value, (np.str_, np.bytes_)):
+        return kind, "".join(value) if kind is np.str_ else b"".join([value])
+    if isinstance(value, (np.ndarray, np.generic)):
+        dtype = value.dtype
+        order = value.flags.f_contiguous and not value.flags.c_contiguous
+        padded = dtype.names or dtype.char in "gG"  # with bytes that are of no value
+        of = str(value.tolist()) if padded else value.tobytes()
+        return kind, (dtype, dtype.char, str(dtype), value.shape, order), of
+    if isinstance(value, dict):
+        factory = getattr(value, "default_factory", None)
+        items = [(said(key), said(each)) for key, each in value.items()]
+        return kind, factory, items, said(getattr(value, "__dict__", None))
+    if isinstance(value, (set, frozenset)):
+        return kind, sorted(map(repr, map(said, value)))
+    if isinstance(value, (list, tuple, collections.deque)):
+        return kind, getattr(value, "maxlen", None), list(map(said, value))
+    return kind, value
+
+
+slow = settings(suppress_health_check=[HealthCheck.too_slow])
+
+
+@slow
+@given(nested(leaves))
+def test_values_come_back_equal_and_of_their_types(value: Any) -> None:
     file = io.BytesIO()
-    torch.save({"value": to_plain(value, "value")}, file)
+    torch.save(to_plain(value, "value"), file)
     file.seek(0)
-    found = torch.load(file, weights_only=True)["value"]
-    assert same(from_plain(found), value)
+    assert said(from_plain(torch.load(file, weights_only=True))) == said(value)
+
+
+@settings(slow, max_examples=20)
+@given(nested(leaves))
+def test_parts_come_back_equal_and_of_their_types(value: Any) -> None:
+    class Part:
+        def state_dict(self) -> Any:
+            return {"deep": value}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    with tempfile.TemporaryDirectory() as base:
+        save_checkpoint(base, value=value, part=(part := Part()))
+        loaded = load_checkpoint(base, part=part)
+    assert said(loaded.values["value"]) == said(value)
+    assert said(part.state) == said({"deep": value})
+
+
+def test_what_is_shared_stays_shared() -> None:
+    part, base = [1], torch.zeros(4)
+    value = {"one": part, "other": (part, [part]), "base": base, "view": base[1:3]}
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(folder, value=value)
+        found = load_checkpoint(folder).values["value"]
+    found["one"].append(2)
+    found["base"][1] = 5
+    assert found["other"] == ([1, 2], [[1, 2]])
+    assert found["view"].tolist() == [5, 0]
+
+
+def test_a_checkpoint_of_format_1_loads() -> None:
+    """With the types that it kept: a scalar of NumPy was saved as a number, for one."""
+
+    class Rms:
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+        state_dict = None
+
+    rms, net = Rms(), torch.nn.Linear(2, 2)
+    rms.state_dict = dict  # type: ignore[assignment]
+    numpy_rng, python_rng = np.random.default_rng(0), random.Random(0)
+    loaded = load_checkpoint(
+        FORMAT_1,
+        net=net,
+        optimizer=torch.optim.Adam(net.parameters()),
+        rms=rms,
+        numpy_rng=numpy_rng,
+        python_rng=python_rng,
+        torch_rng=torch.Generator(),
+    )
+    assert numpy_rng.random() == np.random.default_rng(5).random()
+    assert python_rng.random() == random.Random(3).random()
+    mean = np.arange(3.0)
+    state = {"mean": mean, "count": 4, "tag": b"x", "alike": {"tallyroll": "array"}}
+    assert said(rms.state) == said(state)
+    assert said(dict(sorted(loaded.values.items()))) == said(
+        {
+            "alike": {"tallyroll": "array", "values": 3},
+            "array": np.arange(3, dtype=np.uint16),
+            "big": 2**80,
+            "complex": 1j,
+            "content": b"ab",
+            "dtype": torch.float32,
+            "nested": {"a": [np.arange(2.0), b"c", (1, {"tallyroll": "mapping"})], 3: True},
+            "nothing": None,
+            "number": 3,
+            "tallyroll": {"tallyroll": 1},
+            "tensor": torch.arange(3),
+            "text": "a",
+        }
+    )
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_format_1() -> None:
+    with SyncCollector(
+        "CartPole-v1",
+        TensorDictModule(Greedy(), ["observation"], ["action"]),
+        num_envs=2,
+        frames_per_batch=10,
+        total_frames=100,
+        seed=1,
+    ) as collector:
+        load_checkpoint(FORMAT_1, collector=collector)
+        assert collector.ledger.stored == 10
+        assert sum(map(len, collector)) == 90
+
+
+class Greedy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.net(observation).argmax(-1)
 
 
 class Danger:
@@ -76,21 +289,91 @@ class Danger:
         return os.system, ("true",)
 
 
-@pytest.mark.parametrize(
-    "value", [Danger(), {"a": [Danger()]}, {Danger(): 1}, {1, 2}, np.array(["text"]), len]
-)
-def test_what_is_not_plain_is_refused_by_name(value: Any, tmp_path: Path) -> None:
+class Text(str): ...
+
+
+Pair = collections.namedtuple("Pair", "a b")
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+DEEP: list[Any] = []
+for _ in range(3000):
+    DEEP = [DEEP]
+REFUSED = [
+    Danger(),
+    {Danger(): 1},
+    len,
+    range(3),
+    slice(2),
+    Pair(1, 2),
+    Text("a"),
+    pathlib.Path("x"),
+    datetime.datetime(2026, 1, 1),
+    decimal.Decimal("0.1"),
+    fractions.Fraction(1, 3),
+    signal.SIGTERM,
+    collections.UserDict(a=1),
+    types.MappingProxyType({}),
+    collections.defaultdict(lambda: 0),
+    collections.defaultdict(Danger),
+    memoryview(b"a"),
+    np.array([None]),
+    np.array(["a"], np.dtypes.StringDType()),
+    np.zeros(2, np.dtype([("a", "O")])),
+    np.zeros(2, np.dtype("f4", metadata={"unit": "m"})),
+    np.ma.masked_array([1, 2], [True, False]),
+    np.rec.array([(1, 2)], dtype=[("a", "i4"), ("b", "i4")]),
+    np.dtype("f4"),
+    {torch.ones(2)},
+    torch.ones(2, device="meta"),
+    torch.ones(2).as_subclass(type("Ours", (torch.Tensor,), {})),
+    MemoryMappedTensor.from_tensor(torch.ones(2)),
+    torch.ones(2).to_mkldnn(),
+    CYCLE,
+    {"a": (CYCLE,)},
+    DEEP,
+]
+
+
+def listed(folder: Path) -> dict[str, bytes]:
+    return {str(each): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
+def test_what_cannot_come_back_is_refused_by_name(value: Any, tmp_path: Path) -> None:
     class Part:
         def state_dict(self) -> Any:
-            return {"deep": value}
+            return {"deep": [1, value]}
 
         def load_state_dict(self, state: Any) -> None: ...
 
-    with pytest.raises(StateError, match=r"parts.*'thing'.*'deep'.*expected tensors"):
-        save_checkpoint(tmp_path / "c", thing=Part())
-    with pytest.raises(ArgumentError, match="thing: expected something with state_dict"):
+    save_checkpoint(tmp_path / "c", number=1)
+    before = listed(tmp_path)
+    mapped = isinstance(value, MemoryMappedTensor)  # as a buffer of TorchRL's has in its state
+    if not mapped:
+        with pytest.raises(StateError, match=r"thing\['deep'\]\[1\].*: expected "):
+            save_checkpoint(tmp_path / "c", thing=Part())
+    with pytest.raises(ArgumentError, match=r"thing: expected something with state_dict"):
         save_checkpoint(tmp_path / "c", thing=value)
+    with pytest.raises(ArgumentError, match=r"thing\[\(1, 'a'\)\]\[0\].*: expected "):
+        save_checkpoint(tmp_path / "c", other=3, thing={"k": 1, (1, "a"): [value]})
+    assert listed(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["path", "collector", "storage", "every", "keep_last", "copy_rows", "rows"]
+)
+@pytest.mark.parametrize("value", [np.arange(3), "text", {"a": 1}, torch.nn.Linear(1, 1)])
+def test_names_of_arguments_are_no_names_of_parts(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=f"{name}: "):
+        save_checkpoint(tmp_path / "c", **{name: value})
     assert not (tmp_path / "c").exists()
+    save_checkpoint(path=tmp_path / "c", tallyroll=1, self=2, parts=3, state=4, name=5)
+    if name in ("path", "collector", "storage", "rows"):
+        with pytest.raises(ArgumentError, match=f"{name}: "):
+            load_checkpoint(tmp_path / "c", **{name: value})
+    found = load_checkpoint(path=tmp_path / "c").values
+    assert found == {"tallyroll": 1, "self": 2, "parts": 3, "state": 4, "name": 5}
 
 
 def test_generators_and_modules_are_parts(tmp_path: Path) -> None:
@@ -220,6 +503,86 @@ def test_a_full_disk_leaves_the_ones_that_are_there(
     assert first == tmp_path / "c" / "000001-at-0"
     load_checkpoint(tmp_path / "c", net=net)
     assert net.weight.tolist() == before
+
+
+@pytest.mark.parametrize("size", [0, 1, 2_000, 100_000, 399_000, 600_000])
+def test_a_file_that_may_not_grow_so_large(size: int, tmp_path: Path) -> None:
+    """At each call that writes; torch's own error of it is a RuntimeError."""
+    save_checkpoint(tmp_path / "c", number=1)
+    before = listed(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        if size < 400_000:
+            with pytest.raises(
+                StorageFull, match=r"needs 4[0-9]{5} more bytes, and a file may not"
+            ):
+                save_checkpoint(tmp_path / "c", value=torch.zeros(100_000))
+        else:
+            save_checkpoint(tmp_path / "c", value=torch.zeros(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if size < 400_000:
+        assert listed(tmp_path) == before
+        assert sorted(os.listdir(tmp_path / "c")) == [".lock", "000001-at-0"]
+        assert load_checkpoint(tmp_path / "c").values == {"number": 1}
+
+
+CALLS = ["mkdir", "open", "write", "close", "fsync", "rename", "json"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("call", CALLS)
+def test_any_call_of_the_system_may_fail(
+    call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "c", number=1)
+    before = listed(tmp_path)
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    class File:
+        """A file that fails in one call."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.left = file, 3  # writes that are made before one fails
+
+        def write(self, content: Any) -> int:
+            self.left -= call == "write"
+            return fail() if call == "write" and self.left <= 0 else self.file.write(content)
+
+        def close(self) -> None:
+            self.file.close()
+            if call == "close":
+                fail()
+
+    def opened(path: Path, mode: str = "r", **more: Any) -> Any:
+        if mode != "xb":
+            return open(path, mode, **more)
+        return fail() if call == "open" else File(open(path, mode))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "open", opened, raising=False)
+        if call == "mkdir":
+            make = Path.mkdir
+            aside = folder._WRITING
+            patched.setattr(
+                Path,
+                "mkdir",
+                lambda path, *of, **more: fail() if aside in path.name else make(path, *of, **more),
+            )
+        if call == "fsync":
+            patched.setattr(os, "fsync", fail)
+        if call == "rename":
+            patched.setattr(Path, "rename", fail)
+        if call == "json":
+            patched.setattr(Path, "write_text", fail)
+        with pytest.raises(StorageError):
+            save_checkpoint(tmp_path / "c", value=torch.zeros(100))
+    assert listed(tmp_path) == before
+    assert {*os.listdir(tmp_path / "c")} == {".lock", "000001-at-0"}
+    assert load_checkpoint(tmp_path / "c").values == {"number": 1}
 
 
 def test_two_processes_save_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

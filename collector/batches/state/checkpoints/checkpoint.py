@@ -23,6 +23,10 @@ from tallyroll.storage.storages import DiskStorage
 PathLike: TypeAlias = str | os.PathLike[str]
 Rows: TypeAlias = Literal["rewind", "keep"]
 
+_ARGUMENTS = ("path", "collector", "storage", "every", "keep_last", "copy_rows", "rows")
+"""Names of arguments of `save_checkpoint` or `load_checkpoint`, which no part can have."""
+_MISSING: Any = object()
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -61,7 +65,8 @@ class Loaded:
 
 
 def save_checkpoint(
-    path: PathLike,
+    path: PathLike = _MISSING,
+    /,
     *,
     collector: Collector | None = None,
     storage: DiskStorage | None = None,
@@ -86,18 +91,28 @@ def save_checkpoint(
         copy_rows: copy the rows, too, so that the folder can go to another machine. Without it the
             checkpoint names the rows, which costs nothing, and belongs to this storage.
         **parts: what else is to be restored, by name: whatever has ``state_dict()`` and
-            ``load_state_dict()``, generators of torch, NumPy and Python, and plain values.
+            ``load_state_dict()``, generators of torch, NumPy and Python, and plain values: numbers,
+            text, bytes, None, tensors, arrays and scalars of NumPy, and lists, tuples, sets,
+            deques and dicts of these. A value comes back equal, and of the same type, in ``values``
+            of what `load_checkpoint` returns; tensors come back on the CPU. No part can have the
+            name of an argument of either function.
 
     Returns:
         The checkpoint; None if it was not due.
 
     Raises:
-        ArgumentError: a part that cannot be saved, or arguments that contradict each other.
-        StateError: something in a state is not plain, so that it could not be loaded; or another
-            process saves to the folder.
-        StorageError: the disk is full, say. The checkpoints that are there stay as they are.
+        ArgumentError: a part that cannot be saved, or arguments that contradict each other. The
+            message names the part, and the place in it.
+        StateError: something in a state cannot come back equal; or another process saves to the
+            folder.
+        StorageError: the checkpoint cannot be written, as on a full disk. The checkpoints that are
+            there stay as they are.
     """
-    place, storage = Path(path), _storage_of(collector, storage)
+    place = _path_of(path, parts)
+    _require_names(parts)
+    if not isinstance(copy_rows, bool):
+        raise _not_an_argument("copy_rows", "True or False", copy_rows)
+    storage = _storage_of(collector, storage)
     keep_last = None if keep_last is None else positive("keep_last", keep_last)
     if copy_rows and storage is None:
         raise ArgumentError("copy_rows=True: expected a storage, and there is none to copy")
@@ -111,8 +126,8 @@ def save_checkpoint(
         "collector": None if own is None else own.saved(),
         "storage": None,
         "generators": generators.states(),
-        "parts": {name: _state_of(name, part) for name, part in parts.items()},
     }
+    kept = [[name, *_plain_part(name, part)] for name, part in parts.items()]
     if storage is not None and storage.reader.initialised:
         state["storage"] = RowsAt.of(storage, None if own is None else own.stored_run).as_state()
     about = {
@@ -125,12 +140,14 @@ def save_checkpoint(
     copies = None
     if copy_rows and storage is not None:
         copies = partial(copy_of_rows, storage)
-    plain = {name: to_plain(each, name) for name, each in state.items()}
+    plain: dict[str, Any] = {name: to_plain(each, name) for name, each in state.items()}
+    plain["parts"] = kept
     return folder.write(place, transitions, plain, about, copies, keep_last)
 
 
 def load_checkpoint(
-    path: PathLike,
+    path: PathLike = _MISSING,
+    /,
     *,
     collector: Collector | None = None,
     storage: DiskStorage | None = None,
@@ -164,11 +181,12 @@ def load_checkpoint(
         RunUnderWay: another collector writes to the storage; nothing changed.
         ArgumentError: ``rows`` is neither.
     """
-    if rows not in ("rewind", "keep"):
-        raise ArgumentError(f'rows: expected "rewind" or "keep", got {rows!r}')
-    chosen, about, plain = folder.read(Path(path))
+    place = _path_of(path, parts)
+    if not isinstance(rows, str) or rows not in ("rewind", "keep"):
+        raise _not_an_argument("rows", '"rewind" or "keep"', rows)
+    chosen, about, plain = folder.read(place)
     state = from_plain(plain)
-    saved = state["parts"]
+    saved = _parts_of(state)
     if missing := sorted(parts.keys() - saved.keys()):
         raise StateError(
             f"{chosen} has no {', '.join(missing)}; it has {', '.join(sorted(saved)) or 'no parts'}"
@@ -282,9 +300,9 @@ def _kind_of(part: Any) -> str:
     return "state_dict" if stateful else "value"
 
 
-def _state_of(name: str, part: Any) -> dict[str, Any]:
-    """Return the state of a part, and its kind."""
-    kind, state = _kind_of(part), None
+def _plain_part(name: str, part: Any) -> tuple[str, Any]:
+    """Return the kind of a part, and its state in the form in which it is written."""
+    kind, state = _kind_of(part), part
     if kind == "torch":
         state = part.get_state()
     elif kind == "numpy":
@@ -293,15 +311,58 @@ def _state_of(name: str, part: Any) -> dict[str, Any]:
         state = part.getstate()
     elif kind == "state_dict":
         state = part.state_dict()
-    else:
-        try:
-            state = to_plain(part, name)
-        except StateError as error:
-            raise ArgumentError(
-                f"{name}: expected something with state_dict() and load_state_dict(), a generator "
-                f"of random numbers, or plain values, got {type(part).__name__}"
-            ) from error
-    return {"kind": kind, "state": state}
+    try:
+        return kind, to_plain(state, name, mapped=kind == "state_dict")
+    except StateError as error:
+        if kind != "value":
+            raise
+        raise ArgumentError(
+            f"{name}: expected something with state_dict() and load_state_dict(), a generator "
+            f"of random numbers, or plain values, got {type(part).__name__} ({error})"
+        ) from error
+
+
+def _parts_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the parts of a checkpoint, by name."""
+    parts = state["parts"]
+    if isinstance(parts, dict):  # of format 1, which encoded plain values twice
+        return {
+            name: {**each, "state": from_plain(each["state"])} if each["kind"] == "value" else each
+            for name, each in parts.items()
+        }
+    return {name: {"kind": kind, "state": each} for name, kind, each in parts}
+
+
+def _path_of(path: PathLike, parts: dict[str, Any]) -> Path:
+    """Return the path of checkpoints, which may be given by the keyword ``path``, too."""
+    named = parts.pop("path", _MISSING)
+    if path is _MISSING:
+        path = named
+    elif named is not _MISSING:
+        raise _not_a_part("path")
+    if not isinstance(path, str | os.PathLike):
+        got = "none" if path is _MISSING else type(path).__name__
+        raise ArgumentError(f"path: expected the path of a folder, got {got}. Give it first.")
+    return Path(path)
+
+
+def _require_names(parts: Mapping[str, Any]) -> None:
+    for name in parts:
+        if name in _ARGUMENTS:
+            raise _not_a_part(name)
+
+
+def _not_a_part(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name}: expected a part of another name, got one of an argument of save_checkpoint or "
+        f"load_checkpoint ({', '.join(_ARGUMENTS)}). Rename the part."
+    )
+
+
+def _not_an_argument(name: str, wanted: str, got: object) -> ArgumentError:
+    return ArgumentError(
+        f"{name}: expected {wanted}, got {got!r:.80}. A part needs another name than {name}."
+    )
 
 
 def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:

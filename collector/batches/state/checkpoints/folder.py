@@ -12,18 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 
 from tallyroll.collector.errors import StateError
 from tallyroll.storage.files.manifest import seal_fits, sealed
-from tallyroll.storage.files.paths import sync_above, translated
+from tallyroll.storage.files.paths import failed, sync_above, translated
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 
 STATE, ABOUT, ROWS = "state.pt", "checkpoint.json", "rows"
 FORMAT = "tallyroll.checkpoint"
-VERSION = 1
+VERSION = 2
+"""The format that is written: 1 changed the types of values, 2 keeps them."""
+_READ = (1, 2)
 
 _NAME = re.compile(r"(\d{6,})-at-(\d+)")
 _WRITING, _OLD = ".writing-", ".old-"
@@ -114,8 +116,7 @@ def write(
             aside = folder / f"{_WRITING}{number:06d}"
             try:
                 aside.mkdir()
-                with open(aside / STATE, "xb") as file:
-                    torch.save(state, file)
+                _save(state, aside / STATE, folder)
                 if copy_rows is not None:
                     copy_rows(aside / ROWS)
                 about = {
@@ -136,6 +137,52 @@ def write(
             for entry in [] if keep_last is None else there[: max(0, len(there) + 1 - keep_last)]:
                 _remove(entry.path)
     return path
+
+
+def _save(state: dict[str, Any], path: Path, folder: Path) -> None:
+    """Write a state to a new file; errors name the ``folder``.
+
+    Raises:
+        StorageError: the system cannot write it.
+    """
+    written = _Written(open(path, "xb"))  # noqa: SIM115 - closed below, where errors are kept
+    try:
+        torch.save(state, written)
+    finally:
+        written.close()
+        if written.error is not None:
+            raise failed(folder, written.error, written.nbytes) from written.error
+
+
+class _Written:
+    """A file for `torch.save` that keeps the first error of the system, and then drops bytes.
+
+    `torch.save` raises a RuntimeError in the place of an error of the file.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.nbytes = 0
+        """Bytes of the whole state, those that were dropped included."""
+        self.error: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        self.nbytes += len(content)
+        if self.error is None:
+            try:
+                self._file.write(content)
+            except OSError as error:
+                self.error = error
+        return len(content)
+
+    def flush(self) -> None:
+        """Do nothing: `close` writes the rest."""
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            self.error = self.error or error
 
 
 def read(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
@@ -189,10 +236,10 @@ def _about(inside: Inside, chosen: Path) -> dict[str, Any]:
         raise _damaged(chosen, f"{ABOUT} is no JSON ({error})") from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise StateError(f"{chosen} is no checkpoint of Tallyroll: {ABOUT} is another program's")
-    if about.get("version") != VERSION:
+    if about.get("version") not in _READ:
         raise StateError(
             f"{chosen} is a checkpoint of version {about.get('version')!r}, and this Tallyroll "
-            f"reads version {VERSION}; use the Tallyroll that wrote it, {about.get('tallyroll')}"
+            f"reads versions {', '.join(map(str, _READ))}; use the Tallyroll that wrote it"
         )
     if not seal_fits(about):
         raise _damaged(chosen, f"{ABOUT} fails its check")
