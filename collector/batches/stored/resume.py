@@ -10,6 +10,7 @@ import numpy as np
 
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.envs.driven.make import NOT_JSON
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options.sharding import Shard
 from tallyroll.collector.policies.several.openings import Counts
@@ -179,6 +180,8 @@ _ADD_COLUMNS = ("max_frames_per_traj", "info_keys", "rename", "resets", "policy"
 
 def same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Refuse another environment for a continued run."""
+    # Runs of earlier versions do not name the arguments that JSON cannot hold.
+    before, after = ({n: v for n, v in each.items() if n != NOT_JSON} for each in (before, after))
     if before != after:
         names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
         raise StateError(

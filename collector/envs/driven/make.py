@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,10 @@ from tallyroll.collector.slab.names import Named, Rename, new_name, renamed, req
 from tallyroll.storage.rows.keys import Key, as_key
 
 CreateEnv: TypeAlias = str | EnvBase | VectorEnv | System | Callable[[], Any]
+
+
+NOT_JSON = "kwargs_not_json"
+"""The names, in the description of an environment, of arguments that JSON cannot hold."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +265,8 @@ def _by_name(name: str, options: Options) -> Made:
     with closing_on_error(env):
         require_own_objects(env)
     described = {"id": name, "kwargs": _json(kwargs), "type": env.kind}
+    if changed := [each for each, value in kwargs.items() if not _is_json(value)]:
+        described[NOT_JSON] = changed
     return Made(env, True, described | {VERSIONS: packages_of(env)})
 
 
@@ -356,6 +362,15 @@ def require_names_of(
         written,
         given,
     )
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether a manifest holds the value itself, with lists in the place of tuples."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _json(value: Any) -> Any:

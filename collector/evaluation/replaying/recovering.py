@@ -13,7 +13,7 @@ from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.closing import closing_on_error
-from tallyroll.collector.envs.driven.make import CreateEnv, make_env
+from tallyroll.collector.envs.driven.make import NOT_JSON, CreateEnv, make_env
 from tallyroll.collector.envs.driven.prepare import prepare_env
 from tallyroll.collector.envs.systems.pettingzoo import envs as pettingzoo
 from tallyroll.collector.errors import ArgumentError, EnvironmentUnknown
@@ -66,6 +66,7 @@ def recovered(
     if create is None:
         create = _safe_id(environment)
     if isinstance(create, str) and create == environment.get("id"):
+        _require_arguments(environment, kwargs)
         kwargs = {**_in_step(create, _part(environment, "kwargs")), **kwargs}
     lanes, workers = entry.get("lanes"), call.get("num_workers", 1)
     if type(lanes) is not int or type(workers) is not int or not 0 < workers <= lanes:
@@ -90,6 +91,17 @@ def recovered(
     except (ArgumentError, AttributeError, TypeError, ValueError) as error:
         raise CorruptStorage(f"the entry of the run says what no call can be: {error}") from error
     return Recovered(create, kwargs, tuple(shares), options, given, unknown)
+
+
+def _require_arguments(environment: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise `EnvironmentUnknown` for an argument of which the entry has a description alone."""
+    names = environment.get(NOT_JSON)
+    lacking = [name for name in names if name not in given] if isinstance(names, list) else []
+    if lacking:
+        raise EnvironmentUnknown(
+            f"the run's environment was made with {', '.join(map(str, lacking))}, which the "
+            "manifest cannot hold; pass env_kwargs= with it, or create_env_fn="
+        )
 
 
 def _part(entry: Mapping[str, Any], name: str) -> dict[str, Any]:

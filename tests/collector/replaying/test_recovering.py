@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from replay_kit import ROWS, collect
 
@@ -42,6 +43,17 @@ def test_an_environment_of_an_id_comes_with_its_arguments(tmp_path: Path) -> Non
         assert lanes == 2
     with pytest.raises(ArgumentError, match="has 1 runs, got 1"):
         recover_env(path, 1)
+
+
+def test_an_argument_that_json_cannot_hold_is_asked_for(tmp_path: Path) -> None:
+    """It would come back as its description, and make another environment."""
+    path = collect(tmp_path / "a", num_envs=1, env_kwargs={"sutton_barto_reward": np.bool_(True)})
+    for known in (None, {"render_mode": "rgb_array"}):
+        with pytest.raises(EnvironmentUnknown, match="made with sutton_barto_reward"):
+            recover_env(path, env_kwargs=known)
+    env = recover_env(path, env_kwargs={"sutton_barto_reward": True})
+    assert (env.rollout(3)["next", "reward"] == 0).all()
+    env.close()
 
 
 class recover_env_closed:
