@@ -79,6 +79,8 @@ class Configuration:
     """Several policies act, each as :attr:`policy` does."""
     reads: bool = False
     """Slices, trajectories and n-step returns are compared with a model."""
+    saves: bool = False
+    """Values are saved with the run after a batch, and loaded."""
 
     @property
     def uses_files(self) -> bool:

@@ -26,7 +26,8 @@ def extended(number: int) -> Configuration:
     for axis in draw.some(AXES, 3):
         config = axis(draw, config)
     config = _resets(Draw(number, 17), _consistent(config))
-    return _several(Draw(number, 19), config)
+    config = _several(Draw(number, 19), config)
+    return replace(config, saves=Draw(number, 31).chance(25))
 
 
 def _consistent(config: Configuration) -> Configuration:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from random_saving import wrong_in_saving
 from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
@@ -253,6 +254,8 @@ class _Runner:
                 held = torch.cat([restored(each) for each in run.copies])
                 meddler(batch, held if len(meddler.found) < 3 else None)
                 self.found += meddler.found
+            if config.saves and len(run.batches) < 3:
+                self.found += wrong_in_saving(collector, batch, config.number)
             if len(run.batches) == leave:
                 if config.updates and not run.number:
                     collector.update_policy_weights_()
