@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO, Self, cast
 
 import torch
 
@@ -147,7 +147,7 @@ def _save(state: dict[str, Any], path: Path, folder: Path) -> None:
     """
     written = _Written(open(path, "xb"))  # noqa: SIM115 - closed below, where errors are kept
     try:
-        torch.save(state, written)
+        torch.save(state, cast(IO[bytes], written))  # it needs `write` and `flush`
     finally:
         written.close()
         if written.error is not None:
@@ -163,7 +163,7 @@ class _Written:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.nbytes = 0
-        """Bytes of the whole state, those that were dropped included."""
+        """Bytes of the whole state, dropped bytes included."""
         self.error: OSError | None = None
 
     def write(self, content: bytes) -> int:

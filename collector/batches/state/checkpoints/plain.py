@@ -6,7 +6,7 @@ has this key is written as such a dict, too, so that it is never read as an enco
 
 import collections
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -238,15 +238,16 @@ def _octets(values: np.ndarray) -> torch.Tensor:
 def _array(value: Any, where: str) -> dict[str, Any]:
     """Encode an array or a scalar of NumPy, as its bytes."""
     if isinstance(value, (np.str_, np.bytes_)):  # an array would drop NULs at the end
-        text = isinstance(value, np.str_)
-        of = "".join(value) if text else to_plain(b"".join([value]), where)
+        of = "".join(value) if isinstance(value, np.str_) else to_plain(b"".join([value]), where)
         return {_KIND: type(value).__name__, "value": of}
     dtype = value.dtype
     described = _description(dtype)
     if described is None:
         raise _refused(value, f"{where} (dtype {dtype!r:.80})")
     array = np.asarray(value)
-    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    order: Literal["C", "F"] = (
+        "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    )
     raw = np.frombuffer(array.tobytes(order), np.uint8)
     return {
         _KIND: "scalar" if isinstance(value, np.generic) else "array",
@@ -289,7 +290,7 @@ def _description(dtype: np.dtype[Any]) -> Any:
         }
         if None in found["formats"] or not all(type(t) in _KEYS for t in found["titles"]):
             found = None
-    elif dtype.kind in "biufc":  # by the C type, which the width alone does not tell
+    elif dtype.kind in "biufc":  # the C type: long and long long differ in name alone
         found = dtype.str[0] + dtype.char
     else:
         found = dtype.str if dtype.kind in "mMSUV" else None
@@ -308,9 +309,10 @@ def _dtype_of(described: Any) -> np.dtype[Any]:
         return np.dtype(described)
     if "base" in described:
         return np.dtype((_dtype_of(described["base"]), described["shape"]))
-    of = {name: described[name] for name in ("names", "offsets", "titles", "itemsize")}
+    of: Any = {name: described[name] for name in ("names", "offsets", "titles", "itemsize")}
     of["formats"] = [_dtype_of(each) for each in described["formats"]]
-    return np.dtype(of, align=described["aligned"])
+    found: np.dtype[Any] = np.dtype(of, align=described["aligned"])
+    return found
 
 
 def _refused(value: Any, where: str) -> StateError:
