@@ -16,7 +16,7 @@
     │   ├── FormatVersionMismatch     written by another version of the format
     │   ├── CopyOfOpenStorage         a copy that was made while a writer had the original open
     │   ├── StorageLocked             another writer holds it
-    │   ├── RowsDoubled               two members of a union are the same storage
+    │   ├── RowsDoubled               two members of a union have the same rows
     │   ├── CapacityMissing           create: the format must know how many rows there will be
     │   ├── MissingLibrary            the format needs a library that is not installed
     │   └── UnsupportedPlatform       no locks, shared maps or fallocate here
@@ -186,7 +186,7 @@ class StorageLocked(OpenError):
 
 
 class RowsDoubled(OpenError):
-    """Two members of a union are the same storage, whose rows would be there twice."""
+    """Two members of a union are one storage, or have copies of the same rows."""
 
 
 class CapacityMissing(OpenError):

@@ -199,7 +199,7 @@ def open_storage(
         CorruptStorage: the storage is damaged.
         InvalidAddress: an address has credentials in it, or cannot be one.
         ObjectStoreFailed: the store refuses, or does not answer in time.
-        RowsDoubled: of several: two are the same storage, or copies of one.
+        RowsDoubled: of several: two are the same storage, or have a row in common that was copied.
         SchemaMismatch: of several: their columns differ. Each difference is named.
         TrajectoryIdTaken: of several, with ``ids="keep"``: two have a trajectory id.
         ReadOnlyStorage: of several, with ``mode="append"``.

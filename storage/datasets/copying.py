@@ -23,6 +23,7 @@ from tallyroll.storage.files.copied_runs import (
     has_room,
     makers,
     room_beside,
+    source_of,
 )
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.formats.base import Format
@@ -389,6 +390,7 @@ class _Sources:
             runs, _ = makers(manifest["runs"], range(each.least, each.most + 1))
             rows: list[int | None] = [each.least, each.most]
             room = room_beside(found)
-            entry, id = {"first_row": each.first_row}, manifest["id"]
-            found.append(copy_entry(entry, id, rows, runs, room, unchanged=True))
+            moved = 0 if self._union is None else self._union.ids_moved_by[each.source]
+            entry, source = {"first_row": each.first_row}, source_of(manifest, rows, moved)
+            found.append(copy_entry(entry, source, runs, room, unchanged=True))
         return found or [{"first_row": 0}]

@@ -5,7 +5,10 @@ Such an entry is ``{"first_row": 0, "copied_from": {"id": ..., "rows": [first, l
 last one is None where they are copied in pieces, until the writer knows. ``runs`` are the entries
 there of the runs that made them, with the numbers of rows that they have there.
 ``runs_left_out`` says how many more there were, ``unchanged`` that no program had the rows in its
-hands on their way. After `_MOST_COPIES` one last entry,
+hands on their way. ``copied_from`` may have more: ``rewinds`` counts how often the other storage
+had taken rows back by then, ``ids_moved_by`` is the number by which trajectory ids are larger than
+there (None: they were numbered again), and ``sources`` are the storages of which the other one is a
+view or a union, as such mappings (None: some are not named). After `_MOST_COPIES` one last entry,
 ``{"first_row": n, "copies_left_out": true}``, is of all rows that come from elsewhere.
 """
 
@@ -28,6 +31,10 @@ _RUNS, _RUNS_LEFT_OUT = "runs", "runs_left_out"
 _UNCHANGED = "unchanged"
 """True if no program had the rows in its hands on their way, which may have changed them."""
 _OURS = (COPIED, _RUNS, _RUNS_LEFT_OUT, _UNCHANGED)
+PACKED = "packed_from"
+"""The key of a packed storage's manifest under which it names the storage that was packed."""
+SOURCES, MOVED, REWINDS = "sources", "ids_moved_by", "rewinds"
+_MOST_SOURCES = 64
 
 ENTRY_NBYTES = 2**14
 _ALL_NBYTES = 2**17
@@ -95,6 +102,22 @@ def rows_copied(entry: Mapping[str, Any]) -> tuple[str, int, int | None] | None:
     return None
 
 
+def bounded(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the source that the entry of a copy names, without unknown or oversized values."""
+    said, found = entry[COPIED], rows_copied(entry)
+    assert found is not None
+    id, first, last = found
+    more = {name: said[name] for name in (REWINDS, MOVED) if type(said.get(name)) is int}
+    if SOURCES in said:
+        more[SOURCES] = sources = said[SOURCES]
+        right = isinstance(sources, list) and len(sources) <= _MOST_SOURCES
+        if not right or any(rows_copied({COPIED: each}) is None for each in sources):
+            more[SOURCES] = None
+        else:
+            more[SOURCES] = [bounded({COPIED: {**each, SOURCES: []}}) for each in sources]
+    return {"id": id[:200], "rows": [first, last], **more}
+
+
 def copied_span(entry: Mapping[str, Any], id: str) -> range | None:
     """Return the rows of storage ``id`` in the entry, empty if it does not name the last one."""
     found = rows_copied(entry)
@@ -104,24 +127,55 @@ def copied_span(entry: Mapping[str, Any], id: str) -> range | None:
     return range(first, first if last is None else last + 1)
 
 
+def source_of(
+    manifest: Mapping[str, Any], rows: list[int | None], ids_moved_by: int | None = 0
+) -> dict[str, Any]:
+    """Return the part of an entry that names the storage from which ``rows`` were copied.
+
+    ``ids_moved_by`` is the difference of trajectory ids from those there; None: it is unknown.
+    """
+    found: dict[str, Any] = {"id": manifest["id"], "rows": rows}
+    if rewinds := manifest.get("rewinds"):
+        found[REWINDS] = len(rewinds)
+    if ids_moved_by != 0:
+        found[MOVED] = ids_moved_by
+    if sources := sources_of(manifest):
+        found[SOURCES] = sources if len(sources) <= _MOST_SOURCES else None
+    return found
+
+
+def sources_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the storages whose rows a view, a union or a packed storage has, as `source_of`."""
+    found = list(manifest.get(SOURCES, ()))
+    packed = manifest.get(PACKED)
+    if isinstance(packed, Mapping):
+        match packed.get("rows"):
+            case [int(start), int(stop)] if 0 <= start < stop:
+                found.append({**packed, "rows": [start, stop - 1]})
+    return found
+
+
 def copy_entry(
     entry: Mapping[str, Any],
-    id: str,
-    rows: list[int | None],
+    source: Mapping[str, Any],
     runs: Sequence[Any],
     room: int,
     *,
     unchanged: bool = False,
 ) -> Entry:
-    """``entry`` as one of rows that ``runs`` made and that were copied from storage ``id``.
+    """``entry`` as one of rows that ``runs`` made and that were copied from a storage.
 
-    It has the newest runs, as many as fit into ``room`` bytes. ``unchanged``: as they were.
+    It has the newest runs, as many as fit into ``room`` bytes. ``source`` is a result of
+    `source_of`. ``unchanged``: the rows are as they were there.
     """
     kept = _that_fit(runs, room)
     more: Entry = {_RUNS_LEFT_OUT: len(runs) - len(kept)} if len(kept) < len(runs) else {}
+    left = runs[: len(runs) - len(kept)]
+    if any(is_copied(run) or LEFT_OUT in run for run in left if isinstance(run, Mapping)):
+        source = {**source, SOURCES: None}
     if unchanged:
         more[_UNCHANGED] = True
-    return {**without_copy(entry), COPIED: {"id": id, "rows": rows}, _RUNS: kept, **more}
+    return {**without_copy(entry), COPIED: dict(source), _RUNS: kept, **more}
 
 
 def without_copy(entry: Mapping[str, Any]) -> Entry:

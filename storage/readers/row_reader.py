@@ -412,7 +412,10 @@ class RowReader(ABC):
             try:
                 if rows.ndim == 0:
                     return self.take(rows.reshape(1), keys)[0]
-                return self.take(rows, keys)
+                found = self.take(rows, keys)
+                if isinstance(index, slice) and keys is None:
+                    came_from(found, self.origin, self.span[index])
+                return found
             except IndexOutOfRange as error:
                 if time.monotonic() > deadline:
                     raise self.overrun(f"these {rows.size}") from error

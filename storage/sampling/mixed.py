@@ -42,7 +42,8 @@ class MixedSampler:
             replacement; or has a method ``sample(n)``, as `PrioritizedSampler`,
             `HindsightSampler`, a `MixedSampler` and TorchRL's replay buffers; or is a function
             of n, as ``lambda n: storage.trajectories.sample_slices(n, 16)``. They return a
-            TensorDict whose first dimension is n.
+            TensorDict whose first dimension is n. Parts may have rows in common, such as a storage
+            and a copy of its best trajectories, which are then drawn more often.
         keys: the columns that are wanted, for parts that do not have the same; None: all, which
             must then be the same.
         fill: values for columns that some parts lack, by key, as ``{"priority_weight": 1.0}``.

@@ -18,6 +18,7 @@ from tallyroll.storage.files.copied_runs import (
     is_copied,
     makers,
     room_beside,
+    source_of,
     without_copy,
 )
 from tallyroll.storage.rows.origin import Origin, Told
@@ -156,10 +157,11 @@ class CopiedRows:
 
     def _entry_of(self, entry: Entry, copy: _Copy, others: list[Any]) -> Entry:
         """``entry`` as one of a copy, where the manifest has ``others`` too."""
-        span, id = copy.span, copy.manifest["id"]
-        runs, _ = makers(copy.manifest["runs"], span)
+        span, manifest = copy.span, copy.manifest
+        runs, _ = makers(manifest["runs"], span)
         rows = [span.start, None if copy.in_pieces else span.stop - 1]
-        return copy_entry(entry, id, rows, runs, room_beside(others, self._room))
+        source = source_of(manifest, rows)
+        return copy_entry(entry, source, runs, room_beside(others, self._room))
 
 
 def _both(one: range, other: range) -> range:

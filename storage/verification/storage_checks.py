@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.datasets.joined.doubled import copied_from_members, doubled_trajectories
+from tallyroll.storage.datasets.joined.doubled import doubled_trajectories
 from tallyroll.storage.datasets.joined.members import Member, PathLike
 from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.datasets.statistics.counting import Counted
@@ -135,7 +135,7 @@ def _union_report(union: UnionReader, skip: Collection[str], progress: Progress 
     reports = [check(each) for each in union.members]
     findings, notes = Findings(), Findings()
     shards = union.shards
-    for problem in [*copied_from_members(union), *(shards.problems if shards else ())]:
+    for problem in shards.problems if shards else ():
         findings.add(_MEMBERS, problem)
     if not missing(union.schema, (*WHOSE, TERMINATED)):
         for each in doubled_trajectories(union, PLACES):

@@ -365,7 +365,7 @@ def require_names_of(
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether a manifest holds the value itself, with lists in the place of tuples."""
+    """Return whether a manifest holds the value itself; a tuple becomes a list."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
     if isinstance(value, list | tuple):

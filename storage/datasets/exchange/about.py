@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.files.copied_runs import (
+    MOVED,
+    bounded,
     copied_runs,
     copy_entry,
     is_copied,
@@ -15,6 +17,7 @@ from tallyroll.storage.files.copied_runs import (
     room_beside,
     rows_copied,
     runs_left_out,
+    source_of,
 )
 from tallyroll.storage.files.run_events import LEFT_OUT
 from tallyroll.storage.package.versions import installed
@@ -32,16 +35,16 @@ _MOST_COUNT: Final = 2**48
 
 def about_rows(reader: RowReader, schema: Schema, span: range | None = None) -> dict[str, Any]:
     """Return what is written beside rows ``span``, as JSON; None: all rows there are."""
-    span, id = reader.span if span is None else span, reader.manifest["id"]
+    span, manifest = reader.span if span is None else span, reader.manifest
     found: dict[str, Any] = {
         "tallyroll_exchange": _VERSION,
         "tallyroll": installed("tallyroll") or "",
         "columns": schema.to_json(),
     }
     if len(span):
-        runs, _ = makers(reader.manifest["runs"], span)
-        rows: list[int | None] = [span.start, span.stop - 1]
-        entry = copy_entry({}, id, rows, runs, room_beside([]), unchanged=True)
+        runs, _ = makers(manifest["runs"], span)
+        source = source_of(manifest, [span.start, span.stop - 1])
+        entry = copy_entry({}, source, runs, room_beside([]), unchanged=True)
         found["rows"] = entry
     return found
 
@@ -106,6 +109,7 @@ def entry_of(about: Mapping[str, Any] | None, imported: Mapping[str, Any]) -> di
     found = rows_copied(said) if isinstance(said, dict) else None
     if found is None or not isinstance(said, dict):
         return entry
-    id, first, last = found
     runs, unchanged = copied_runs(said), is_unchanged(said)
-    return copy_entry(entry, id[:200], [first, last], runs, room_beside([]), unchanged=unchanged)
+    # Formats number trajectories, each in its own way.
+    source = {**bounded(said), MOVED: None}
+    return copy_entry(entry, source, runs, room_beside([]), unchanged=unchanged)

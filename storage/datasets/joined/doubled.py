@@ -1,4 +1,4 @@
-"""Rows that a union has twice: copied from one member to another, or the same bit for bit."""
+"""Trajectories that a union has twice, bit for bit, though no manifest says that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Final
 import numpy as np
 
 from tallyroll.storage.datasets.joined.union import UnionReader
-from tallyroll.storage.files.copied_runs import rows_copied
 from tallyroll.storage.rows.keys import STEP, TRAJ_IDS
 
 _CHUNK_NBYTES: Final = 2**24
@@ -26,23 +25,6 @@ class Doubled:
     """The number of trajectories that the member has."""
     pairs: tuple[tuple[int, int, int], ...]
     """First rows and ids of some, and the ids of the earlier ones."""
-
-
-def copied_from_members(union: UnionReader) -> list[str]:
-    """Return sentences on members whose rows were copied from another one, by their manifests."""
-    by_id = {each.id: each for each in union.members}
-    found: list[str] = []
-    for member in union.members:
-        for run in member.reader.runs:
-            copied = rows_copied(run)
-            source = by_id.get(copied[0]) if copied is not None else None
-            if source is None or source is member or copied is None:
-                continue
-            _, first, last = copied
-            if first < source.span.stop and (last is None or last >= source.span.start):
-                said = f"rows of {member.path} were copied from {source.path}, which is here too"
-                found += [] if said in found else [said]
-    return found
 
 
 def doubled_trajectories(union: UnionReader, most: int) -> list[Doubled]:

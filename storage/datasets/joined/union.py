@@ -19,6 +19,7 @@ from tallyroll.storage.datasets.joined.member_of import MemberOf
 from tallyroll.storage.datasets.joined.members import Member, joined_runs, joined_schema
 from tallyroll.storage.datasets.joined.packs import JoinedPacks
 from tallyroll.storage.datasets.joined.shards import Shards, shards_of
+from tallyroll.storage.datasets.joined.shared_rows import refuse_shared_rows
 from tallyroll.storage.datasets.joined.taken_back import TakenBack, require_kept
 from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.errors import (
@@ -28,6 +29,7 @@ from tallyroll.storage.errors import (
     StateMismatch,
     TrajectoryIdTaken,
 )
+from tallyroll.storage.files.copied_runs import SOURCES, source_of
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.indexing import resolve
@@ -110,7 +112,8 @@ class UnionReader(RowReader):
     Raises:
         SchemaMismatch: the members' columns differ; each difference is named.
         ColumnsMissing: no member has a column that is wanted.
-        RowsDoubled: two members are the same storage.
+        RowsDoubled: two members are the same storage, or have rows that were copied from one to
+            the other, or from the same rows.
         NotInitialised: a member has no columns yet.
         Overrun: rows of ``spans`` are gone.
     """
@@ -151,6 +154,8 @@ class UnionReader(RowReader):
                 )
             )
         _refuse_doubled(found)
+        if spans is None:  # with spans, it was opened before, or has the shards of one run
+            refuse_shared_rows(found)
         self.members: tuple[Member, ...] = tuple(found)
         """The storages, in their order, and which rows are theirs."""
         self._span = range(first)
@@ -219,7 +224,26 @@ class UnionReader(RowReader):
             "id": self.id,
             "created": max(each.reader.manifest["created"] for each in self.members),
             "runs": self._runs,
+            SOURCES: self._sources(),
         }
+
+    def _sources(self) -> list[dict[str, Any]]:
+        """Return the storages that have the rows, for manifests of copies."""
+        moves = self._known_moves()
+        found = []
+        for number, each in enumerate(self.members):
+            if len(each.rows):
+                rows: list[int | None] = [each.span.start, each.span.stop - 1]
+                moved = None if moves is None else moves[number]
+                found.append(
+                    {"first_row": each.rows.start, **source_of(each.reader.manifest, rows, moved)}
+                )
+        return found
+
+    def _known_moves(self) -> tuple[int, ...] | None:
+        """Return `ids_moved_by` if they were looked up; they are if ids were read."""
+        found: tuple[int, ...] | None = vars(self).get("ids_moved_by")
+        return found
 
     @property
     def runs(self) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from tallyroll.storage.errors import (
     StateMismatch,
     StorageFull,
 )
+from tallyroll.storage.files.copied_runs import PACKED, source_of
 from tallyroll.storage.files.manifest import Manifest, new_manifest, write_manifest
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import Inside
@@ -279,8 +280,8 @@ def _manifest(
         with contextlib.suppress(UnicodeDecodeError):  # no collector's
             kept = record[1].decode()
     manifest = new_manifest(format, schema, packed_runs(source["runs"], counted=bool(kept)))
-    known = {"id": source["id"], "format": source["format"], "rows": [span.start, span.stop]}
-    manifest |= {"packed": layout.to_json(), "packed_from": known}
+    known = {**source_of(source, [span.start, span.stop]), "format": source["format"]}
+    manifest |= {"packed": layout.to_json(), PACKED: known}
     return manifest if kept is None else {**manifest, "record": kept}
 
 

@@ -60,3 +60,6 @@ class ShardedReader(UnionReader):
     @property
     def ids_moved_by(self) -> tuple[int, ...]:
         return (0,) * len(self.members)
+
+    def _known_moves(self) -> tuple[int, ...]:
+        return self.ids_moved_by

@@ -8,16 +8,14 @@ from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
-from tensordict import TensorDict
 
 from tallyroll.storage.datasets.views.chosen_rows import ChosenRows, chosen_rows
 from tallyroll.storage.errors import Overrun
-from tallyroll.storage.files.copied_runs import FIRST_ROW_OF_RUN
+from tallyroll.storage.files.copied_runs import FIRST_ROW_OF_RUN, SOURCES, source_of, sources_of
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.run_events import without_events
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
-from tallyroll.storage.rows.keys import TRAJ_IDS, Key, Keys
-from tallyroll.storage.rows.origin import came_from
+from tallyroll.storage.rows.keys import TRAJ_IDS, Key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.rewinds import require_kept
 from tallyroll.storage.trajectories.columns import numbers_of
@@ -80,9 +78,19 @@ class ViewReader(RowReader):
             **manifest,
             "id": f"{manifest['id']}-{self.picked.digest[:16]}",
             "runs": [self._placed(run) for run in runs],
+            SOURCES: self._sources(manifest),
         }
         found.pop("finalized", None)  # it has the checksums of other rows
         return found
+
+    def _sources(self, manifest: Manifest) -> list[dict[str, Any]]:
+        """Return the storages that have the rows, for manifests of copies."""
+        if not len(self._span):
+            return []
+        first, last = self.picked.numbers(np.array([0, len(self._span) - 1])).tolist()
+        found = {"first_row": 0, **source_of(manifest, [first, last])}
+        found.pop(SOURCES, None)
+        return [found, *({**each, "first_row": 0} for each in sources_of(manifest))]
 
     def _placed(self, run: dict[str, Any]) -> dict[str, Any]:
         """Return an entry with the rows of a view; it has neither seeds of lanes nor events."""
@@ -114,12 +122,6 @@ class ViewReader(RowReader):
         found = self.rows.gather(each)
         for there in each:
             self.check(there)
-        return found
-
-    def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
-        found = super().get(index, keys)
-        if isinstance(index, slice) and keys is None:
-            came_from(found, self.origin, self._span[index])
         return found
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:

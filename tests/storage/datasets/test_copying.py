@@ -417,7 +417,8 @@ def test_chosen_trajectories(tmp_path: Path) -> None:
             with open_storage([tmp_path / "m-1", tmp_path / "m-2"]) as sources:
                 members = [each.id for each in sources.reader.members]  # type: ignore[attr-defined]
             assert [run["copied_from"] for run in copy.runs] == [
-                {"id": each, "rows": [1, 15]} for each in members
+                {"id": each, "rows": [1, 15], "ids_moved_by": moved}
+                for each, moved in zip(members, union.reader.ids_moved_by[1:], strict=True)
             ]
     assert verify(tmp_path / "copy.zarr").sound
 

@@ -25,7 +25,6 @@ Rows: TypeAlias = Literal["rewind", "keep"]
 
 _ARGUMENTS = ("path", "collector", "storage", "every", "keep_last", "copy_rows", "rows")
 """Names of arguments of `save_checkpoint` or `load_checkpoint`, which no part can have."""
-_MISSING: Any = object()
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Loaded:
 
 
 def save_checkpoint(
-    path: PathLike = _MISSING,
+    path: PathLike | None = None,
     /,
     *,
     collector: Collector | None = None,
@@ -146,7 +145,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: PathLike = _MISSING,
+    path: PathLike | None = None,
     /,
     *,
     collector: Collector | None = None,
@@ -333,16 +332,13 @@ def _parts_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {"kind": kind, "state": each} for name, kind, each in parts}
 
 
-def _path_of(path: PathLike, parts: dict[str, Any]) -> Path:
-    """Return the path of checkpoints, which may be given by the keyword ``path``, too."""
-    named = parts.pop("path", _MISSING)
-    if path is _MISSING:
-        path = named
-    elif named is not _MISSING:
+def _path_of(path: PathLike | None, parts: dict[str, Any]) -> Path:
+    """Return the path of checkpoints, which a caller may give by the keyword ``path``, too."""
+    if path is not None and "path" in parts:
         raise _not_a_part("path")
+    path = parts.pop("path", path)
     if not isinstance(path, str | os.PathLike):
-        got = "none" if path is _MISSING else type(path).__name__
-        raise ArgumentError(f"path: expected the path of a folder, got {got}. Give it first.")
+        raise _not_an_argument("path", "the path of a folder, as the first argument", path)
     return Path(path)
 
 
