@@ -43,13 +43,22 @@ class Offsets:
 
 
 @overload
-def split_trajectories(rows: TensorDictBase, *, out: Literal["padded"] = ...) -> TensorDict: ...
-@overload
-def split_trajectories(rows: TensorDictBase, *, out: Literal["list"]) -> list[TensorDictBase]: ...
-@overload
-def split_trajectories(rows: TensorDictBase, *, out: Literal["offsets"]) -> Offsets: ...
 def split_trajectories(
-    rows: TensorDictBase, *, out: Literal["padded", "list", "offsets"] = "padded"
+    rows: TensorDictBase, *, out: Literal["padded"] = ..., on_gap: Literal["split", "raise"] = ...
+) -> TensorDict: ...
+@overload
+def split_trajectories(
+    rows: TensorDictBase, *, out: Literal["list"], on_gap: Literal["split", "raise"] = ...
+) -> list[TensorDictBase]: ...
+@overload
+def split_trajectories(
+    rows: TensorDictBase, *, out: Literal["offsets"], on_gap: Literal["split", "raise"] = ...
+) -> Offsets: ...
+def split_trajectories(
+    rows: TensorDictBase,
+    *,
+    out: Literal["padded", "list", "offsets"] = "padded",
+    on_gap: Literal["split", "raise"] = "split",
 ) -> TensorDict | list[TensorDictBase] | Offsets:
     """Split rows by ``("collector", "traj_ids")``, in ascending order of the ids.
 
@@ -58,24 +67,41 @@ def split_trajectories(
             where ``("collector", "mask")`` is False are left out.
         out: ``"padded"`` gives ``[trajectory, time]`` with ``("collector", "mask")``;
             ``"list"`` a TensorDict ``[time]`` a trajectory; ``"offsets"`` an :class:`Offsets`.
+        on_gap: what happens where the steps of an id are not consecutive, because a row is missing
+            or there twice. ``"split"`` makes several trajectories of it, each of consecutive
+            steps, in the order of their first steps; ``"raise"`` raises.
 
-    Within a trajectory rows are ordered by ``("collector", "step")`` where it is there, else as
-    they come. At its last row ``("next", "done")``, and every bool ``"done"`` below it, is True,
-    and ``("collector", "cut")`` says whether the trajectory goes on beyond these rows, so that
-    value estimators stop there. At its first row every bool ``"is_init"`` is True, where recurrent
-    modules begin from the state that is stored there.
+    Within a trajectory rows are ordered by ``("collector", "step")``. Rows without that column stay
+    in their order, and all rows of an id are one trajectory, because gaps and repeated rows cannot
+    be detected. Of rows that are there several times, those that are adjacent in ``rows`` stay
+    together, so that slices drawn by a sampler stay as they were drawn.
+
+    At the last row of a trajectory ``("next", "done")``, and every bool ``"done"`` below it, is
+    True, and ``("collector", "cut")`` says whether the trajectory goes on beyond these rows, so
+    that value estimators stop there. At its first row every bool ``"is_init"`` is True, where
+    recurrent modules begin from the state that is stored there.
 
     Raises:
-        ArgumentError: there are no trajectory ids.
+        ArgumentError: there are no trajectory ids, an id or step is not one number for each row,
+            or with ``on_gap="raise"`` the steps of an id are not consecutive.
     """
     if out not in ("padded", "list", "offsets"):
         raise ArgumentError(f'out is "padded", "list" or "offsets", got {out!r}')
+    if on_gap not in ("split", "raise"):
+        raise ArgumentError(f'on_gap: expected "split" or "raise", got {on_gap!r}.')
     flat = _flat(rows)
-    found = (flat.get(key, None) for key in (STEP, TRAJ_IDS))
-    keys = [column.reshape(-1).cpu().numpy() for column in found if column is not None]
-    order = np.lexsort(keys)
-    ids = keys[-1][order]
-    begin = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
+    ids, step = _numbers(flat, TRAJ_IDS), _numbers(flat, STEP)
+    assert ids is not None
+    order, begin = _by_id(ids, step)
+    if step is not None and (gaps := _gaps(step[order], begin)).size:
+        if on_gap == "raise":
+            before, after = step[order][gaps[0]], step[order][gaps[0] + 1]
+            raise ArgumentError(
+                f"rows: expected consecutive steps of each trajectory, got step {after} after step "
+                f'{before} of trajectory {ids[order][gaps[0]]}. Pass on_gap="split" to split there.'
+            )
+        order, begin = _chains(ids, step, _ended(flat))
+    ids = ids[order]
     lengths = np.diff(begin, append=len(ids))
     ordered = _mark_ends(_in_order(flat, order), begin + lengths - 1)
     ordered = _marked(ordered, begin, is_init)
@@ -85,6 +111,102 @@ def split_trajectories(
         return list(ordered.split(lengths.tolist())) if len(lengths) else []
     offsets = torch.from_numpy(np.append(begin, len(ids)))
     return Offsets(ordered, offsets, torch.from_numpy(ids[begin]))
+
+
+def _numbers(rows: TensorDictBase, key: Key) -> Int | None:
+    """Return a column of one number per row, or None if there is no such column."""
+    column = rows.get(key, None)
+    if column is None:
+        return None
+    if column.numel() != len(rows):
+        raise ArgumentError(
+            f"{spell(key)}: expected one number for each of {len(rows)} rows, got the shape "
+            f"{list(column.shape)}."
+        )
+    found: Int = column.reshape(-1).cpu().numpy()
+    return found
+
+
+def _by_id(ids: Int, step: Int | None) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the order of rows by id, then step, and where each id begins in it."""
+    order = np.lexsort((ids,) if step is None else (step, ids))
+    return order, _begins(ids[order])
+
+
+def _begins(values: Int) -> NDArray[np.intp]:
+    """Return where each run of equal values begins."""
+    if not len(values):
+        return np.zeros(0, np.intp)
+    return np.append(0, np.flatnonzero(values[1:] != values[:-1]) + 1)
+
+
+def _gaps(step: Int, begin: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the ordered rows that the next row of their id does not follow by one step."""
+    apart = np.diff(step) != 1
+    apart[begin[1:] - 1] = False
+    return np.flatnonzero(apart)
+
+
+def _ended(rows: TensorDictBase) -> NDArray[np.bool_]:
+    """Return which rows are the last of an episode, not only of a batch."""
+    done, cut = rows.get(DONE, None), rows.get(CUT, None)
+    if done is None:
+        return np.zeros(len(rows), np.bool_)
+    ended = done.reshape(len(rows), -1).all(-1)
+    if cut is not None:
+        ended &= ~cut.reshape(len(rows), -1).any(-1)
+    found: NDArray[np.bool_] = ended.cpu().numpy()
+    return found
+
+
+def _chains(
+    ids: Int, step: Int, ended: NDArray[np.bool_]
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return an order of rows by chains of consecutive steps of an id, and where each begins.
+
+    Every row is followed by a row of the next step as long as there is one. A row is followed by
+    the adjacent one if it can be, otherwise by the first that is left; rows that end an episode
+    come last.
+    """
+    count = len(ids)
+    order, _ = _by_id(ids, step)
+    new = np.ones(count, np.bool_)
+    new[1:] = (np.diff(ids[order]) != 0) | (np.diff(step[order]) != 0)
+    group = np.empty(count, np.int64)  # rows of the same id and step
+    group[order] = np.cumsum(new) - 1
+    first = order[new]  # a row of each group
+    follows = np.zeros(len(first), np.bool_)  # the next group is the next step of the same id
+    follows[:-1] = (np.diff(ids[first]) == 0) & (np.diff(step[first]) == 1)
+
+    before = np.arange(count)  # the row before each row of its chain; itself at its beginning
+    adjacent = np.flatnonzero(follows[group[:-1]] & (np.diff(group) == 1) & ~ended[:-1])
+    before[adjacent + 1] = adjacent
+    open_, alone = follows[group], np.ones(count, np.bool_)
+    open_[adjacent], alone[adjacent + 1] = False, False
+    earlier, later = np.flatnonzero(open_), np.flatnonzero(alone)
+    earlier = earlier[np.lexsort((ended[earlier], group[earlier]))]
+    later = later[np.argsort(group[later], kind="stable")]
+    _, one, other = np.intersect1d(
+        (group[earlier] + 1) * count + _ranks(group[earlier]),
+        group[later] * count + _ranks(group[later]),
+        assume_unique=True,
+        return_indices=True,
+    )
+    before[later[other]] = earlier[one]
+
+    start = before
+    while not np.array_equal(further := start[start], start):
+        start = further
+    order = np.lexsort((step, start, step[start], ids))
+    return order, _begins(start[order])
+
+
+def _ranks(groups: Int) -> Int:
+    """Return the place of each element within its run of equal elements."""
+    begin = _begins(groups)
+    lengths = np.diff(begin, append=len(groups))
+    found: Int = np.arange(len(groups)) - np.repeat(begin, lengths)
+    return found
 
 
 def by_lane(rows: TensorDictBase, lanes: range) -> TensorDict:

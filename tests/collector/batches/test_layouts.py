@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,79 @@ def test_a_trajectory_over_two_joined_batches_is_not_cut() -> None:
     (piece,) = split_trajectories(both, out="list")
     assert piece["next", "done"].view(-1).tolist() == [False, False, True]
     assert piece["collector", "cut"].tolist() == [False] * 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=40), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_repeated_and_missing_rows_begin_pieces(rows: list[tuple[int, int]], ended: bool) -> None:
+    batch = rows_of([i for i, _ in rows], [s for _, s in rows], [ended and s > 3 for _, s in rows])
+    pieces = split_trajectories(batch, out="list")
+    numbers: list[int] = []
+    for piece in pieces:
+        numbers += (piece["x"][:, 0] / 2).int().tolist()
+        assert len(set(piece["collector", "traj_ids"].tolist())) == 1
+        step = piece["collector", "step"]
+        assert step.tolist() == list(range(int(step[0]), int(step[0]) + len(piece)))
+    assert sorted(numbers) == list(range(len(rows)))  # each row once
+    count = Counter(rows)
+    fewest = sum(max(0, n - count[i, s - 1]) for (i, s), n in count.items())
+    assert len(pieces) == fewest
+    begins = [(int(p["collector", "traj_ids"][0]), int(p["collector", "step"][0])) for p in pieces]
+    assert begins == sorted(begins)
+    if fewest == len({i for i, _ in rows}):
+        split_trajectories(batch, on_gap="raise")
+    else:
+        with pytest.raises(ArgumentError, match=r"expected consecutive steps of each trajectory"):
+            split_trajectories(batch, on_gap="raise")
+
+
+@pytest.mark.parametrize(
+    ("steps", "pieces"),
+    [
+        ([0, 1, 2, 0, 1, 2], [[0, 1, 2], [3, 4, 5]]),
+        ([2, 2, 1, 1, 0, 0], [[4, 2, 0], [5, 3, 1]]),
+        ([1, 2, 3, 2, 3, 4], [[0, 1, 2], [3, 4, 5]]),
+        ([2, 3, 4, 1, 2, 3], [[3, 4, 5], [0, 1, 2]]),
+        ([3, 4, 0, 1, 2], [[2, 3, 4, 0, 1]]),
+        ([0, 1, 3, 4, 5], [[0, 1], [2, 3, 4]]),
+        ([5, 1, 1, 3, 2], [[1, 4, 3], [2], [0]]),
+    ],
+)
+def test_slices_that_overlap_stay_as_they_were_drawn(
+    steps: list[int], pieces: list[list[int]]
+) -> None:
+    rows = rows_of([7] * len(steps), steps)
+    found = split_trajectories(rows, out="list")
+    assert [(p["x"][:, 0] / 2).int().tolist() for p in found] == pieces
+    assert all(
+        p["next", "done"].view(-1).tolist() == [False] * (len(p) - 1) + [True] for p in found
+    )
+    assert all(bool(p["collector", "cut"][-1]) for p in found)
+    offsets = split_trajectories(rows, out="offsets")
+    assert offsets.traj_ids.tolist() == [7] * len(pieces)
+
+
+def test_a_row_that_ends_an_episode_is_not_followed_by_one_of_another_copy() -> None:
+    # Two runs numbered alike, whose rows alternate: the first episode ends one step earlier.
+    rows = rows_of([0] * 7, [2, 2, 1, 1, 0, 0, 3], [True] + [False] * 5 + [True])
+    found = split_trajectories(rows, out="list")
+    assert [(p["x"][:, 0] / 2).int().tolist() for p in found] == [[4, 2, 0], [5, 3, 1, 6]]
+    assert not any(bool(p["collector", "cut"].any()) for p in found)
+
+
+def test_rows_without_steps_are_one_trajectory_an_id() -> None:
+    rows = rows_of([1, 0, 1, 1])
+    assert [len(p) for p in split_trajectories(rows, out="list", on_gap="raise")] == [1, 3]
+
+
+def test_a_step_is_one_number_a_row() -> None:
+    rows = rows_of([0, 0])
+    rows["collector", "step"] = torch.zeros(2, 3, dtype=torch.int64)
+    match = r"collector/step: expected one number for each of 2 rows, got the shape \[2, 3\]"
+    with pytest.raises(ArgumentError, match=match):
+        split_trajectories(rows)
+    with pytest.raises(ArgumentError, match='on_gap: expected "split" or "raise", got \'skip\''):
+        split_trajectories(rows, on_gap="skip")  # type: ignore[call-overload]
 
 
 def test_nothing_is_split_into_nothing() -> None:
