@@ -1,4 +1,4 @@
-"""Batches of an epoch, for a `DataLoader`: each item once, gone on with at any batch."""
+"""Batches of an epoch, for a `DataLoader`: each item once, resumable at any batch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ class EpochBatches(Sampler[list[int]]):
         for batch in loader:  # one epoch; the next iteration is the next one
             ...
 
-    Each epoch has each item once. The order is the same for any number of workers. `state_dict`
-    says where it is: a loader with workers has asked for more batches than it has given, so pass
-    the number that were taken, or let torchdata's ``StatefulDataLoader`` count them.
+    Each iteration is a whole epoch with each item once, and takes the next epoch's number at its
+    first batch, also if the iteration before it was left early or still runs. Only the first
+    iteration after `load_state_dict` starts in mid-epoch. The order is the same for any number of
+    workers.
+
+    `state_dict` returns the position in the epoch from which a batch was requested last. A loader
+    with workers has requested more batches than it has returned, so pass the number that were
+    taken, or let torchdata's ``StatefulDataLoader`` count them.
 
     Args:
         count: of the items, ``len(dataset)``.
@@ -77,8 +82,11 @@ class EpochBatches(Sampler[list[int]]):
         self.block, self.window, self.drop_last = block, window, drop_last
         self.rank, self.world = rank, world
         self.epoch = 0
-        """The number of the epoch that the next iteration has, or goes on with."""
-        self._batch = 0
+        """The number of the epoch that the next iteration has, or continues after a load."""
+        self._first = 0
+        """The batch with which the next iteration starts: 0, unless a state was loaded."""
+        self._position = 0, 0
+        """Epoch, and batches requested of it: what `state_dict` returns."""
 
     @property
     def _items(self) -> int:
@@ -93,43 +101,52 @@ class EpochBatches(Sampler[list[int]]):
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of an epoch, or those that are left of it."""
-        epoch, size = self.epoch, self.batch_size
+        """Yield the batches of an epoch; after `load_state_dict`, once, those that are left."""
+        epoch, start, size = self.epoch, self._first, self.batch_size
+        self.epoch, self._first, self._position = epoch + 1, 0, (epoch, start)
         order = Order(self.count, self.seed, epoch, self.block, self.window)
-        for batch in range(self._batch, len(self)):
+        for batch in range(start, len(self)):
             first = batch * size
             stop = min(first + size, self._items)
             places = slice(
                 self.rank + first * self.world, self.rank + stop * self.world, self.world
             )
-            self.epoch, self._batch = epoch, batch + 1
+            self._position = epoch, batch + 1
             found = order[places] if self.shuffle else np.arange(self.count)[places]
             yield found.tolist()
-        self.epoch, self._batch = epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch."""
+        """Let the next iteration be a whole epoch of this number.
+
+        Several ranks need it if one of them may leave an iteration early: their epochs must have
+        the same number.
+        """
         if type(epoch) is not int or not 0 <= epoch < _MOST:
             raise ValueError(f"epoch is a whole number of at least 0, got {epoch!r}.")
-        self.epoch, self._batch = epoch, 0
+        self.epoch, self._first, self._position = epoch, 0, (epoch, 0)
 
     def state_dict(self, taken: int | None = None) -> dict[str, Any]:
-        """Return where the order is.
+        """Return the position in the epoch from which a batch was requested last.
 
         Args:
-            taken: batches of this epoch that were taken from a loader with workers, which asks for
-                some ahead; None: all that were asked for.
+            taken: batches of this epoch that were taken from a loader with workers, which requests
+                some ahead, with those before a state that was loaded. Default: all that were
+                requested.
 
         Raises:
             ValueError: an epoch has fewer batches.
         """
-        batch = self._batch if taken is None else taken
+        epoch, requested = self._position
+        batch = requested if taken is None else taken
         if type(batch) is not int or not 0 <= batch <= len(self):
             raise ValueError(f"taken is a number of batches from 0 to {len(self)}, got {taken!r}.")
-        return {**self._order(), "epoch": self.epoch, "batch": batch}
+        return {**self._order(), "epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state: the next iteration has the rest of its epoch.
+        """Continue from a state: the next iteration has the rest of its epoch.
+
+        The iterations after that are whole epochs. A state at the end of an epoch continues with
+        the next one.
 
         Raises:
             StateMismatch: it is of another order: other items, sizes or seed.
@@ -144,7 +161,8 @@ class EpochBatches(Sampler[list[int]]):
         if type(epoch) is not int or type(batch) is not int or epoch < 0 or batch < 0:
             raise StateMismatch("this state does not say where the order is.")
         whole = batch >= len(self)
-        self.epoch, self._batch = (epoch + 1, 0) if whole else (epoch, batch)
+        self.epoch, self._first = (epoch + 1, 0) if whole else (epoch, batch)
+        self._position = self.epoch, self._first
 
     def _order(self) -> dict[str, Any]:
         names = ("count", "batch_size", "seed", "shuffle", "drop_last", "rank", "world")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,164 @@ def test_a_state_of_another_order_and_wrong_numbers_are_refused() -> None:
         batches.state_dict(taken=11)
     with pytest.raises(ValueError, match="epoch is a whole number"):
         batches.set_epoch(-1)
+
+
+# --- partial epochs -------------------------------------------------------------------------------
+
+
+class EpochModel:
+    """Says which batches an iteration has: whole epochs, numbered as they begin."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+        self.epoch, self.first = 0, 0
+
+    def whole(self, epoch: int) -> list[list[int]]:
+        batches = EpochBatches(**self.arguments)
+        batches.set_epoch(epoch)
+        return list(batches)
+
+    def begin(self) -> tuple[int, int, list[list[int]]]:
+        """Return number, first batch and batches of the iteration that begins."""
+        epoch, first = self.epoch, self.first
+        self.epoch, self.first = epoch + 1, 0
+        return epoch, first, self.whole(epoch)[first:]
+
+    def load(self, epoch: int, batch: int) -> None:
+        whole = batch >= len(self.whole(epoch))
+        self.epoch, self.first = (epoch + 1, 0) if whole else (epoch, batch)
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.sampled_from(["whole", "list", "zip", "nested", "past the end"])),
+    st.tuples(st.sampled_from(["break", "raise", "peek", "save", "two"]), st.integers(1, 6)),
+    st.tuples(st.just("set_epoch"), st.integers(0, 9)),
+)
+
+
+@given(
+    st.integers(1, 23),
+    st.integers(1, 6),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 3),
+    st.lists(OPERATIONS, max_size=8),
+    st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_random_partial_epochs(
+    count: int,
+    size: int,
+    shuffle: bool,
+    drop_last: bool,
+    world: int,
+    operations: list[tuple[Any, ...]],
+    loads: bool,
+) -> None:
+    arguments: dict[str, Any] = {"count": count, "batch_size": size, "shuffle": shuffle}
+    arguments |= {"drop_last": drop_last, "rank": world - 1, "world": world, "block": world}
+    batches, model = EpochBatches(**arguments), EpochModel(arguments)
+    # torch's loader over the numbers of items gives the batches themselves.
+    loader: Any = (
+        DataLoader(range(count), batch_sampler=batches, collate_fn=list) if loads else batches
+    )
+    for name, *values in operations:
+        if name == "set_epoch":
+            batches.set_epoch(*values)
+            model.epoch, model.first = values[0], 0
+            continue
+        if name == "zip":
+            pairs = list(zip(loader, loader, strict=False))
+            one = model.begin()[2]
+            if one:  # else the second is not asked
+                other = model.begin()[2]
+                assert pairs == list(zip(one, other, strict=False))
+            continue
+        if name == "nested":
+            found = [(each, list(loader)) for each in itertools.islice(loader, 2)]
+            outer = model.begin()[2][:2]
+            assert found == [(each, model.begin()[2]) for each in outer]
+            continue
+        epoch, first, wanted = model.begin()
+        if name == "whole":
+            assert [*loader] == wanted
+        elif name == "list":
+            assert len(loader) == len(model.whole(0))
+            assert list(loader) == wanted
+        elif name == "past the end":
+            iterator = iter(loader)
+            assert list(iterator) == wanted
+            assert list(iterator) == []
+        elif name == "break":
+            assert list(itertools.islice(loader, *values)) == wanted[: values[0]]
+        elif name == "raise":
+            taken = []
+            with contextlib.suppress(KeyError):
+                for batch in loader:
+                    taken.append(batch)
+                    if len(taken) == values[0]:
+                        raise KeyError
+            assert taken == wanted[: values[0]]
+        elif name == "peek":
+            assert next(iter(loader), None) == (wanted[0] if wanted else None)
+        elif name == "two":  # the first goes on after the second
+            one = iter(loader)
+            assert list(itertools.islice(one, *values)) == wanted[: values[0]]
+            assert list(loader) == model.begin()[2]
+            assert list(one) == wanted[values[0] :]
+        elif name == "save":
+            assert list(itertools.islice(loader, *values)) == wanted[: values[0]]
+            state = batches.state_dict()
+            at = min(first + values[0], first + len(wanted))
+            assert (state["epoch"], state["batch"]) == (epoch, at)
+            if values[0] % 2:  # another object, in another process for all that matters
+                batches = EpochBatches(**arguments)
+                loader = (
+                    DataLoader(range(count), batch_sampler=batches, collate_fn=list)
+                    if loads
+                    else batches
+                )
+            batches.load_state_dict(json.loads(json.dumps(state)))
+            model.load(epoch, at)
+        assert batches.epoch == model.epoch
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_give_whole_epochs_after_partial_ones(persistent: bool) -> None:
+    batches = EpochBatches(22, 2, seed=1)
+    model = EpochModel({"count": 22, "batch_size": 2, "seed": 1})
+    warm_fork_server()
+    loader: Any = DataLoader(
+        range(22),  # type: ignore[arg-type]
+        batch_sampler=batches,
+        collate_fn=list,
+        num_workers=2,
+        multiprocessing_context="forkserver",
+        persistent_workers=persistent,
+    )
+    peeked = next(iter(loader))
+    assert peeked == model.begin()[2][0]
+    assert list(loader) == model.begin()[2]
+    wanted = model.begin()[2]
+    for taken, batch in enumerate(loader, 1):
+        assert batch == wanted[taken - 1]
+        if taken == 9:  # the loader has requested all batches
+            state = batches.state_dict(taken)
+            break
+    assert (state["epoch"], state["batch"]) == (2, 9)
+    assert list(loader) == model.begin()[2]
+    batches.load_state_dict(state)
+    assert list(loader) == wanted[9:]
+    assert list(loader) == model.whole(3)
+
+
+def test_ranks_that_set_the_epoch_share_it_after_one_of_them_left_early() -> None:
+    ranks = [EpochBatches(21, 4, rank=rank, world=3) for rank in range(3)]
+    next(iter(ranks[1]))
+    for rank in ranks:
+        rank.set_epoch(5)
+    items = [item for rank in ranks for batch in rank for item in batch]
+    assert sorted(items) == list(range(21))
 
 
 # --- rows and pieces ------------------------------------------------------------------------------
