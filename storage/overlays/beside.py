@@ -17,8 +17,14 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.safe_files import closing
 from tallyroll.storage.formats.base import BESIDE
-from tallyroll.storage.overlays.header import Kept
-from tallyroll.storage.overlays.overlay_file import OverlayFile, acquire, lock_of, make_file
+from tallyroll.storage.overlays.header import HEADER_NBYTES, Kept, is_of_another
+from tallyroll.storage.overlays.overlay_file import (
+    OverlayFile,
+    acquire,
+    lock_of,
+    make_file,
+    owner_of,
+)
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.rows.keys import Key, can_be_stored, spell
 from tallyroll.storage.rows.schema import Schema
@@ -35,7 +41,10 @@ class Overlays:
         self._files: dict[Key, OverlayFile] = {}
 
     def keys(self) -> list[Key]:
-        """Return the keys of all overlays that there are, by their files' names."""
+        """Return the keys of all overlays that there are, by their files' names.
+
+        Files that name another storage are left out: they stayed when it was removed.
+        """
         folder, inside = self._table.parent, self.reader.format.inside
         with (
             translated(folder),
@@ -44,7 +53,16 @@ class Overlays:
         ):
             names = [each.name for each in entries if not each.is_dir(follow_symlinks=False)]
         found = (_key_in(name, self._first) for name in sorted(names))
-        return [key for key in found if key is not None]
+        return [key for key in found if key is not None and not self._is_left_over(key)]
+
+    def _is_left_over(self, key: Key) -> bool:
+        """Return True if the file of a key is an overlay of another storage."""
+        path = self.path_of(key)
+        try:
+            page = self.reader.format.inside.read_start(path, HEADER_NBYTES)
+        except OSError:
+            return False
+        return is_of_another(page, path, owner_of(self.reader))
 
     @property
     def _table(self) -> Path:
@@ -93,13 +111,15 @@ class Overlays:
 
         Raises:
             SchemaMismatch: there is one that keeps something else.
-            InvalidSchema: the rows have a column of that name, or it does not fit beside them.
+            InvalidSchema: the rows have a column of that name, or it does not fit beside them or
+            another overlay.
             ReadOnlyStorage: there is none, and this process may not make it.
         """
         key, reader = kept.key, self.reader
         require_fits(reader.schema, kept)
         path = self.path_of(key)
-        if not os.path.lexists(path):
+        if not self._has(key):
+            self._require_no_group(key)
             if not writable:
                 raise ReadOnlyStorage(
                     f'{reader.path} has no overlay {spell(key)}, and mode="read" makes none. Give '
@@ -107,7 +127,7 @@ class Overlays:
                 )
             lock = acquire(reader, path, key)
             try:
-                if not os.path.lexists(path):
+                if not self._has(key):
                     make_file(reader, path, kept)
             finally:
                 lock.release()
@@ -118,6 +138,20 @@ class Overlays:
                 "it is, or drop it: storage.drop_overlay(name)."
             )
         return found
+
+    def _has(self, key: Key) -> bool:
+        return os.path.lexists(self.path_of(key)) and not self._is_left_over(key)
+
+    def _require_no_group(self, key: Key) -> None:
+        """Raise `InvalidSchema` if an overlay is a group that holds ``key``, or the reverse."""
+        for other in self.keys():
+            short = min(len(key), len(other))
+            if key != other and key[:short] == other[:short]:
+                raise InvalidSchema(
+                    f"overlay {spell(key)}: expected a name that can be read together with the "
+                    f"overlay {spell(other)}, got one that would be both a column and a group. "
+                    "Give it another name."
+                )
 
     def drop(self, key: Key) -> None:
         """Remove an overlay, damaged or not.

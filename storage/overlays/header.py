@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import DamagedOverlay, FormatVersionMismatch, InvalidSchema
+from tallyroll.storage.rows.dtypes import exact_tensor
 from tallyroll.storage.rows.keys import Key, as_key, spell
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -93,21 +94,13 @@ def kept_as(key: str | Key, dtype: torch.dtype, shape: Sequence[int] | int, fill
     if not isinstance(fill, bool | int | float | complex):
         raise TypeError(f"fill: expected one number for all rows, got {fill!r:.80}.")
     try:
-        made = torch.tensor(fill, dtype=dtype)
-    except (RuntimeError, OverflowError, TypeError) as error:
-        raise ValueError(f"fill: {fill!r} is no {column.dtype_name}: {error}") from error
-    if made.item() != fill and fill == fill and not _is_rounded(made, fill):
+        made = exact_tensor(fill, dtype)
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
-            f"fill: {fill!r} is no {column.dtype_name}, which would make {made.item()!r} of it. "
-            "Give a number that the dtype has."
-        )
+            f"overlay {spell(key)}, fill: expected a number that {column.dtype_name} has, got "
+            f"{fill!r:.80} ({error}). Give another fill or dtype."
+        ) from error
     return Kept(column, as_array(made, column).tobytes())
-
-
-def _is_rounded(made: torch.Tensor, fill: _Fill) -> bool:
-    if not (made.is_floating_point() or made.is_complex()):
-        return False
-    return bool(made.isfinite())
 
 
 def as_array(tensor: torch.Tensor, column: Column) -> np.ndarray:
@@ -171,6 +164,15 @@ def read_header(page: bytes, path: Path, key: Key, owner: Owner) -> Kept:
     if whose != owner:
         raise damaged(path, f"it belongs to another storage ({whose.id}, ring {whose.ring})")
     return Kept(column, fill)
+
+
+def is_of_another(page: bytes, path: Path, owner: Owner) -> bool:
+    """Return True if a first page is whole and names another storage than ``owner``."""
+    try:
+        said = _said_in(page, path)
+    except (DamagedOverlay, FormatVersionMismatch):
+        return False
+    return isinstance(said.get("id"), str) and said["id"] != owner.id
 
 
 def _said_in(page: bytes, path: Path) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from tallyroll.storage.overlays.header import as_array, as_tensor
 from tallyroll.storage.overlays.overlay_file import OverlayFile
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import numbers_of
+from tallyroll.storage.rows.dtypes import exact_tensor
 from tallyroll.storage.rows.keys import Key, spell
 
 _PATIENCE_SECONDS: Final = 1.0
@@ -104,7 +105,10 @@ class Overlay:
         Args:
             index: as `DiskStorage.get` takes it.
             values: a tensor or array with a value a row, of the overlay's dtype, on any device;
-                or one number for all. Where a row is named twice, it has the last value.
+                or one number for all, or a sequence of numbers. Floats are rounded to the dtype's
+                precision; a number that it does not have is refused: out of its range, with a
+                fraction, NaN, or a whole number that would be rounded. Where a row is named twice,
+                it has the last value.
             rows: numbers of rows, as in `get`. Those that are gone from a ring are left out, and
                 are not counted: the writer may have overwritten them since they were drawn.
 
@@ -161,11 +165,11 @@ class Overlay:
             values = torch.as_tensor(np.asarray(values))
         if not isinstance(values, torch.Tensor):
             try:
-                values = torch.tensor(values, dtype=column.dtype)
+                values = exact_tensor(values, column.dtype)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise RowsMismatch(
                     f"overlay {name}: expected values of {column.dtype_name}, got "
-                    f"{type(values).__name__}: {error}. Nothing was written."
+                    f"{type(values).__name__}: {error}. Nothing was written; convert them."
                 ) from error
         elif values.dtype != column.dtype:
             got = str(values.dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +35,30 @@ SIGNED: Final = {
 """Signed dtypes of the same width as unsigned ones, for which torch has few operations."""
 NAMES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in NUMPY}
 """The dtypes by their names in manifests, such as ``float32``."""
+
+
+def exact_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return Python numbers, or nested sequences of them, as a tensor of ``dtype``.
+
+    Floats and complex numbers may be rounded to the precision of the dtype, and small ones to 0.
+    Nothing else changes: no number overflows or loses a fraction, no whole number is rounded.
+
+    Raises:
+        ValueError: ``dtype`` does not have one of the numbers.
+        TypeError, RuntimeError, OverflowError: as `torch.tensor` does.
+    """
+    made = torch.tensor(values, dtype=dtype)
+    rounds = dtype.is_floating_point or dtype.is_complex
+    numbers = np.asarray(values, dtype=object).reshape(-1).tolist()
+    for number, kept in zip(numbers, made.reshape(-1).tolist(), strict=True):
+        given = number.item() if isinstance(number, torch.Tensor | np.generic) else number
+        if given == kept:
+            continue
+        rounded = rounds and isinstance(given, float | complex)
+        if not rounded or (cmath.isfinite(given) and not cmath.isfinite(kept)):
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"{given!r:.80} is no {name}, which would make {kept!r} of it")
+    return made
 
 
 def in_float64(values: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,10 @@ def test_it_is_opened_where_it_is_equal(tmp_path: Path) -> None:
         (("x", torch.int8, [], 0.5), ValueError, "would make 0 of it"),
         (("x", torch.int8, [], float("nan")), ValueError, "fill"),
         (("x", torch.float32, [], "0"), TypeError, "one number for all rows"),
+        (("x", torch.int64, [], 2**63), ValueError, "fill: expected a number that int64 has"),
+        (("x", torch.float32, [], 1e39), ValueError, "fill"),
+        (("x", torch.bool, [], 2), ValueError, "fill"),
+        (("x", torch.bool, [], float("nan")), ValueError, "fill"),
     ],
 )
 def test_what_no_overlay_can_be(
@@ -125,6 +130,97 @@ def test_what_no_overlay_can_be(
         with pytest.raises(error, match=message):
             storage.overlay(*arguments)
         assert storage.overlays == []
+
+
+NAN, INF = float("nan"), float("inf")
+REFUSED: dict[torch.dtype, list[Any]] = {
+    torch.uint8: [-1, 256, 1.5, NAN, INF, 1j, "1", None, [0, 1, 2, -1], np.array([1] * 4)],
+    torch.int8: [128, -129, [True, 2, 3, 0.5]],
+    torch.int64: [2**63, -(2**63) - 1, 0.5, 1e19, NAN],
+    torch.uint64: [2**64, -1],
+    torch.bool: [2, -1, 0.5, NAN, 1j, [True, False, 1, 3]],
+    torch.float16: [65520.0, 1e300, 2049, 1j],
+    torch.bfloat16: [1e39, 257],
+    torch.float32: [1e39, -1e39, 2**24 + 1, 10**400, [0, 0.5, 1e39, 1], np.float64(0.5)],
+    torch.float64: [2**53 + 1, 10**400],
+    torch.complex64: [1e39, 1e39j, 2**24 + 1],
+}
+TAKEN: dict[torch.dtype, list[tuple[Any, Any]]] = {
+    torch.uint8: [(255, 255), (True, 1), (2.0, 2), ([0, 1.0, True, 255], [0, 1, 1, 255])],
+    torch.int64: [(-(2**63), -(2**63)), (2**63 - 1, 2**63 - 1)],
+    torch.uint64: [(2**64 - 1, 2**64 - 1)],
+    torch.bool: [(1, True), (0.0, False), ([1, 0, True, 1.0], [True, False, True, True])],
+    torch.float16: [(0.1, 0.0999755859375), (65519.0, 65504.0), (1e-9, 0.0), (-INF, -INF)],
+    torch.float32: [(1e-60, 0.0), (2**24, 2.0**24), (2**64, 2.0**64), (INF, INF)],
+    torch.complex64: [(1, 1 + 0j), (0.5j, 0.5j)],
+}
+
+
+@pytest.mark.parametrize("dtype", REFUSED)
+def test_a_number_that_the_dtype_does_not_have_is_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with made(tmp_path / "rows", rows=4) as storage:
+        overlay = storage.overlay("x", dtype)
+        overlay[:] = [0, 1, 0, 1]
+        before = overlay[:].tolist()
+        for values in REFUSED[dtype]:
+            for index in (slice(None), [0, 1, 2, 3]):
+                with pytest.raises(RowsMismatch, match=r"overlay x: expected values of .* Nothing"):
+                    overlay[index] = values
+            with pytest.raises(RowsMismatch):
+                overlay.set(rows=[3, 2, 1, 0], values=values)
+            assert overlay[:].tolist() == before
+
+
+@pytest.mark.parametrize("dtype", TAKEN)
+def test_numbers_that_the_dtype_has_are_kept_or_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
+    with made(tmp_path / "rows", rows=4) as storage:
+        overlay = storage.overlay("x", dtype)
+        for values, kept in TAKEN[dtype]:
+            overlay[:] = values
+            assert overlay[:].tolist() == (kept if isinstance(kept, list) else [kept] * 4)
+            if not isinstance(kept, list):
+                storage.drop_overlay("x")
+                overlay = storage.overlay("x", dtype, fill=values)
+                assert overlay.fill == kept
+
+
+def test_overlays_can_be_read_together(tmp_path: Path) -> None:
+    with made(tmp_path / "rows") as storage:
+        storage.overlay("v", torch.float32)
+        storage.overlay(("a", "b", "c"), torch.float32)
+        for name, other in ((("v", "w"), "v"), ("a", "a/b/c"), (("a", "b"), "a/b/c")):
+            with pytest.raises(InvalidSchema, match=f"together with the overlay {other}, got"):
+                storage.overlay(name, torch.float32)
+        storage.overlay(("a", "b", "d"), torch.float32)
+        names = storage.overlays
+        assert len(names) == 3
+        assert len(storage.get([0], keys=names).keys(True, True)) == 3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_that_a_removed_storage_left_blocks_no_name(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with made(path) as storage:
+        storage.overlay("x", torch.int64)[:] = 7
+        file = storage.overlay_files.path_of(("x",))
+    left = file.read_bytes()
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with made(path) as storage:
+        file.write_bytes(left)
+        assert storage.overlays == []
+        with pytest.raises(DamagedOverlay, match="another storage"):
+            storage.overlay("x")
+        storage.overlay(("x", "y"), torch.int64)  # "x" is no group here
+        storage.drop_overlay(("x", "y"))
+        overlay = storage.overlay("x", torch.float32, fill=0.5)
+        assert set(overlay[:].tolist()) == {0.5}
+        overlay[:2] = 1.0
+        assert storage.overlays == ["x"]
+    with open_storage(path) as reader:
+        assert reader.overlay("x")[:3].tolist() == [1.0, 1.0, 0.5]
+    assert not [each for each in verify(path).findings if each.check == "overlays"]
 
 
 def test_values_that_do_not_fit(tmp_path: Path) -> None:
