@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from tallyroll.storage.datasets.aside import require_free, written_aside
-from tallyroll.storage.datasets.exchange.about import entry_of
+from tallyroll.storage.datasets.exchange.about import entry_of, schema_said
 from tallyroll.storage.datasets.exchange.door import (
     Block,
     ExchangeFormat,
@@ -22,11 +22,11 @@ from tallyroll.storage.datasets.exchange.door import (
     refused,
     source_errors,
 )
-from tallyroll.storage.datasets.exchange.numbering import Numbering
+from tallyroll.storage.datasets.exchange.numbering import EndFlags, Numbering
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.engine.memory_left import require_memory
-from tallyroll.storage.errors import RowsMismatch
+from tallyroll.storage.errors import InvalidDataset, RowsMismatch
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.formats.by_name import FILES, format_at
 from tallyroll.storage.formats.space import require_room
@@ -69,7 +69,8 @@ def import_dataset(
 
     Sizes are checked before memory or space is taken. Nothing in the source is unpickled or
     executed, and no link in it is followed. Rows get trajectory ids, steps and lane 0 where the
-    source has none, by the flags of their ends. The manifest says from which source they came.
+    source has none, by the flags of their ends. Flags of ends that another program wrote as
+    numbers, 0 or 1, become bools. The manifest says from which source they came.
 
     Args:
         source: a file or a folder.
@@ -79,7 +80,8 @@ def import_dataset(
         progress: called now and then with the bytes that were written, and with all.
 
     Raises:
-        InvalidDataset: the source is damaged, hostile, or of another kind.
+        InvalidDataset: the source is damaged, hostile, or of another kind; or a flag of an end is
+            neither 0 nor 1.
         MissingLibrary: a library is not installed.
         OpenError: a path cannot be opened, or is taken; or another process writes to it.
         StorageFull: the rows do not fit on the disk.
@@ -108,8 +110,11 @@ def imported(
     require_free(place)
     with translated(whence), contextlib.ExitStack() as stack:
         incoming = opened_source(door, whence, stack)
+        # Rows of our own exports come back as they were.
+        of_ours = schema_said(incoming.about) is not None
         with source_errors(whence):
-            numbering = Numbering(incoming.schema)
+            flags = None if of_ours else EndFlags(incoming.schema)
+            numbering = Numbering(incoming.schema if flags is None else flags.schema)
             schema, total = numbering.schema, incoming.rows
             _require_size(whence, incoming, schema)
         files = FILES[name](place.absolute())
@@ -128,11 +133,12 @@ def imported(
                 writer.runs.create(schema, [entry])
                 rows = 0
                 for block in _gathered(incoming.blocks, schema):
-                    with source_errors(whence):
-                        numbered = numbering.of(block)
                     try:
+                        with source_errors(whence):
+                            block = block if flags is None else flags.of(block)
+                            numbered = numbering.of(block)
                         found = writer.given.checked(numbered)
-                    except RowsMismatch as error:
+                    except (InvalidDataset, RowsMismatch) as error:
                         raise refused(whence, str(error)) from error
                     rows += len(next(iter(block.values())))
                     if rows > total:

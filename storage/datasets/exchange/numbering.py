@@ -1,16 +1,96 @@
-"""Numbers of trajectories for rows that have none, from the flags of their ends. Pure."""
+"""Flags of ends as bools, and numbers of trajectories for rows that have none. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import torch
 
 from tallyroll.storage.datasets.exchange.door import Block
-from tallyroll.storage.rows.keys import DONE, LANE, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
-from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.trajectories.columns import missing
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.rows.keys import (
+    DONE,
+    LANE,
+    NEXT,
+    STEP,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+    spell,
+)
+from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.trajectories.columns import floats_of, missing
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
+_FLAG_NAMES = {key[-1] for key in _FLAGS}
 _OURS = (TRAJ_IDS, STEP, LANE)
+
+
+def flags_of_ends(values: np.ndarray, column: Column, name: str, first: int) -> np.ndarray:
+    """Return flags [n, ...] of a source as bools of the same shape.
+
+    Args:
+        values: bools, or numbers that are 0 or 1; of bfloat16 the bits.
+        column: their column in the source.
+        name: of the flags, for messages.
+        first: the number of the first row.
+
+    Raises:
+        InvalidDataset: a flag is neither 0 nor 1, such as NaN.
+    """
+    if column.dtype is torch.bool:
+        return values
+    plain = floats_of(values) if column.dtype is torch.bfloat16 else values
+    found: np.ndarray = plain == 1
+    wrong = ~(found | (plain == 0))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong.reshape(len(wrong), -1).any(1))[0])
+        value = plain[row][wrong[row]].reshape(-1)[0].item()
+        raise InvalidDataset(
+            f"{name}: expected 0 or 1 where an episode may end, got {value!r} in row {first + row}"
+        )
+    return found
+
+
+class EndFlags:
+    """Makes bools of flags of ends that a source has as numbers.
+
+    Args:
+        schema: the columns of the source.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._numbers = {
+            each.key: each
+            for each in schema.columns
+            if _is_flag(each.key) and each.dtype is not torch.bool
+        }
+        self._rows = 0
+        self.schema = schema
+        """The columns with flags as bools."""
+        if self._numbers:
+            columns = (
+                replace(each, dtype=torch.bool) if each.key in self._numbers else each
+                for each in schema.columns
+            )
+            self.schema = Schema(tuple(columns), schema.batch_dims)
+
+    def of(self, block: Block) -> Block:
+        """Return the rows that come next, with flags as bools; raise as `flags_of_ends`."""
+        if not self._numbers:
+            return block
+        first, self._rows = self._rows, self._rows + len(next(iter(block.values())))
+        return block | {
+            key: flags_of_ends(block[key], column, spell(key), first)
+            for key, column in self._numbers.items()
+        }
+
+
+def _is_flag(key: Key) -> bool:
+    """Return True for a flag of ends of episodes, of all agents or of a group."""
+    return key[-1] in _FLAG_NAMES and (key[0] == NEXT or len(key) == 1)
 
 
 class Numbering:

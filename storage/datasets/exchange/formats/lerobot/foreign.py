@@ -11,7 +11,7 @@ import torch
 from tallyroll.storage.datasets.exchange.door import Block
 from tallyroll.storage.datasets.exchange.formats.lerobot.features import Feature
 from tallyroll.storage.datasets.exchange.formats.pictures import Picture
-from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
+from tallyroll.storage.datasets.exchange.numbering import flags_of_ends, numbered, numbers
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.dtypes import NAMES
 from tallyroll.storage.rows.keys import (
@@ -22,6 +22,7 @@ from tallyroll.storage.rows.keys import (
     TERMINATED,
     TRUNCATED,
     Key,
+    spell,
 )
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -100,6 +101,12 @@ class Derived:
         if self._observed:
             more.append(Column(NEXT_VALID, torch.bool, ()))
         flag = {key: Column(key, torch.bool, (1,)) for key in (TERMINATED, TRUNCATED, DONE)}
+        self._sources = {
+            key: columns[key] for key in flag if key in columns and columns[key].shape in ((), (1,))
+        }
+        """Flags as the source has them, bools or numbers."""
+        columns |= {key: flag[key] for key in self._sources}
+        self._rows = 0
         self._said = [key for key in flag if columns.get(key) == flag[key]]
         """Flags that the source has, one bool a row."""
         more += [flag[key] for key in flag if key not in columns]
@@ -126,6 +133,10 @@ class Derived:
     def _whole(self, block: Block, episodes: np.ndarray, steps: np.ndarray, count: int) -> Block:
         """Return the first ``count`` rows, whole."""
         found = {key: values[:count] for key, values in block.items()}
+        for key, column in self._sources.items():
+            flags = flags_of_ends(found[key], column, spell(key), self._rows)
+            found[key] = flags.reshape(count, 1)
+        self._rows += count
         ends = np.ones(count, bool)
         ends[: len(episodes) - 1] = np.diff(episodes)[:count] != 0
         for key in self._observed:

@@ -26,7 +26,7 @@ from tallyroll.storage.datasets.exchange.formats.of_minari.places import (
     OBSERVATIONS,
     key_of,
 )
-from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
+from tallyroll.storage.datasets.exchange.numbering import EndFlags, numbered, numbers
 from tallyroll.storage.datasets.exchange.roles import Roles, under
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.rows.keys import NEXT, RESET_SEED, Key
@@ -145,7 +145,7 @@ class EpisodesIn:
         if "seed" in self._attributes(self._episodes.numbers[0]):
             columns.append(Column(RESET_SEED, torch.int64, ()))
         schema = Schema(tuple(columns))
-        return Roles.of(schema, _NAME), schema, lost
+        return Roles.of(EndFlags(schema).schema, _NAME), schema, lost
 
     def _attributes(self, number: int) -> Mapping[str, Any]:
         try:

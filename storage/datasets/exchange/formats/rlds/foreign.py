@@ -29,7 +29,7 @@ from tallyroll.storage.datasets.exchange.formats.rlds.reading import (
     count_of,
     transitions,
 )
-from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
+from tallyroll.storage.datasets.exchange.numbering import flags_of_ends, numbered, numbers
 from tallyroll.storage.errors import InvalidDataset, InvalidSchema
 from tallyroll.storage.rows.dtypes import NAMES
 from tallyroll.storage.rows.keys import (
@@ -202,7 +202,7 @@ class TheirRows:
         self.schema = numbered(Schema(tuple(columns)))
         self.lost = {"columns": columns_lost}
         self.lost |= dict.fromkeys(("last_actions", "ends_within_episodes", "single_steps"), 0)
-        self._number = 0
+        self._number = self._rows = 0
 
     def of(self, steps: Steps) -> Block | None:
         """Return the rows of an episode; None where it has none."""
@@ -210,7 +210,8 @@ class TheirRows:
         if count < 1:
             self.lost["single_steps"] += 1
             return None
-        last, terminal = (steps.get(f"{STEPS}/{name}") for name in (LAST, TERMINAL))
+        last, terminal = (self._flags(steps, f"{STEPS}/{name}") for name in (LAST, TERMINAL))
+        self._rows += count
         for flag in (last, terminal):
             if flag is not None:
                 self.lost["ends_within_episodes"] += int(flag[:-1].sum())
@@ -226,6 +227,13 @@ class TheirRows:
         self._number += 1
         return block
 
+    def _flags(self, steps: Steps, name: str) -> np.ndarray | None:
+        """Return a flag of the steps of an episode, bool [steps]; None where there is none."""
+        column = next((each.column for each in self.read if each.name == name), None)
+        if column is None or (values := steps.get(name)) is None:
+            return None
+        return flags_of_ends(values, column, name, self._rows).reshape(-1)
+
 
 def _flags_said(said: Any) -> list[Feature]:
     """Return the flags of a step that a dataset has."""
@@ -233,6 +241,6 @@ def _flags_said(said: Any) -> list[Feature]:
     found = []
     for name in _FLAGS:
         each = feature_said(f"{STEPS}/{name}", (name,), of_steps.get((name,), {}))
-        if each is not None and each.column.dtype is torch.bool and not each.column.shape:
+        if each is not None and each.column.shape in ((), (1,)):
             found.append(each)
     return found
