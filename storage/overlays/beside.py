@@ -111,8 +111,8 @@ class Overlays:
 
         Raises:
             SchemaMismatch: there is one that keeps something else.
-            InvalidSchema: the rows have a column of that name, or it does not fit beside them or
-            another overlay.
+            InvalidSchema: the rows have a column of that name, or it cannot be read together with
+            them or with another overlay.
             ReadOnlyStorage: there is none, and this process may not make it.
         """
         key, reader = kept.key, self.reader

@@ -73,8 +73,8 @@ def split_trajectories(
 
     Within a trajectory rows are ordered by ``("collector", "step")``. Rows without that column stay
     in their order, and all rows of an id are one trajectory, because gaps and repeated rows cannot
-    be detected. Of rows that are there several times, those that are adjacent in ``rows`` stay
-    together, so that slices drawn by a sampler stay as they were drawn.
+    be detected. If rows are repeated, adjacent rows stay together, so that slices drawn by a
+    sampler stay as they were drawn.
 
     At the last row of a trajectory ``("next", "done")``, and every bool ``"done"`` below it, is
     True, and ``("collector", "cut")`` says whether the trajectory goes on beyond these rows, so

@@ -101,7 +101,7 @@ class EpochBatches(Sampler[list[int]]):
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of an epoch; after `load_state_dict`, once, those that are left."""
+        """Yield the batches of an epoch, or the rest of one after `load_state_dict`."""
         epoch, start, size = self.epoch, self._first, self.batch_size
         self.epoch, self._first, self._position = epoch + 1, 0, (epoch, start)
         order = Order(self.count, self.seed, epoch, self.block, self.window)

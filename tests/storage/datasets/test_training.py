@@ -265,7 +265,7 @@ def test_random_partial_epochs(
             assert taken == wanted[: values[0]]
         elif name == "peek":
             assert next(iter(loader), None) == (wanted[0] if wanted else None)
-        elif name == "two":  # the first goes on after the second
+        elif name == "two":  # the first continues after the second
             one = iter(loader)
             assert list(itertools.islice(one, *values)) == wanted[: values[0]]
             assert list(loader) == model.begin()[2]
