@@ -233,7 +233,7 @@ class Assembly:
 
     def _begin_anew(self, lanes: NDArray[np.bool_]) -> None:
         """Cut the open trajectories of ``lanes``: their environments start new ones."""
-        post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.cut(lanes)))
+        post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.interrupt(lanes)))
         self._run.lanes.restart(lanes)
 
     def restart_lanes(self) -> None:
@@ -250,7 +250,7 @@ class Assembly:
         entry, lanes, reward, ended = self._rollout.discard(self._rewards)
         post(self._run.ledger, entry)
         self._run.ledger.balance(self._rollout.held + self._hand.count)
-        post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.cut(lanes)))
+        post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.interrupt(lanes)))
         self._run.skip_foreseen(lanes)
         with np.errstate(all="ignore"):  # infinite rewards of both signs
             self._run.lanes.returns[lanes] += reward[lanes]

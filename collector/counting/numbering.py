@@ -98,13 +98,15 @@ class LaneState:
     """Policy version of its first row (meaningless where ``step`` is 0)."""
     length: Int64
     """Transitions of the current episode so far, discarded ones included."""
+    first_id: int = 0
+    """The lowest id that a trajectory may have."""
 
     @classmethod
     def fresh(cls, lanes: int, base: int = 0) -> "LaneState":
         """State of ``lanes`` lanes before their first row."""
         zeros = np.zeros(lanes, np.int64)
         ids = base + np.arange(lanes)
-        return cls(lanes, ids, zeros, np.zeros(lanes), zeros.copy(), zeros.copy())
+        return cls(lanes, ids, zeros, np.zeros(lanes), zeros.copy(), zeros.copy(), base)
 
     def part(self, first: int, lanes: int) -> "LaneState":
         """Views of the state of some lanes that follow one another."""
@@ -118,11 +120,14 @@ class LaneState:
             self.returns[own],
             self.first_version[own],
             self.length[own],
+            self.first_id,
         )
 
     def begin_at(self, base: int) -> None:
         """Before any row: trajectories have ids from ``base`` on, where theirs are lower."""
-        self.traj_id += max(0, base - int((self.traj_id - np.arange(self.lanes)).min()))
+        missing = max(0, base - self.first_id)
+        self.traj_id += missing
+        self.first_id += missing
 
     @property
     def open(self) -> NDArray[np.bool_]:
@@ -135,6 +140,20 @@ class LaneState:
         self.traj_id[cut] += self.lanes
         self.step[cut] = 0
         return int(cut.sum())
+
+    def interrupt(self, lanes: NDArray[np.bool_]) -> int:
+        """Leave the trajectories of ``lanes`` unfinished, with or without rows.
+
+        A lane skips an id if it lost the first transitions of a trajectory, or was reset before
+        them. Consecutive ids mean that the lane continued from one trajectory to the next.
+
+        Returns:
+            How many trajectories that have rows were left.
+        """
+        cut = int((lanes & self.open).sum())
+        self.traj_id[lanes] += self.lanes
+        self.step[lanes] = 0
+        return cut
 
     def skip_to(self, other: "LaneState", lanes: NDArray[np.bool_]) -> None:
         """Begin trajectories in ``lanes`` that come after all rows before ``other``.

@@ -29,7 +29,7 @@ from tallyroll.storage.verification.findings import PLACES
 _MOST_NBYTES: Final = 16 << 20
 """Rows of each storage that are compared at a time, but for one row that is larger."""
 _NOT_COMPARED: Final = frozenset(
-    {"at", "first_row", "first_row_of_run", "incarnation", "respawned"}
+    {"at", "first_id", "first_row", "first_row_of_run", "incarnation", "respawned"}
 )
 """Entries of a run that say when it began, where its rows lie, and how often it was resumed."""
 _LONGEST: Final = 60

@@ -119,16 +119,17 @@ class Beginning:
         self._spaces = spaces_said(spaces, self._options, buffer)
         self._call = call_of(self._options, self.policy, more)
         lanes = LaneState.fresh(self._lanes, self._writer.stored_run.next_id())
-        return RunState(self._options, self._writer, self.ledger, lanes, self.provenance())
+        return RunState(self._options, self._writer, self.ledger, lanes, self.provenance(lanes))
 
-    def provenance(self) -> dict[str, Any]:
-        """Return the run's entry in the manifest, as of the seeds and weights that it has now."""
+    def provenance(self, lanes: LaneState) -> dict[str, Any]:
+        """Return the run's entry in the manifest, as of the seeds, ids and weights that it has."""
         made = None if self._writer.storage is None else made_by(self.policy)
         run = run_provenance(
             self._environment,
             self.ledger,
             self.seeds.of_lanes,
             lanes=self._lanes,
+            first_id=lanes.first_id,
             call=self._call,
             policy_version=RANDOM_VERSION if self.policy is None else self.policy.version,
             made=made,

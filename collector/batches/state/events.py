@@ -58,7 +58,7 @@ def _after(lanes: LaneState, held: Sequence[Held]) -> LaneState:
         rows = len(each.lane)
         number(state, each.lane, each.ended, np.zeros(rows), np.zeros(rows, np.int64))
         if each.cuts is not None:
-            state.cut(each.cuts)
+            state.interrupt(each.cuts)
     return state
 
 

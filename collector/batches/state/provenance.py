@@ -89,6 +89,7 @@ def run_provenance(
     lane_seeds: Sequence[int],
     *,
     lanes: int,
+    first_id: int,
     call: Mapping[str, Any],
     policy_version: int,
     made: Mapping[str, Any] | None,
@@ -100,6 +101,10 @@ def run_provenance(
     `MOST_SEEDS`, for they follow from the seed. ``policy_version`` is what the run, or what goes
     on with it, begins with, at the entry's ``first_row``. ``made`` is of `made_by`; None: no
     storage keeps it.
+
+    ``first_id`` is the lowest id that a trajectory may have. An entry with it is of a run whose
+    lanes skip an id where they lost transitions or were reset, even between two trajectories. So
+    two trajectories of a lane whose ids are ``lanes`` apart follow each other if the first ended.
     """
     run: dict[str, Any] = {
         "environment": environment,
@@ -107,6 +112,7 @@ def run_provenance(
         "seed": ledger.seed,
         "incarnation": ledger.incarnation,
         "lanes": lanes,
+        "first_id": first_id,
         "policy_version": policy_version,
         "call": dict(call),
     }

@@ -76,7 +76,7 @@ def take_state_over(
     beginning.seeds.load_generators(state["generators"])
     rollout.random_frames = beginning.random_frames
     rollout.restart_lanes(ledger)
-    run.provenance = beginning.provenance()
+    run.provenance = beginning.provenance(run.lanes)
     if since is not None and since.policy_version >= 0:
         run.provenance["after_version"] = since.policy_version
     stored_run.goes_on_from(ledger, run.provenance, first_id)

@@ -242,6 +242,9 @@ class StoredRun:
         if storage.reader.initialised and storage.reader.head != self._drawn_at:
             self._reserve(storage, schema)
         run, at = {**provenance, "first_row_of_run": self.first_row}, self._stored_before
+        if storage.reader.head != (drawn_at := self._drawn_at):  # others have added rows
+            run["first_id"] = max(run.get("first_id", 0), self.next_id())
+            self._drawn_at = drawn_at
         at += storage.reader.head - self.first_row
         runs.begin(schema, run | self.events.at_beginning(at, storage.reader.head, run))
         self.events.entry = storage.reader.manifest["runs"][-1]

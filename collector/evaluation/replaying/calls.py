@@ -14,6 +14,8 @@ from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, events_of
 Array = np.ndarray[Any, Any]
 Table = np.ndarray[Any, Any]
 
+FIRST_ID = "first_id"
+
 _UNKNOWN = "its environment was called before its end, {}, which cannot be done again: {}"
 _ALL_LEFT_OUT = "the storage lacks calls of its environment that the run made"
 
@@ -78,7 +80,9 @@ def calls_of(entry: Mapping[str, Any], lane: int) -> list[Call]:
 
 def with_ids_moved(entry: Mapping[str, Any], by: int) -> dict[str, Any]:
     """Return the entry of a run whose trajectories have ids that are larger ``by`` a number."""
-    events = entry.get(EVENTS)
+    events, first = entry.get(EVENTS), entry.get(FIRST_ID)
+    if by and type(first) is int:
+        entry = {**entry, FIRST_ID: first + by}
     if not by or not isinstance(events, list):
         return dict(entry)
     return {**entry, EVENTS: [_with_ids_moved(each, by) for each in events_of(entry)]}

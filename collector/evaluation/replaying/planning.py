@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.collector.evaluation.replaying.calls import Call, calls_of
+from tallyroll.collector.evaluation.replaying.calls import FIRST_ID, Call, calls_of
 from tallyroll.collector.evaluation.replaying.makers import NO_RUN, OLD, Maker
 from tallyroll.storage.trajectories.episodes import END_TERMINATED, END_TRUNCATED
 
@@ -54,9 +54,9 @@ class Group:
     """True if each begins from the seed in its rows."""
     lines: tuple[Line, ...]
     doubt: str = ""
-    """The reason that a trajectory may begin elsewhere; empty if none may.
-
-    Of lines that begin from the run's seed their first trajectories never do."""
+    """The reason that a trajectory may begin elsewhere; empty if none may."""
+    first_too: bool = False
+    """True if that holds for the first trajectories of lines, too."""
 
 
 @dataclass
@@ -110,12 +110,14 @@ def plan_of(history: History, wanted: Collection[int]) -> Plan:
             plan.refused[int(line["id"])] = why
         else:
             by_maker[at].append(line)
-    for at, lines in by_maker.items():
-        entry = history.makers[at].entry
+    for at, found in by_maker.items():
+        lines = np.array(found)
         if history.seeded:
-            doubt = _DISCARDS if _call(entry).get("surplus") == "discard" else ""
-            lone = tuple(Line(int(each["lane"]), (int(each["id"]),)) for each in lines)
-            plan.groups.append(Group(at, True, lone, doubt))
+            sure = _begin_with_reset(history, at, lines)
+            for doubt, some in (("", lines[sure]), (_DISCARDS, lines[~sure])):
+                lone = tuple(Line(int(each["lane"]), (int(each["id"]),)) for each in some)
+                if lone:
+                    plan.groups.append(Group(at, True, lone, doubt, bool(doubt)))
         else:
             _chain(history, plan, at, lines)
     return plan
@@ -142,11 +144,13 @@ def _refused(history: History, line: Table, at: int) -> str:
     return OLD if maker.first_row < history.span.start else ""
 
 
-def _chain(history: History, plan: Plan, at: int, wanted: Sequence[Table]) -> None:
+def _chain(history: History, plan: Plan, at: int, wanted: Table) -> None:
     """Add lines that begin with the run, or where it was resumed, up to the last one wanted."""
     lines = lines_of_maker(history, at)
     lanes = int(history.makers[at].entry.get("lanes", 0))
-    first = min((int(line["id"]) - int(line["lane"]) for line in lines), default=0)
+    first = _first_id(history, at)
+    if first is None:
+        first = min((int(line["id"]) - int(line["lane"]) for line in lines), default=0)
     by_lane: dict[int, list[Table]] = defaultdict(list)
     for line in lines:
         by_lane[int(line["lane"])].append(line)
@@ -159,7 +163,9 @@ def _chain(history: History, plan: Plan, at: int, wanted: Sequence[Table]) -> No
         if last >= 0:
             made.append(Line(lane, tuple(stepped[: last + 1])))
     if made:
-        plan.groups.append(Group(at, False, tuple(made), _doubt(history, at)))
+        doubt = _doubt(history, at)
+        first_too = bool(doubt) and not _skips_ids(history.makers[at])
+        plan.groups.append(Group(at, False, tuple(made), doubt, first_too))
 
 
 def lines_of_maker(history: History, at: int) -> Table:
@@ -199,8 +205,9 @@ def _unbroken(lines: Sequence[Table], first: int, lanes: int) -> tuple[list[int]
             return found, _NOT_FIRST
         if found and not (whole and id == before + lanes):
             return found, (
-                f"trajectory {before} of its lane was left before its end, and what the lane did "
-                "then is not stored: the run lost it, threw it away, or reset the lane"
+                f"trajectory {before} of its lane was left before its end, or the one after it "
+                "was, and what the lane did then is not stored: the run lost it, threw it away, or "
+                "reset the lane"
             )
         found.append(id)
         whole, before = line["end"] in (END_TERMINATED, END_TRUNCATED), id
@@ -214,7 +221,34 @@ def _doubt(history: History, at: int) -> str:
         return _UNCOUNTED
     lost = history.losses.get("lost", 0) or history.losses.get("respawned", 0)
     breaks = call.get("surplus") == "discard" or call.get("reset_at_each_iter")
-    return _RESTARTED if lost or breaks else ""
+    return _RESTARTED if lost or (breaks and not _skips_ids(maker)) else ""
+
+
+def _skips_ids(maker: Maker) -> bool:
+    """Return whether lanes skip an id where they do not go on from one trajectory to the next."""
+    return FIRST_ID in maker.entry
+
+
+def _first_id(history: History, at: int) -> int | None:
+    """Return the first id of a maker's trajectories; None if it is unknown, as of a copy."""
+    maker = history.makers[at]
+    first = maker.entry.get(FIRST_ID)
+    return first if maker.counted and _is_number(first) else None
+
+
+def _begin_with_reset(history: History, at: int, lines: Table) -> np.ndarray[Any, Any]:
+    """Return of which lines ``[n]`` it is known that they begin with a reset."""
+    maker = history.makers[at]
+    if _call(maker.entry).get("surplus") != "discard":
+        return np.ones(len(lines), np.bool_)
+    first = _first_id(history, at)
+    if first is None:
+        return np.zeros(len(lines), np.bool_)
+    own, lanes = lines_of_maker(history, at), int(maker.entry.get("lanes", 0))
+    whole = own["id"][np.isin(own["end"], (END_TERMINATED, END_TRUNCATED))]
+    found: np.ndarray[Any, Any] = np.isin(lines["id"] - lanes, whole)
+    found |= lines["id"] == first + lines["lane"]
+    return found
 
 
 def _call(entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike, fspath
 from typing import Any, Literal
 
@@ -50,6 +51,10 @@ from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import COLLECTOR, CONTEXT, RESET_SEED, Key, spell
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import DiskStorage, open_storage
+
+_RESETS_DIFFER = (
+    "it differs, and its environment does not begin alike when it is reset again with the same seed"
+)
 
 PathOf = str | PathLike[str]
 
@@ -304,6 +309,8 @@ class _Replay:
                     draws.give_lanes(
                         seeds[some], {name: values[some] for name, values in contexts.items()}
                     )
+                    if not start and not stage.resets_alike():
+                        group = replace(group, doubt=_RESETS_DIFFER, first_too=True)
                     stage.begin()
                     lines = [(lane, group.lines[at]) for lane, at in enumerate(some.tolist())]
                     self._round(stage, group, lines, tell, calls=after)
@@ -381,7 +388,7 @@ class _Replay:
                 line.lane,
                 line.trajectories,
                 bool(group.doubt),
-                group.seeded,
+                group.first_too,
                 tuple(calls_of(entry, line.lane) if calls is None else calls),
             )
             for column, line in lines

@@ -102,6 +102,15 @@ class Stage:
         driver.start_from(first)
         driver.begin()
 
+    def resets_alike(self) -> bool:
+        """Return whether two resets by the same seeds give the same observations, bit for bit."""
+        one, other = first_reset(self.env).clone(), first_reset(self.env)
+        return all(
+            as_array(value).tobytes() == as_array(other.get(key)).tobytes()
+            for key, value in one.items(True, True)
+            if isinstance(value, torch.Tensor)
+        )
+
     @property
     def driver(self) -> LocalDriver:
         """Steps it, since :meth:`begin`."""

@@ -135,6 +135,18 @@ def test_a_cut_trajectory_gives_its_id_up() -> None:
     assert again.step.tolist() == [0, 1, 1]
 
 
+def test_a_lane_that_is_interrupted_skips_an_id() -> None:
+    state = LaneState.fresh(3, 10)
+    number(state, np.array([0, 1], np.int32), np.array([False, True]), np.zeros(2), np.zeros(2))
+    assert state.traj_id.tolist() == [10, 14, 12]
+    assert state.interrupt(np.array([True, True, True])) == 1  # two have no row yet
+    assert state.traj_id.tolist() == [13, 17, 15]
+    assert not state.open.any()
+    assert state.first_id == 10
+    state.begin_at(20)
+    assert (state.first_id, state.traj_id.tolist()) == (20, [23, 27, 25])
+
+
 def test_seeds_differ_by_lane_and_start_and_never_change() -> None:
     seeds = {
         (seed, lane, start): lane_seed(seed, lane, start)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,141 @@ def test_what_a_run_threw_away_is_no_difference(tmp_path: Path) -> None:
             left = sum(map(len, report.not_replayed.values()))
             assert report.equal + left == len(storage.trajectories)
             assert report.equal >= 8
+
+
+class RandomEpisodes(gymnasium.Env[Any, Any]):
+    """Observations (number of the episode, step); numbers and lengths are drawn."""
+
+    observation_space = gymnasium.spaces.Box(-1, 2.0**53, (2,), np.float64)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.number, self.left = (int(self.np_random.integers(n)) for n in (2**50, 5))
+        self.at = 0
+        return np.array([self.number, 0.0]), {}
+
+    def step(self, action: Any) -> Any:
+        self.at += 1
+        ended = self.at > self.left
+        cut = ended and self.number % 2 == 0
+        return np.array([self.number, self.at]), float(action), ended and not cut, cut, {}
+
+
+class NumberedEpisodes(RandomEpisodes):
+    """Counts its resets, which no seed changes."""
+
+    resets = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.resets += 1
+        _, infos = super().reset(seed=seed)
+        self.number, self.left = self.resets, self.resets % 4
+        return np.array([self.number, 0.0]), infos
+
+
+def run_at_random(path: Path, rng: random.Random) -> None:
+    """Collect rows by random calls, with a run that may lose rows and reset lanes."""
+    lanes, mode = rng.choice([1, 2, 3, 5, 8]), rng.choice([None, *AutoresetMode])
+    options: dict[str, Any] = {"surplus": rng.choice(["discard", "discard", "carry"])}
+    if rng.random() < 0.3:
+        options["resets"] = Resets(seeds=True)
+    if rng.random() < 0.2:
+        options["reset_at_each_iter"] = True
+    if rng.random() < 0.2:
+        options["max_frames_per_traj"] = rng.choice([1, 2, 4])
+    if rng.random() < 0.2:
+        options["init_random_frames"] = 7
+    if mode is AutoresetMode.NEXT_STEP and rng.random() < 0.4:
+        options["reset_slots"] = "avoid"
+    make: Any = RandomEpisodes
+    if mode is None:
+        options["num_envs"] = lanes
+    else:
+
+        def make() -> SyncVectorEnv:
+            return SyncVectorEnv([RandomEpisodes] * lanes, autoreset_mode=mode)
+
+    for part in (1, 2) if rng.random() < 0.3 else (1,):
+        again: dict[str, Any] = {"resume": True, "seed": None} if part == 2 else {"seed": 3}
+        frames = {"frames_per_batch": rng.choice([1, 3, 4, 5, 7, 12]), "total_frames": 25 * part}
+        with SyncCollector(make, storage=path, **frames, **options, **again) as collector:
+            if rng.random() < 0.1:
+                collector.set_seed(11)
+            for _ in range(40):
+                what = rng.random()
+                if what < 0.45:
+                    collector.collect(rng.choice([1, 2, 5, 12]))
+                elif what < 0.9:
+                    next(iter(collector), None)
+                else:
+                    collector.set_seed(rng.randrange(9))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_runs_that_lose_rows_or_reset_lanes(seed: int, tmp_path: Path) -> None:
+    """No right row is called different, and a wrong one is found where rows were compared."""
+    rng, path = random.Random(seed), tmp_path / "a"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_at_random(path, rng)
+    report = replay(path, "all", create_env_fn=RandomEpisodes)
+    assert report.differences == ()
+    left = {id for ids in report.not_replayed.values() for id in ids}
+    with open_storage(path) as storage:
+        assert report.equal + len(left) == len(storage.trajectories)
+        row = rng.randrange(storage.head)
+        id = int(storage.get(row)["collector", "traj_ids"])
+        octets = storage.column(("next", "reward"))[:1].nbytes
+    with (path / "next" / "reward.memmap").open("r+b") as file:
+        file.seek(row * octets)
+        file.write(b"\x77")
+    report = replay(path, "all", create_env_fn=RandomEpisodes)
+    doubted = {id for why, ids in report.not_replayed.items() if "mid-episode" in why for id in ids}
+    if id in left | doubted:
+        assert report.differences == ()
+    else:
+        assert (report.status, [each.row for each in report.differences]) == (1, [row])
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_the_first_transition_of_a_lane_that_was_thrown_away(
+    mode: AutoresetMode, tmp_path: Path
+) -> None:
+    """Of eight lanes four are stored in the first slot: the others begin in mid-episode."""
+    path = tmp_path / "a"
+    with SyncCollector(
+        lambda: SyncVectorEnv([RandomEpisodes] * 8, autoreset_mode=mode),
+        frames_per_batch=4,
+        total_frames=44,
+        seed=3,
+        surplus="discard",
+        storage=path,
+    ) as collector:
+        collector.collect(4)
+        collector.collect(16)
+        while collector.collect(5):
+            pass
+    with open_storage(path) as storage:
+        middle = {
+            int(id)
+            for id in storage.trajectories
+            if storage.trajectories[int(id)]["observation"][0, 1] > 0
+        }
+    report = replay(path, "all", create_env_fn=RandomEpisodes)
+    left = {id for ids in report.not_replayed.values() for id in ids}
+    assert (report.status, report.differences) == (2, ())
+    assert middle <= left
+    assert report.equal >= 4
+
+
+def test_an_environment_that_begins_otherwise_with_the_same_seed(tmp_path: Path) -> None:
+    for kind in ("seeded", "plain"):
+        path = collect(tmp_path / kind, NumberedEpisodes, total_frames=60, **KINDS[kind])
+        report = replay(path, "all", create_env_fn=NumberedEpisodes)
+        assert report.differences == ()
+        assert report.status == (2 if kind == "seeded" else 0)
+        assert all("does not begin alike" in why for why in report.not_replayed)
 
 
 def test_a_factory_is_needed_where_there_was_one(tmp_path: Path) -> None:
