@@ -251,7 +251,7 @@ class MultiprocessCollector(Collector):
         if isinstance(self._policy, SeveralPolicies):
             self._policy.bind_whole(sum(self._startup.lanes), self._options.part)
         self._begin_run(sum(self._startup.lanes), self._startup)
-        self._startup.ledger = self.ledger
+        self._startup.ledger = self._ledger
         plan, called = self._startup.planned.plan, self._startup.planned.called
         if self._options.acts_centrally:
             assert self._policy is not None and called is not None
@@ -355,7 +355,7 @@ class MultiprocessCollector(Collector):
         place, share = self._make_place(slots, _SEGMENTS)
         budget = LeaseBudget(
             plan,
-            self.ledger,
+            self._ledger,
             workers=self.num_workers,
             frames=frames,
             # Agent transitions are counted as they come; what was stepped ahead is discarded.

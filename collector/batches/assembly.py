@@ -182,6 +182,7 @@ class Assembly:
                 rollout.stop()
         if waits():
             run.ledger.balance(rollout.held + self._hand.count)
+            run.ledger.publish()
             run.intact = True
             call_waiting()
             run.intact = False
@@ -312,5 +313,6 @@ class Assembly:
         if self._ahead is not None:
             self._ahead.end()
         ledger.balance(self._rollout.held)
+        ledger.publish()
         self._run.writer.finish(ledger, ledger.discarded - before)
         self._hand.warn()

@@ -36,8 +36,11 @@ class Attributes:
 
     @property
     def ledger(self) -> Ledger:
-        """The balanced count of the run, which goes on counting."""
-        return self._ledger
+        """The balanced count of the run: a snapshot, which does not change later.
+
+        Any thread may take one. During a call it has the counts of the last commit.
+        """
+        return self._ledger.snapshot()
 
     @property
     def episodes(self) -> EpisodeLog:

@@ -115,6 +115,7 @@ class Delivery:
             post(ledger, entry)
             ledger.balance(self._rollout.held + (0 if rest is None else rest.count))
             batch = self._stored(part, flags)
+            ledger.publish()
         except ItemsDiffer as error:
             last = self._is_rest(count)
             post(ledger, entry.undone())

@@ -126,6 +126,7 @@ class Collector(Attributes, Reaching, ABC):
         self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
         self._ready = self._run.ready
 
+        self._ledger.publish()
     @property
     def plan(self) -> RunPlan:
         """The way of each part of the run, and why it is not a faster one; print it.
@@ -337,17 +338,17 @@ class Collector(Attributes, Reaching, ABC):
         are over the last ``window`` episodes that this collector saw end; NaN before the first.
         """
         positive("window", window)
-        recent = self.episodes[-window:]
+        recent, ledger = self.episodes[-window:], self.ledger
         return {
-            "frames": self.ledger.stored,
-            "ticks": self.ledger.ticks,
-            "reset_slots": self.ledger.reset_slots,
-            "discarded": self.ledger.discarded,
-            "episodes": self.ledger.episodes_complete,
+            "frames": ledger.stored,
+            "ticks": ledger.ticks,
+            "reset_slots": ledger.reset_slots,
+            "discarded": ledger.discarded,
+            "episodes": ledger.episodes_complete,
             "policy_version": self.policy_version,
             "return_mean": _mean([episode.total_return for episode in recent]),
             "length_mean": _mean([float(episode.length) for episode in recent]),
-            **_of_agents(self.ledger),
+            **_of_agents(ledger),
         }
 
     # --- seeds and state --------------------------------------------------------------------------
@@ -393,5 +394,5 @@ def _said_of(run: RunState, lanes: int) -> str:
     storage = run.writer.storage
     of = "" if total in (None, -1) else f" of {total:,}"
     where = "" if storage is None else f", in {storage!r}"
-    said = f"{lanes} lane{'s' * (lanes > 1)}, {run.ledger.stored:,}{of} transitions{where}"
+    said = f"{lanes} lane{'s' * (lanes > 1)}, {run.ledger.shown.stored:,}{of} transitions{where}"
     return f"{said}, ended" if run.over else said

@@ -82,6 +82,7 @@ class Undivided(deferred):
             super().__exit__(kind, error, trace)
 
     def leave(self, error: BaseException, *, was_busy: bool) -> None:
+            run.ledger.publish()
         """Exit after ``error``, if it was raised between the guard and what it guards.
 
         An exception that is raised at any instruction, such as that of a thread that another one

@@ -1,5 +1,6 @@
 """The balanced count of a run. Pure: no environment, no tensor, no file."""
 
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
@@ -45,11 +46,17 @@ NOTHING = LedgerEntry()
 class _InWords:
     """An object with a block of counts."""
 
-    block: Counts
+    block: Any
+    """A `LedgerCounts`; of a snapshot a tuple of the same names, which does not change."""
+    shown: Counts
+    """The counts at the last `Ledger.publish`, which any thread may read."""
+    _bytes: tuple[memoryview, memoryview]
+    """The memory of both."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         made = super().__new__(cls)
-        made.block = LedgerCounts()
+        made.block, made.shown = LedgerCounts(), LedgerCounts()
+        made._bytes = memoryview(made.block).cast("B"), memoryview(made.shown).cast("B")
         return made
 
 
@@ -57,13 +64,15 @@ class _InWords:
 class Ledger(_InWords):
     """The balanced count of every slot of a run.
 
-    Two equations hold whenever a batch has been delivered (:meth:`check`)::
+    Two equations hold (:meth:`check`)::
 
         slots    = executed + reset_slots
         executed = stored + discarded + carried + lost
 
-    All counts are in transitions (one lane, one executed action) unless said otherwise. They are
-    words of ``block``, side by side in memory.
+    ``collector.ledger`` is a snapshot: it does not change later. Any thread may take one at any
+    time. During a call it has the counts of the last commit.
+
+    All counts are in transitions (one lane, one executed action) unless said otherwise.
 
     Examples:
         >>> from tallyroll.collector import SyncCollector
@@ -149,6 +158,28 @@ class Ledger(_InWords):
             raise LedgerError(f"negative counts: {negative}")
         return values
 
+    def publish(self) -> None:
+        """Let later snapshots have the counts of now; call it where nothing is half counted.
+
+        It is one copy, in which no other thread takes a turn. `Kernel.store_slots` makes it too.
+        """
+        live, shown = self._bytes
+        shown[:] = live
+
+    def count_respawn(self) -> None:
+        """Count a worker that replaces another one; the next snapshot includes it."""
+        for counts in (self.block, self.shown):  # neither equation has these
+            counts.respawned += 1
+            counts.incarnation += 1
+
+    def snapshot(self) -> "Ledger":
+        """Return the published counts as a ledger that does not change."""
+        made = object.__new__(Ledger)
+        made.block = _Snapshot._make(self.shown.words.tolist())
+        made.agent_budget, made.seed = self.agent_budget, self.seed
+        made.versions = dict(self.versions)
+        return made
+
     def balance(self, held: int) -> None:
         """Take ``held``, the transitions that the source counts as waiting, as the carried ones.
 
@@ -199,12 +230,28 @@ COUNTS = tuple(each.name for each in fields(Ledger) if each.name not in _NO_COUN
 LedgerCounts = counts_of(*COUNTS)
 
 
+class _Snapshot(namedtuple("_Snapshot", COUNTS)):  # type: ignore[misc]  # one list of names
+    """The counts of a ledger at one moment."""
+
+    __slots__ = ()
+
+    @property
+    def words(self) -> NDArray[np.int64]:
+        """The same numbers, int64 [name]."""
+        return np.array(self, np.int64)
+
+
 def _count(name: str) -> property:
     """Return an attribute that reads and sets a word of the ledger's block."""
 
     def put(ledger: Ledger, count: int) -> None:
         if not -_LIMIT <= index(count) < _LIMIT:
             raise LedgerError(f"{name}: expected a count of 64 bits, got {count}")
+        if type(ledger.block) is _Snapshot:
+            raise AttributeError(
+                f"{name}: the ledger of a collector is a snapshot, whose counts cannot be set. "
+                "Change a copy of it instead (copy.copy)."
+            )
         setattr(ledger.block, name, index(count))
 
     return property(attrgetter(f"block.{name}"), put)  # reading takes no call of Python code

@@ -195,8 +195,9 @@ class Yielding(Collector):
             if self._wishes.update_at_each_batch:
                 self.update_policy_weights_()
             if self.pre_collect_hook is not None:
-                self.pre_collect_hook()
-        before, batch = self.ledger.stored, None
+                with user_code("pre_collect_hook"):
+                    self.pre_collect_hook()
+        before, batch = self._ledger.stored, None
         if self.replay_buffer is not None and not (self.extend_buffer or self._many):
             self._step_by_step(self.replay_buffer)
         elif self.interruptor is not None:
@@ -207,7 +208,7 @@ class Yielding(Collector):
                 self.post_collect_hook(batch)
         else:
             self.collect(self._options.frames_per_batch)
-        made = batch is not None or self.ledger.stored > before
+        made = batch is not None or self._ledger.stored > before
         self._batches_made += made
         return made, batch if self.replay_buffer is None or yields else None
 

@@ -24,10 +24,10 @@
      a batch, in store_slots SlotRows.batch           targets: its tensors, which SlotRows.batch keeps
                                                       too; sources: the slab's columns
      store_slots             SlotRows.plan: a tuple   as the tables in the plan, listed above
-     the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger,
+     the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger (two),
                                                       Rollout (held), EpisodeRing (log; it also has
                                                       its records, and PlainSlots keeps it); SlotRows
-                                                      refers to all five
+                                                      refers to all six
      put_step                a step of a Stepper      the slab, whose slot the step writes
      step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane)
                                                       LaneResults (finals, entries of infos)
@@ -711,6 +711,12 @@ typedef struct { LEDGER(MEMBER) } Ledger;
 typedef struct { HELD(MEMBER) } Held;
 typedef struct { LOG(MEMBER) } Log;
 
+/* The blocks of a plan, in this order. `shown` has the words of the ledger as other threads read them:
+   only after all of a call is counted. */
+#define BLOCK(WORD) WORD(commit) WORD(run) WORD(ledger) WORD(held) WORD(log) WORD(shown)
+typedef struct { BLOCK(MEMBER) } PlanBlocks;
+enum { BLOCKS = sizeof(PlanBlocks) / sizeof(int64_t) };
+
 enum { LEDGER_WORDS = sizeof(Ledger) / sizeof(int64_t) };
 #define LARGEST_COUNT ((int64_t)1 << 62) /* sums of larger ones might not fit */
 /* The numbers of a record: the incarnation, the ledger, open trajectories, and the next id. */
@@ -728,7 +734,6 @@ enum { SLAB_WORDS = sizeof(Slab) / sizeof(int64_t) };
 
 enum { P_NUMBERING, P_CHECKS, P_SLAB, P_COLUMNS, P_HEADER, P_AMOUNTS, P_BLOCKS, P_TABLES,
        P_RECORD = P_TABLES, P_RING, P_PARTS };
-enum { COMMIT_BLOCK, RUN_BLOCK, LEDGER_BLOCK, HELD_BLOCK, LOG_BLOCK, BLOCKS };
 
 /* Behind the amounts of a row: for each mask of agents its address and the bytes of a row. */
 enum { M_SOURCE, M_NBYTES, MASK_WORDS };
@@ -741,7 +746,7 @@ typedef struct {
     const Slab *slab;
     Commit *commit;
     Run *run;
-    Ledger *ledger;
+    Ledger *ledger, *shown;
     Held *held;
     Log *log;
     const char *record;
@@ -770,14 +775,15 @@ static int open_plan(PyObject *parts, Plan *plan)
         if (open_table(PyTuple_GetItem(parts, part), &plan->tables[part], least[part]) < 0)
             goto failed;
     }
-    const int64_t *blocks = plan->tables[P_BLOCKS].words;
+    const PlanBlocks *blocks = (const PlanBlocks *)plan->tables[P_BLOCKS].words;
     plan->numbering = (const Numbering *)plan->tables[P_NUMBERING].words;
     plan->slab = (const Slab *)plan->tables[P_SLAB].words;
-    plan->commit = (Commit *)at(blocks[COMMIT_BLOCK]);
-    plan->run = (Run *)at(blocks[RUN_BLOCK]);
-    plan->ledger = (Ledger *)at(blocks[LEDGER_BLOCK]);
-    plan->held = (Held *)at(blocks[HELD_BLOCK]);
-    plan->log = (Log *)at(blocks[LOG_BLOCK]);
+    plan->commit = (Commit *)at(blocks->commit);
+    plan->run = (Run *)at(blocks->run);
+    plan->ledger = (Ledger *)at(blocks->ledger);
+    plan->held = (Held *)at(blocks->held);
+    plan->log = (Log *)at(blocks->log);
+    plan->shown = (Ledger *)at(blocks->shown);
     plan->ring = PyLong_AsLongLong(PyTuple_GetItem(parts, P_RING));
     char *record = NULL;
     if (PyErr_Occurred() ||
@@ -1123,7 +1129,7 @@ static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64
     carry(plan, slots);
     if (ended)
         note(plan, ended, plan->ledger->stored, batch && slots->used > 1);
-    *plan->ledger = *ledger;
+    *plan->ledger = *plan->shown = *ledger;
     plan->run->next_id = next_id;
     plan->log->noted += ended;
     plan->log->due = plan->log->noted - plan->log->taken > plan->log->room / 2;
@@ -1911,6 +1917,7 @@ static int name_words(PyObject *module)
         PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "HELD", HELD(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "LOG", LOG(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "BLOCKS", BLOCK(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "SLAB", SLAB(NAME)) < 0 ||
         PyModule_AddStringConstant(module, "TREE", TREE(NAME)) < 0)
         return -1;

@@ -26,6 +26,8 @@ require_names("LOG", LogCounts.names)
 HeldCounts = counts_of("rows", "resets")
 """Rows in slot 0 that an earlier call left, and lanes whose next slot is a reset."""
 require_names("HELD", HeldCounts.names)
+_BLOCKS = ("commit", "run", "ledger", "held", "log", "shown")
+require_names("BLOCKS", _BLOCKS)
 
 
 @dataclass(eq=False)
@@ -56,6 +58,8 @@ class SlotRows(NewRows):
     """A block of `RunCounts`."""
     ledger: Counts
     """The block of the ledger's counts."""
+    shown: Counts
+    """The block of the same counts that other threads read, set once a call has counted all."""
     held: Counts
     """A block of `HeldCounts`."""
     log: Counts
@@ -95,7 +99,7 @@ class SlotRows(NewRows):
         return kernel.store_slots(self._plan, used, count, room, version, watched, batch) >= 0
 
     def _make_plan(self, columns: Columns, header: Header) -> None:
-        blocks = header.known, self.run, self.ledger, self.held, self.log
+        blocks = header.known, self.run, self.ledger, self.held, self.log, self.shown
         addresses = table_of(block.address for block in blocks)
         tables = self.numbering, self.checks, self.slab, columns.table_of(self.rows)
         places = header.addresses, self.amounts, addresses

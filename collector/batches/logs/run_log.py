@@ -80,14 +80,14 @@ class RunLog:
         self, collector: Collector, target: Target, *, every: int = EVERY, window: int = 100
     ) -> None:
         self._every, self._window = positive("every", every), positive("window", window)
-        self._collector, self._ledger = collector, collector.ledger
+        self._collector = collector
         self._target = open_target(target)
         try:
             before = self._newest()
         except BaseException:
             self._target.close()
             raise
-        frames = self._ledger.stored
+        frames = collector.ledger.stored
         self._frames = frames if before is None else min(before.frames, frames)
         """Transitions of the run at the last row."""
         self._began = time.monotonic() - (0.0 if before is None else before.seconds)
@@ -102,7 +102,7 @@ class RunLog:
 
     def _newest(self) -> Newest | None:
         """Return the last row of the run to be continued; refuse one of another run."""
-        newest, ledger = self._target.newest, self._ledger
+        newest, ledger = self._target.newest, self._collector.ledger
         if newest is None:
             return None
         same = ledger.stored and newest.seed in (None, ledger.seed)
@@ -132,7 +132,7 @@ class RunLog:
                 break. The row is written later, without these numbers.
         """
         self._merge(numbers)
-        if self._ledger.stored >= self._next:
+        if self._collector.ledger.stored >= self._next:
             self._add()
 
     def evaluation(self, result: _Evaluation) -> None:
@@ -143,7 +143,7 @@ class RunLog:
         ``eval_return_std`` and ``eval_length_mean``.
         """
         numbers = {f"eval_{name}": value for name, value in result.metrics().items()}
-        self._merge({"eval_frames": self._ledger.stored, **numbers})
+        self._merge({"eval_frames": self._collector.ledger.stored, **numbers})
 
     def _merge(self, numbers: Mapping[str, float]) -> None:
         checked = {name: _number(name, value) for name, value in numbers.items()}
@@ -157,16 +157,17 @@ class RunLog:
         self._pending |= checked
 
     def _own_numbers(self) -> dict[str, int | float]:
+        numbers, seed = self._collector.metrics(self._window), self._collector.ledger.seed
         return {
-            "frames": self._ledger.stored,
+            "frames": numbers["frames"],
             "seconds": round(time.monotonic() - self._began, 3),
-            **self._collector.metrics(self._window),
-            "seed": math.nan if self._ledger.seed is None else self._ledger.seed,
+            **numbers,
+            "seed": math.nan if seed is None else seed,
         }
 
     def _add(self) -> None:
         row = self._own_numbers()
-        frames = self._frames = self._ledger.stored
+        frames = self._frames = int(row["frames"])
         self._next = self._next_after(frames)
         self._waiting.append({**row, **self._pending})
         self._pending = {}
@@ -197,7 +198,7 @@ class RunLog:
             return
         self._closed = True
         try:
-            if self._ledger.stored > self._frames or self._pending:
+            if self._collector.ledger.stored > self._frames or self._pending:
                 self._add()
             else:
                 self._write()

@@ -24,7 +24,7 @@ def saved_state(run: RunState, beginning: Beginning, rollout: TransitionSource) 
         waiting = rollout.drawn_ahead(policy.openings)
         state["openings"] = (policy.openings.left + waiting).tolist()
     return {
-        "ledger": run.ledger.counts(),
+        "ledger": run.ledger.snapshot().counts(),
         "seed": run.ledger.seed,
         "lanes": run.lanes.lanes,
         "shard": shard_name(run),
@@ -81,6 +81,7 @@ def take_state_over(
         run.provenance["after_version"] = since.policy_version
     stored_run.goes_on_from(ledger, run.provenance, first_id)
     run.over = run.met
+    ledger.publish()
 
 
 def require_fit(

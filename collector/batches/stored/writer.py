@@ -263,6 +263,7 @@ class BatchWriter:
             **parts,
         )
 
+            shown=ledger.shown,
     def finish(self, ledger: Ledger, left: int) -> None:
         """End the run as `StoredRun.finish` does; ``left`` transitions are in no batch."""
         if self._buffer_ids is not None:

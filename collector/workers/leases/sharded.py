@@ -189,6 +189,7 @@ class ShardedLeases(WithoutRows):
         for member, _ in failed:
             post(self._run.ledger, self._lost(member))
         self._run.ledger.balance(self.held)
+        self._run.ledger.publish()
         return failed
 
     def _acknowledge(self, kept: Sequence[tuple[Member, Kept]]) -> None:
@@ -271,6 +272,7 @@ class ShardedLeases(WithoutRows):
         self._parts.clear()
         post(run.ledger, LedgerEntry(discarded=held, episodes_cut=cut))
         run.ledger.balance(0)
+        run.ledger.publish()
         run.writer.finish(run.ledger, held)
 
 

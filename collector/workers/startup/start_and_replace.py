@@ -264,8 +264,7 @@ class WorkerStartup:
         """
         self.allowed(error)
         self._left -= 1
-        self.ledger.respawned += 1
-        self.ledger.incarnation += 1
+        self.ledger.count_respawn()
         self.replacements.start(
             member,
             error,

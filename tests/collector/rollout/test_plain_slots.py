@@ -723,7 +723,7 @@ def test_a_ledger_that_does_not_balance_is_told_and_nothing_is_stored(
     run = RUNS["random"](frames_per_batch=LANES, total_frames=-1, storage=tmp_path / "r")
     for _ in range(5):
         run.collect(LANES)
-    setattr(run.ledger, name, getattr(run.ledger, name) + wrong)
+    setattr(run._ledger, name, getattr(run.ledger, name) + wrong)
     with pytest.raises(LedgerError):
         run.collect(LANES)
     with open_storage(tmp_path / "r") as storage:
