@@ -13,6 +13,7 @@
     ├── PolicyError                  what the policy returned is not an action of this environment
     ├── TransitionError              what the environment returned differs from what it declared
     │   └── ValueRefused             one value of a lane, which no column can hold as it is
+    ├── UserStopIteration            code of the user's raised StopIteration
     ├── EnvCallError                 a call of an environment by `env_call` and its kin raised
     ├── LedgerError                  the counts do not balance: a bug, never to be ignored
     ├── StateError                   a state dict or a storage that does not fit this collector
@@ -45,6 +46,7 @@ __all__ = [
     "StateError",
     "TransitionError",
     "UnknownArgument",
+    "UserStopIteration",
     "ValueRefused",
     "WorkerDied",
     "WorkerError",
@@ -118,6 +120,15 @@ class ValueRefused(TransitionError):
         if self.step is not None:
             where += f", step {self.step} of its trajectory"
         return f"{'/'.join(self.key)}{where}: expected {self.wanted}, got {self.got}; {self.advice}"
+
+
+class UserStopIteration(CollectorError):
+    """An environment, a policy or other code that was given to a collector raised StopIteration.
+
+    A loop over batches would end by it as if the budget were met. The message begins with the place
+    of the call; the cause is the original exception (``StopAsyncIteration`` is treated alike). A
+    worker's arrives as :class:`WorkerRaised`, like any other exception there.
+    """
 
 
 class EnvCallError(CollectorError):

@@ -51,6 +51,7 @@ from tallyroll.collector.policies.slot_rng import width_of
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision
+from tallyroll.collector.user_code import user_code
 from tallyroll.collector.workers.central import CentralPolicy, settle_here
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.sharded import (
@@ -188,7 +189,9 @@ class MultiprocessCollector(Collector):
         if options.transport == "process":
             require_guard()
         self._transport = transport
-        self._start(create_env_fn, policy, num_workers, options, replay_buffer, storage, resume)
+        kept_in = replay_buffer, storage, resume
+        with user_code("making the collector"):
+            self._start(create_env_fn, policy, num_workers, options, *kept_in)
 
     def _start(
         self,
@@ -550,7 +553,9 @@ class RayCollector(MultiprocessCollector):
     ) -> None:
         needs("ray", "ray", "actors of RayCollector")
         options = ActorOptions.of(locals())
-        self._start(create_env_fn, policy, num_workers, options, replay_buffer, storage, resume)
+        kept_in = replay_buffer, storage, resume
+        with user_code("making the collector"):
+            self._start(create_env_fn, policy, num_workers, options, *kept_in)
 
     def _threads_of(self, options: Any) -> int:
         return max(1, int((options.actors.actor_options or {}).get("num_cpus", 1)))

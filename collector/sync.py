@@ -47,6 +47,7 @@ from tallyroll.collector.rollout.os_signals import admitted
 from tallyroll.collector.rollout.slab_plan import make_driver, plan_slab
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import new_board
+from tallyroll.collector.user_code import user_code
 
 
 class SyncCollector(Collector):
@@ -164,10 +165,11 @@ class SyncCollector(Collector):
         super().__init__(options, replay_buffer=replay_buffer, storage=storage, resume=resume)
         self._owns_env = False
         try:
-            made = make_env(create_env_fn, options)
-            self._env: EnvBase = made.env
-            self._owns_env = made.owned
-            self._prepare(policy, made)
+            with user_code("making the collector"):
+                made = make_env(create_env_fn, options)
+                self._env: EnvBase = made.env
+                self._owns_env = made.owned
+                self._prepare(policy, made)
         except BaseException:
             self.shutdown()
             raise
@@ -231,7 +233,7 @@ class SyncCollector(Collector):
 
     def _close_source(self) -> None:
         if self._owns_env:
-            with admitted():
+            with admitted(), user_code("closing the environment"):
                 self.env.close(raise_if_closed=False)
 
     def _lost_env(self) -> None:

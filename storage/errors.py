@@ -40,6 +40,7 @@
     │   ├── ForeignContent            a file to be replaced holds what another program added
     │   ├── ReadOnlyStorage           opened with mode="read"
     │   └── WriterForked              a forked child used its parent's writer
+    ├── CallbackStopIteration         a transform, callback, reader or format raised StopIteration
     ├── ObjectStoreFailed             an object store refuses, or does not answer in time
     ├── ObjectChanged                 an object was replaced while it was read
     ├── NotInitialised                no schema yet
@@ -69,6 +70,7 @@ from __future__ import annotations
 
 __all__ = [
     "BatchTooLong",
+    "CallbackStopIteration",
     "CapacityMissing",
     "ColumnsMissing",
     "CopyOfOpenStorage",
@@ -231,6 +233,14 @@ class DiskFailed(StorageError):
 
 class TooManyFiles(StorageError):
     """This process, or the system, may open no more files. What was open goes on."""
+
+
+class CallbackStopIteration(StorageError):
+    """A transform, a callback, a reader or a format of the user's raised StopIteration.
+
+    A loop over batches would end by it early. The message begins with the place of the call; the
+    cause is the original exception.
+    """
 
 
 class ObjectStoreFailed(StorageError):

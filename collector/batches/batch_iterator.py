@@ -4,6 +4,8 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
 
+from tallyroll.collector.user_code import ENDS, user_code
+
 
 class BatchIterator(Generator[Any, None, None]):
     """An iterator that yields ready batches, and has more made ready if there are none.
@@ -28,7 +30,11 @@ class BatchIterator(Generator[Any, None, None]):
                 batch = ready[0]
                 del ready[0]
                 return batch
-            if not self._make():
+            try:
+                more = self._make()
+            except ENDS as error:  # it would end the loop as if the budget were met
+                raise user_code.error("a call of user code for a batch", error) from error
+            if not more:
                 break
         raise StopIteration
 

@@ -36,6 +36,7 @@ from tallyroll.collector.rollout.os_signals import deferred, let_go
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import Decision, RunPlan
+from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.files.manifest import UNVERSIONED
 from tallyroll.storage.rows.keys import RANDOM_VERSION
@@ -125,8 +126,8 @@ class Collector(Attributes, Reaching, ABC):
         self._watched = self._policy if self._acts_here else None
         self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
         self._ready = self._run.ready
-
         self._ledger.publish()
+
     @property
     def plan(self) -> RunPlan:
         """The way of each part of the run, and why it is not a faster one; print it.
@@ -211,6 +212,8 @@ class Collector(Attributes, Reaching, ABC):
                     self._assembly.collect(n)
         except BaseException as error:
             self._undivided.leave(error, was_busy=busy)
+            if isinstance(error, ENDS):  # of a signal's handler
+                raise user_code.error("a call of user code", error) from error
             raise
         finally:
             stored = self._ledger.stored
@@ -265,7 +268,7 @@ class Collector(Attributes, Reaching, ABC):
 
         Of a storage of yours that is closed already, what could not be written is a warning.
         """
-        with deferred():
+        with user_code("shutdown"), deferred():
             try:
                 if hasattr(self, "_assembly"):
                     let_go(self._assembly)
@@ -328,7 +331,8 @@ class Collector(Attributes, Reaching, ABC):
         """
         if self._policy is None:
             raise ArgumentError("this collector draws random actions: it has no weights to update")
-        self._policy.update_weights(weights, policy_id)
+        with user_code("update_policy_weights_"):
+            self._policy.update_weights(weights, policy_id)
 
     def metrics(self, window: int = 100) -> dict[str, float]:
         """A flat dict for any logger: counts of the run so far, and means over its last episodes.
@@ -359,7 +363,8 @@ class Collector(Attributes, Reaching, ABC):
         Transitions that wait for the next batch are discarded.
         """
         checked = or_none(not_negative)("seed", seed)
-        self._undivided.restart(partial(self._beginning.seeds.seed, checked))
+        with user_code("set_seed"):
+            self._undivided.restart(partial(self._beginning.seeds.seed, checked))
         return seed if static_seed else lane_seed(seed, self.lanes, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -368,7 +373,8 @@ class Collector(Attributes, Reaching, ABC):
         Environments cannot be saved: after loading, every lane starts a new trajectory, from a
         seed that was not used before. Transitions that wait for the next batch are discarded.
         """
-        return self._restarting.saved()
+        with user_code("state_dict"):
+            return self._restarting.saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a result of :meth:`state_dict`; call it before iterating.
@@ -376,7 +382,8 @@ class Collector(Attributes, Reaching, ABC):
         Raises:
             StateError: this collector has collected already, or the state has other parts.
         """
-        self._restarting.go_on_from(state)
+        with user_code("load_state_dict"):
+            self._restarting.go_on_from(state)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from tallyroll.collector.batches.one_call import OneCall
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
+from tallyroll.collector.user_code import ENDS, user_code
 
 OWN_INSTANCE = "make an environment for each collector, or shut this one down before"
 
@@ -63,7 +64,9 @@ class Undivided(deferred):
         trace: TracebackType | None,
     ) -> None:
         """End the run where there was an error, and call the handlers."""
-        run = self._run
+        run, original = self._run, error
+        if isinstance(error, ENDS):
+            error = user_code.error("a call of user code", error)
         try:
             if run.outside is not None:
                 run.outside.remember()
@@ -79,10 +82,12 @@ class Undivided(deferred):
                 let_go(self._assembly)
             self._thread = None  # what is raised from here on is of a handler, and loses nothing
         finally:
+            run.ledger.publish()
             super().__exit__(kind, error, trace)
+        if error is not None and error is not original:
+            raise error from original
 
     def leave(self, error: BaseException, *, was_busy: bool) -> None:
-            run.ledger.publish()
         """Exit after ``error``, if it was raised between the guard and what it guards.
 
         An exception that is raised at any instruction, such as that of a thread that another one

@@ -23,6 +23,7 @@ from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.collector.policies.several.entries import Policies, each_of, without_openings
 from tallyroll.collector.policies.trial import generators_restored
 from tallyroll.collector.sync import SyncCollector
+from tallyroll.collector.user_code import user_code
 
 _FRAMES_PER_BATCH = 4096
 
@@ -118,6 +119,7 @@ def evaluate(
         seed = int(np.random.SeedSequence().generate_state(1)[0])
     policy = without_openings(policy)
     with (
+        user_code("evaluate"),
         generators_restored(),
         _as_it_was(each_of(policy)),
         _Evaluating(
@@ -172,7 +174,7 @@ def _one_of(state: EnvState | None) -> Mapping[str, Any] | None:
 @contextmanager
 def _as_it_was(policies: Sequence[Any]) -> Iterator[None]:
     """Evaluate ``policies``; their modes and buffers, which calls may change, are restored."""
-    found = [each for each in map(as_policy, policies) if isinstance(each, nn.Module)]
+    found = [each for one in policies if isinstance(each := as_policy(one), nn.Module)]
     modes = [(module, module.training) for each in found for module in each.modules()]
     buffers = [
         (module, name, buffer, buffer.clone())

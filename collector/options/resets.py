@@ -11,6 +11,7 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options.checks import flag
 from tallyroll.collector.options.draws import Choice, Constant, Draw, Sampler, draw_of, json_value
 from tallyroll.collector.options.objects import OptionObject
+from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.rows.keys import can_be_stored
 
 _OF_OPTIONS = 1
@@ -170,13 +171,16 @@ def drawn_from(resets: Resets, rng: np.random.Generator) -> dict[str, Any]:
         return {}
     if not callable(resets.sampler):
         return {name: each.draw(rng) for name, each in resets.sampler.items()}
-    drawn = resets.sampler(rng)
-    if not isinstance(drawn, Mapping):
-        raise ArgumentError(
-            "reset_sampler: expected a function that returns options by name, got "
-            f"{type(drawn).__name__}"
-        )
-    return dict(drawn)
+    try:
+        drawn = resets.sampler(rng)
+        if isinstance(drawn, Mapping):
+            return dict(drawn)
+    except ENDS as error:
+        raise user_code.error("reset_sampler", error) from error
+    raise ArgumentError(
+        "reset_sampler: expected a function that returns options by name, got "
+        f"{type(drawn).__name__}"
+    )
 
 
 def dtype_of(values: Sequence[Any]) -> np.dtype[Any] | None:

@@ -15,6 +15,7 @@ from tensordict.nn import TensorDictModule
 from tallyroll.collector.compat import network_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.run_plan import PolicyTraits
+from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.rows.keys import Key, as_key
 
 Rows = Sequence[torch.Tensor]
@@ -64,10 +65,13 @@ class BareCall:
 
     def __call__(self, network: Any, at: int) -> Any:
         """Return the output of ``network`` in slot ``at``, given copies of its inputs."""
-        if self._only is not None:
-            out = network(self._only[at].clone())
-        else:
-            out = network(*[rows[at].clone() for rows in self._inputs])
+        try:
+            if self._only is not None:
+                out = network(self._only[at].clone())
+            else:
+                out = network(*[rows[at].clone() for rows in self._inputs])
+        except ENDS as error:
+            raise user_code.error("policy", error) from error
         return out if isinstance(out, torch.Tensor) else self._one(out)
 
     def _one(self, out: Any) -> Any:

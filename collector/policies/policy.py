@@ -15,6 +15,7 @@ from tallyroll.collector.policies.live_weights import LiveWeights
 from tallyroll.collector.policies.own_tensors import own_tensors, own_tensors_on, same_place
 from tallyroll.collector.policies.plain_modules import Inputs, around
 from tallyroll.collector.policies.sb3_models import Sb3Policy, as_policy
+from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.rows.keys import Key
 
 PolicyFn = Callable[[TensorDictBase], TensorDictBase]
@@ -88,9 +89,12 @@ class Policy:
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         """Choose actions for ``td``, of which the module gets a copy to write to and to keep."""
-        if self.device is None:
-            return self.around(own_tensors(td))
-        out = self.around(own_tensors_on(td, self.device))
+        try:
+            if self.device is None:
+                return self.around(own_tensors(td))
+            out = self.around(own_tensors_on(td, self.device))
+        except ENDS as error:
+            raise user_code.error("policy", error) from error
         return out.to(self._move_back)
 
     def refresh(self) -> bool:

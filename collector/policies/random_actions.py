@@ -22,6 +22,7 @@ from tallyroll.collector.errors import TransitionError
 from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.collector.policies.slot_rng import Draw, SlotRng, width_of
 from tallyroll.collector.run_plan import masking
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.keys import Key, as_key, spell
 
 Array = NDArray[Any]
@@ -301,7 +302,8 @@ class RandomActions:
             allowed = mask.to(torch.bool)
             # A final observation may allow nothing; what follows it in a reset slot is ignored.
             leaf.update_mask(allowed | ~allowed.any(-1, keepdim=True))
-        drawn: torch.Tensor = leaf.rand()
+        with user_code("the spec of a random action"):
+            drawn: torch.Tensor = leaf.rand()
         return drawn
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:

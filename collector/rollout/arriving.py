@@ -10,11 +10,12 @@ from tallyroll.collector.envs.stepping.arrays import put_flags, reordered
 from tallyroll.collector.envs.stepping.ends import put_finals
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.rollout.lanes import Account, Lanes
+from tallyroll.collector.rollout.lanes import Account, Lanes, stopped
 from tallyroll.collector.rollout.reset_columns import ResetColumns
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Array, Slab
+from tallyroll.collector.user_code import ENDS
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
@@ -116,14 +117,17 @@ class ArrivingLanes(Lanes):
 
     def step(self, start: int, stop: int) -> None:
         """Send lanes off slot by slot, and record the lanes that arrive meanwhile."""
-        for at in range(start, stop):
-            self._arrived[at] = self._send(at) or not len(self._ready)
-            self._executed[at] = False
-            if self._arrived[at]:
-                self._receive(at, self.stepper.system.recv())
-            self._board[FILLED] = at + 1
-            if self._board[HALT]:
-                break
+        try:
+            for at in range(start, stop):
+                self._arrived[at] = self._send(at) or not len(self._ready)
+                self._executed[at] = False
+                if self._arrived[at]:
+                    self._receive(at, self.stepper.system.recv())
+                self._board[FILLED] = at + 1
+                if self._board[HALT]:
+                    break
+        except ENDS as error:
+            raise stopped(error) from error
 
     def step_part(self, at: int, lanes: int) -> None:
         """Raise: no part can be stepped, because the system chooses the lanes that come back."""

@@ -11,10 +11,11 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.envs.driven.step_then_reset import way_of
 from tallyroll.collector.policies.random_actions import action_keys
-from tallyroll.collector.rollout.lanes import Lanes, LanesOfKey, changed
+from tallyroll.collector.rollout.lanes import Lanes, LanesOfKey, changed, stopped
 from tallyroll.collector.rollout.reset_columns import ResetColumns
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.collector.user_code import ENDS
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, VALID, Key, as_key
 
 Views = Sequence[tuple[Key, Key, Sequence[torch.Tensor]]]
@@ -116,8 +117,11 @@ class CopiedLanes(Lanes):
             try:
                 td, following = self._way(td, partial(_copy, views=self._after, at=at))
             except BaseException as error:
-                error.add_note(f"tallyroll: raised by step call {at} of the block being collected")
-                raise
+                raised = stopped(error) if isinstance(error, ENDS) else error
+                raised.add_note(f"tallyroll: raised by step call {at} of the block being collected")
+                if raised is error:
+                    raise
+                raise raised from error
             if self._has_valid:
                 self.slab.transitions[at] = td.get((NEXT, *VALID)).reshape(-1).cpu().numpy()
             self._td = td = following

@@ -18,6 +18,7 @@ from tallyroll.collector.rollout.os_signals import pausable
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
@@ -218,7 +219,10 @@ class LocalDriver(Driver):
     def begin(self) -> None:
         """Start every lane's next trajectory."""
         first, self._first = self._first, None
-        self.stepped.begin(self.used, self.stepped.env.reset() if first is None else first)
+        if first is None:
+            with user_code("a reset of the environment"):
+                first = self.stepped.env.reset()
+        self.stepped.begin(self.used, first)
 
     # --- slots ------------------------------------------------------------------------------------
 

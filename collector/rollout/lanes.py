@@ -16,13 +16,16 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
+from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
 from tallyroll.collector.rollout.reset_columns import ResetColumns
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.slab.slab import Cursor, Slab, SlabColumn
+from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
 LanesOfKey = Callable[[Key], torch.Tensor]
@@ -191,8 +194,10 @@ class SystemLanes(Lanes):
                 if cursor.board[HALT]:
                     break
         except BaseException as error:
-            self.say_actions(error)
-            raise
+            raised = self._noted(error)
+            if raised is error:
+                raise
+            raise raised from error
         finally:
             system.while_waiting = None
 
@@ -204,8 +209,17 @@ class SystemLanes(Lanes):
         try:
             self.stepper.step_part(self.cursor, lanes)
         except BaseException as error:
-            self.say_actions(error)
-            raise
+            raised = self._noted(error)
+            if raised is error:
+                raise
+            raise raised from error
+
+    def _noted(self, error: BaseException) -> BaseException:
+        """Return the error to raise for that of a step, with a note of the actions."""
+        if isinstance(error, ENDS):
+            error = stopped(error, self.stepper.system.first_lane)
+        self.say_actions(error)
+        return error
 
     def say_actions(self, error: BaseException) -> None:
         """Note the actions of the step that raised ``error``."""
@@ -234,6 +248,23 @@ class SystemLanes(Lanes):
         transitions = next_step_transitions(ended, self.pending)
         self.pending[:stepped] = ended[-1, :stepped]
         return transitions
+
+
+def lane_of(error: BaseException) -> int | None:
+    """Return the lane that a Gymnasium SyncVectorEnv was stepping or resetting in ``error``."""
+    trace = error.__traceback__
+    while trace is not None:
+        if (lane := lane_in(trace.tb_frame, LanesInTurn)) is not None:
+            return lane
+        trace = trace.tb_next
+    return None
+
+
+def stopped(error: BaseException, first_lane: int = 0) -> Exception:
+    """Return the error of ours for a ``StopIteration`` that a step of an environment raised."""
+    lane = lane_of(error)
+    place = "" if lane is None else f" of lane {first_lane + lane}"
+    return user_code.error(f"a step of the environment{place}", error)
 
 
 def ended_in(slab: Slab, start: int, stop: int) -> Mask:

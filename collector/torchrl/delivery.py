@@ -9,6 +9,7 @@ from torchrl.data import ReplayBuffer
 from tallyroll.collector.batches.stored.buffer_items import extend_buffer, require_items
 from tallyroll.collector.batches.stored.sinks import takes_rows
 from tallyroll.collector.errors import StateError
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.keys import MASK, NEXT, POLICY_VERSION, as_key, is_done
 
 
@@ -87,4 +88,5 @@ def extend(buffer: ReplayBuffer, batch: TensorDictBase) -> None:
         ItemsDiffer: an interruptor made it shorter than the buffer's items are.
     """
     require_items(buffer.storage, batch)
-    extend_buffer(buffer, [batch])
+    with user_code("the replay buffer"):
+        extend_buffer(buffer, [batch])

@@ -13,6 +13,7 @@ from torchrl.modules import RandomPolicy
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.policies.several.entries import are_several
+from tallyroll.collector.user_code import user_code
 
 
 def one_env(create: Any, kwargs: Mapping[str, Any] | None) -> Any:
@@ -31,7 +32,8 @@ def one_env(create: Any, kwargs: Mapping[str, Any] | None) -> Any:
             raise ArgumentError(
                 f"create_env_kwargs: {type(create).__name__} was made already; pass what makes it"
             )
-        create.update_kwargs(kwargs)
+        with user_code("create_env_kwargs"):
+            create.update_kwargs(kwargs)
         return create
     if isinstance(create, str):
         raise ArgumentError("create_env_kwargs go with a factory; with an id they are env_kwargs")
@@ -83,7 +85,8 @@ def policy_of(policy: Any, factory: Any) -> Any:
             )
         factory = factory[0] if factory else None
     if factory is not None:
-        policy = factory()
+        with user_code("policy_factory"):
+            policy = factory()
     if are_several(policy):
         raise ArgumentError(
             f"policy: expected one, as TorchRL's collectors take it, got "

@@ -11,6 +11,7 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.torchrl import weights as w
 from tallyroll.collector.torchrl.arguments import Wishes
 from tallyroll.collector.torchrl.yielding import Yielding
+from tallyroll.collector.user_code import user_code
 
 
 class Updating(Yielding):
@@ -27,7 +28,8 @@ class Updating(Yielding):
         self._weight_sync_schemes = w.checked_schemes(wishes.weight_sync_schemes, many=many)
         self.weight_updater = w.checked_updater(wishes.weight_updater, many=self._many)
         if self.weight_updater is not None:
-            self.weight_updater.register_collector(self)
+            with user_code("weight_updater"):
+                self.weight_updater.register_collector(self)
 
     def update_policy_weights_(  # type: ignore[override]
         self,
@@ -69,6 +71,10 @@ class Updating(Yielding):
             background.perform(partial(self._update, taken))
 
     def _update(self, taken: Any) -> None:
+        with user_code("update_policy_weights_"):
+            self._take_weights(taken)
+
+    def _take_weights(self, taken: Any) -> None:
         updater = self.weight_updater
         if updater is None:
             super().update_policy_weights_(self._weights_of if taken is None else taken)
@@ -109,7 +115,8 @@ class Updating(Yielding):
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call ``init`` of the weight updater, where there is one."""
         if self.weight_updater is not None:
-            self.weight_updater.init(*args, **kwargs)
+            with user_code("weight_updater"):
+                self.weight_updater.init(*args, **kwargs)
 
     @property
     def policy(self) -> Any:

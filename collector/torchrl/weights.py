@@ -13,6 +13,7 @@ from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightS
 
 from tallyroll.collector.compat import server_weights, transport_of
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.user_code import user_code
 
 POLICY = "policy"
 """The only model that a collector has."""
@@ -66,7 +67,8 @@ def checked_schemes(schemes: Any, *, many: bool) -> dict[str, Any]:
 def checked_updater(updater: Any, *, many: bool) -> Any:
     """Return ``weight_updater``, called first if it is a constructor; refuse unknown ones."""
     if updater is not None and not isinstance(updater, WeightUpdaterBase) and callable(updater):
-        updater = updater()
+        with user_code("weight_updater"):
+            updater = updater()
     if updater is None:
         return None
     if not isinstance(updater, WeightUpdaterBase):
@@ -74,7 +76,7 @@ def checked_updater(updater: Any, *, many: bool) -> Any:
             f"weight_updater: expected a WeightUpdaterBase or what makes one, got "
             f"{type(updater).__name__}"
         )
-    if many and transport_of(updater) not in map(transport_of, _GETTERS):
+    if many and transport_of(updater) not in [transport_of(each) for each in _GETTERS]:
         raise ArgumentError(
             f"weight_updater: {type(updater).__name__} has a transport of its own, which our "
             "workers do not answer; give a MultiProcessedWeightUpdater(get_server_weights=…), or "

@@ -28,6 +28,7 @@ from tallyroll.collector.torchrl.delivery import (
     with_policy_version,
 )
 from tallyroll.collector.torchrl.whole_trajectories import WholeTrajectories, laid_out
+from tallyroll.collector.user_code import user_code
 
 
 class Yielding(Collector):
@@ -126,10 +127,15 @@ class Yielding(Collector):
         if wishes.compact_obs:
             batch = compact(batch)
         if self.postproc is not None:
-            batch = self.postproc(batch)
-        if self.post_collect_hook is not None:
-            self.post_collect_hook(batch)
+            with user_code("postproc"):
+                batch = self.postproc(batch)
+        self._call_post_hook(batch)
         return batch
+
+    def _call_post_hook(self, batch: Any) -> None:
+        if self.post_collect_hook is not None:
+            with user_code("post_collect_hook"):
+                self.post_collect_hook(batch)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, or None for each that went to the replay buffer, to the budget's end."""
@@ -154,7 +160,8 @@ class Yielding(Collector):
         """Return the next batch, counted and stored as by iteration; None if there is none."""
         if not self._goes_on():
             return None
-        _, batch = self._next_batch(yields=True)
+        with user_code("rollout"):
+            _, batch = self._next_batch(yields=True)
         self._done_with_it()
         return batch
 
@@ -204,8 +211,8 @@ class Yielding(Collector):
             batch = self._until_interrupted(self.interruptor)
         elif self.replay_buffer is None or yields or self._in_pieces:
             batch = self._raw()
-            if batch is not None and not self._hooked and self.post_collect_hook is not None:
-                self.post_collect_hook(batch)
+            if batch is not None and not self._hooked:
+                self._call_post_hook(batch)
         else:
             self.collect(self._options.frames_per_batch)
         made = batch is not None or self._ledger.stored > before
@@ -227,7 +234,7 @@ class Yielding(Collector):
             if not self._adds_steps:
                 self.collect(min(self.lanes, left))
             elif (step := self._raw(min(self.lanes, left))) is not None:
-                with deferred():
+                with deferred(), user_code("the replay buffer"):
                     buffer.add(self._process(step).squeeze(-1))
                     self._ready.clear()
             left -= self.lanes
@@ -239,8 +246,9 @@ class Yielding(Collector):
             if piece is not None:
                 self._done_with_it(self._pieces, piece)
             left -= self.lanes
-            if interruptor.collection_stopped():
-                break
+            with user_code("interruptor"):
+                if interruptor.collection_stopped():
+                    break
         if not self._pieces:
             return None
         if self._wishes.whole_trajectories:  # these go to the buffer once they are complete
@@ -311,7 +319,7 @@ class Yielding(Collector):
         self._raise_of_thread()
         if self.is_running():
             return
-        batches = iter(self)
+        batches = iter(self)  # it raises StopIteration at the end of the run alone
         self._background = Background(lambda: next(batches), self.stop)
         if self._policy is not None:
             self._policy.serve_between_steps(self._background.serve)

@@ -18,21 +18,20 @@ from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.checks.ranges import Range, ranges_of
 from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, OwnShard, Seen, seen_at
-from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import make_env
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.envs.driven.statistics import StatisticsWatch
-from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
 from tallyroll.collector.envs.reaching.travelling import answers_of
-from tallyroll.collector.errors import CollectorError, EnvironmentRefused
+from tallyroll.collector.errors import CollectorError, EnvironmentRefused, UserStopIteration
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
 from tallyroll.collector.policies.several.policies import SeveralPolicies, policy_of
 from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.rollout.actor import raised_by_policy
 from tallyroll.collector.rollout.driver import LocalDriver
+from tallyroll.collector.rollout.lanes import lane_of
 from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.central import AskingPolicy, NoActions
@@ -321,7 +320,9 @@ class Worker:
 
 def report_of(error: BaseException, doing: str) -> m.Raised:
     """The report of an exception to the parent."""
-    frames = "".join(traceback.format_exception(error))
+    frames, acting = "".join(traceback.format_exception(error)), raised_by_policy(error)
+    if isinstance(error, UserStopIteration) and error.__cause__ is not None:
+        error = error.__cause__  # the parent raises an error of ours for it; causes do not travel
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
         cloudpickle.loads(pickled)
@@ -330,15 +331,4 @@ def report_of(error: BaseException, doing: str) -> m.Raised:
     kind = type(error).__qualname__
     if isinstance(error, CollectorError):
         doing = ""
-    acting = raised_by_policy(error)
-    return m.Raised(kind, str(error), frames, doing, _lane_of(error), acting, pickled)
-
-
-def _lane_of(error: BaseException) -> int | None:
-    """The lane that a Gymnasium SyncVectorEnv was stepping or resetting when it was raised."""
-    trace = error.__traceback__
-    while trace is not None:
-        if (lane := lane_in(trace.tb_frame, LanesInTurn)) is not None:
-            return lane
-        trace = trace.tb_next
-    return None
+    return m.Raised(kind, str(error), frames, doing, lane_of(error), acting, pickled)

@@ -39,6 +39,7 @@ from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.row_writer import RowWriter
 from tallyroll.storage.trajectories.columns import missing, numbers_of
+from tallyroll.storage.user_code import user_callback
 
 _BLOCK_NBYTES: Final = 2**26
 _SORTED_NBYTES: Final = 48
@@ -66,6 +67,7 @@ class CopyReport:
     """Other overlays of the sources, as ``PATH: NAME``."""
 
 
+@user_callback("copy")
 def copy(
     reader: RowReader,
     destination: str | os.PathLike[str],

@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 import torch
 
 from tallyroll.storage.errors import LoaderForked
+from tallyroll.storage.user_code import user_callback
 
 Make = Callable[[torch.Generator], Any]
 """Makes a batch, with random numbers of the generator."""
@@ -32,9 +33,11 @@ class _Job:
 
     def __call__(self, number: int) -> Any:
         with torch.no_grad():
-            batch = self.make(torch.Generator().manual_seed(_mixed(self.seed, number)))
+            with user_callback("a batch"):
+                batch = self.make(torch.Generator().manual_seed(_mixed(self.seed, number)))
             if self.transform is not None:
-                batch = self.transform(batch)
+                with user_callback("transform"):
+                    batch = self.transform(batch)
             return batch.pin_memory() if self.pins else batch
 
 

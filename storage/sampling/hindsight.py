@@ -36,6 +36,7 @@ from tallyroll.storage.sampling.stretches import ends_of, steps_before
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.columns import flags_of
 from tallyroll.storage.trajectories.windows import check_positive
+from tallyroll.storage.user_code import user_callback
 
 Strategy: TypeAlias = Literal["future", "final", "episode"]
 """Rows from which goals come."""
@@ -242,7 +243,8 @@ class HindsightSampler(KeepsNothing):
         reached, wanted = rows.get(self._achieved), rows.get(self._desired)
 
         def judged(name: str, judge: Judge, column: torch.Tensor) -> torch.Tensor:
-            value = judge(_array(reached), _array(wanted), rows)
+            with user_callback(name):
+                value = judge(_array(reached), _array(wanted), rows)
             return _values(name, value, column[at])
 
         reward = found.get(REWARD)

@@ -12,6 +12,7 @@ from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import DiskStorage, open_storage
 from tallyroll.storage.trajectories.content import Numbering
 from tallyroll.storage.trajectories.leaves import hash_of, kept_of
+from tallyroll.storage.user_code import user_callback
 
 
 def content_hash(
@@ -62,7 +63,8 @@ def content_hash(
             nonlocal done
             done += nbytes
             if progress is not None:
-                progress(min(done, total), total)
+                with user_callback("progress"):
+                    progress(min(done, total), total)
 
         def made() -> str:
             kept = None

@@ -24,6 +24,7 @@ from tallyroll.storage.trajectories.content import (
     Numbering,
     compared_columns,
 )
+from tallyroll.storage.user_code import user_callback
 from tallyroll.storage.verification.findings import PLACES
 
 _MOST_NBYTES: Final = 16 << 20
@@ -85,6 +86,7 @@ class Differences:
         return not (self.changed or any(self.only) or self.schema)
 
 
+@user_callback("diff")
 def diff(
     first: PathLike | Sequence[PathLike],
     second: PathLike | Sequence[PathLike],

@@ -36,6 +36,7 @@ from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.trajectories.kept_leaves import KeptLeaves, UnusableLeaves
 from tallyroll.storage.trajectories.leaves import kept_of
+from tallyroll.storage.user_code import user_callback
 from tallyroll.storage.verification.content_checks import check_content, check_statistics
 from tallyroll.storage.verification.event_checks import check_events
 from tallyroll.storage.verification.findings import PLACES, Finding, Findings, Place, Report
@@ -185,7 +186,8 @@ class _MemberChecks:
         def tell(done: int, total: int) -> None:
             self._done = before + own * done // max(1, total)
             if self._progress is not None:
-                self._progress(self._done, self._total)
+                with user_callback("progress"):
+                    self._progress(self._done, self._total)
 
         report = steadily(
             reader, lambda: _Verification(reader, self._skip, tell).report(str(member.path))
@@ -398,7 +400,8 @@ class _Verification:
     def _tell(self, nbytes: int) -> None:
         self._done = min(self._total, self._done + nbytes)
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            with user_callback("progress"):
+                self._progress(self._done, self._total)
 
     def _listed(self, gathered: Findings) -> tuple[Finding, ...]:
         """Return the findings of the checks that are wanted, in the order of the checks."""

@@ -18,6 +18,7 @@ from tallyroll.collector.batches.stored.writer import BatchWriter, Columns
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options, Postproc
 from tallyroll.collector.rollout.os_signals import later, pausable
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.batch_dims import Shapes, batch_dims_of
 from tallyroll.storage.rows.dtypes import NUMPY
@@ -153,7 +154,7 @@ class Processing(LayingOut):
         batch, torchrl = self._as_batch(rows), self.torchrl
         if torchrl is not None:
             batch = torchrl(batch, flags)
-        with pausable(later):
+        with pausable(later), user_code("postproc"):
             batch = self._postproc(batch)
         stored, shaped = batch, None
         if torchrl is not None:

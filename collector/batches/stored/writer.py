@@ -30,6 +30,7 @@ from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.slab.names import require_storable
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.engine.new_rows import ArrayRows
@@ -205,9 +206,11 @@ class BatchWriter:
                 record = self.stored_run.record(ledger, open_lanes)
             # The storage last: what it has committed is counted, and nothing can fail after it.
             if buffer is not None:
-                extend_buffer(buffer, batches, record if direct is None else None)
+                with user_code("the replay buffer"):
+                    extend_buffer(buffer, batches, record if direct is None else None)
             if direct is not None and new is not None:
-                written = direct.writer.append(new, record)
+                with user_code("the storage"):
+                    written = direct.writer.append(new, record)
                 _require("the storage", len(written), new.count)
 
     def _checked(self, sink: RowSink, rows: Columns) -> ArrayRows:
@@ -260,10 +263,10 @@ class BatchWriter:
             record=self.stored_run.record_template(ledger),
             run=self.stored_run.counts,
             ledger=ledger.block,
+            shown=ledger.shown,
             **parts,
         )
 
-            shown=ledger.shown,
     def finish(self, ledger: Ledger, left: int) -> None:
         """End the run as `StoredRun.finish` does; ``left`` transitions are in no batch."""
         if self._buffer_ids is not None:

@@ -29,6 +29,7 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named, Rename, new_name, renamed, require_names
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.keys import Key, as_key
 
 CreateEnv: TypeAlias = str | EnvBase | VectorEnv | System | Callable[[], Any]
@@ -67,8 +68,11 @@ def make_env(create: CreateEnv, options: Options) -> Made:
         ArgumentError: an unknown id, or arguments that do not fit the kind of ``create``.
         EnvironmentRefused: an environment that would lose or invent transitions.
     """
-    if isinstance(create, str):
-        return _by_name(create, options)
+    with user_code("create_env_fn"):
+        return _by_name(create, options) if isinstance(create, str) else _made_of(create, options)
+
+
+def _made_of(create: Any, options: Options) -> Made:
     require_no_env_kwargs(options)
     factory = _callable_alone(create, options.num_envs) if _is_factory(create) else None
     sized = False

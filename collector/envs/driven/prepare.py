@@ -17,6 +17,7 @@ from tallyroll.collector.envs.probes.probe import refuse_reused
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, NameRefused
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.several.joint import Joint
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.keys import as_key
 
 
@@ -72,9 +73,10 @@ def _draws(policy: Any) -> bool:
 
 def first_reset(env: EnvBase) -> TensorDictBase:
     """Reset ``env``; if that declares infos, its wrappers read their specs again."""
-    first: TensorDictBase = env.reset()
-    for each in chain(env):
-        each.empty_cache()
+    with user_code("the first reset of the environment"):
+        first: TensorDictBase = env.reset()
+        for each in chain(env):
+            each.empty_cache()
     return first
 
 
@@ -109,7 +111,8 @@ def seed_env(
                 "them (def make(seeds): …), or leave seed and resume out"
             )
         return []
-    env.set_seed(seeds[0])
+    with user_code("set_seed of the environment"):
+        env.set_seed(seeds[0])
     return seeds if len(seeds) == 1 else []
 
 

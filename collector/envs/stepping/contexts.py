@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from tallyroll.collector.envs.stepping.reset_draws import ResetDraws
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.dtypes import NUMPY
 
 Draw = Callable[[np.random.Generator], Mapping[str, Any]]
@@ -82,6 +83,7 @@ class Contexts:
         if self._draw is None:
             return
         for lane in np.flatnonzero(lanes) if lanes.dtype == np.bool_ else lanes:
-            drawn = self._draw(self._rngs[lane])
+            with user_code("draw"):
+                drawn = self._draw(self._rngs[lane])
             for name, values in system.next_context.items():
                 values[lane] = drawn[name]

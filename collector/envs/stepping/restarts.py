@@ -10,6 +10,7 @@ from tallyroll.collector.envs.stepping.contexts import Contexts
 from tallyroll.collector.envs.stepping.results import kind_of
 from tallyroll.collector.envs.system import Array, Declares, System
 from tallyroll.collector.errors import EnvironmentRefused
+from tallyroll.collector.user_code import user_code
 
 Make = Callable[[Sequence[int] | None], System]
 """Makes a system from one seed a lane; None: from any."""
@@ -72,7 +73,8 @@ class Restarts:
         return system, first
 
     def _made_again(self, system: System, seeds: Sequence[int] | None, make: Make) -> System:
-        system.close()
-        made = make(seeds)
+        with user_code("create_env_fn"):
+            system.close()
+            made = make(seeds)
         made.first_lane, made.wants_masks = system.first_lane, system.wants_masks
         return made

@@ -44,6 +44,7 @@ from tallyroll.collector.evaluation.replaying.stage import Stage
 from tallyroll.collector.options.draws import Constant
 from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.policies.trial import generators_restored
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.errors import ColumnsMissing, UnknownTrajectory
 from tallyroll.storage.files.run_record import RunRecord
@@ -123,6 +124,7 @@ def replay(
     _require(sample, atol, create_env_fn)
     began = time.monotonic()
     with (
+        user_code("replay"),
         open_storage(path, accept_copy=accept_copy) as storage,
         generators_restored(),
         torch.no_grad(),
@@ -259,7 +261,8 @@ class _Replay:
 
         def tell() -> None:
             if progress is not None:
-                progress(self._comparison.rows, total)
+                with user_code("progress"):
+                    progress(self._comparison.rows, total)
 
         for group in self._plan.groups:
             entry = self._history.makers[group.maker].entry

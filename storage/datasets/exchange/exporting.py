@@ -38,6 +38,7 @@ from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import WHOSE, missing
 from tallyroll.storage.trajectories.episodes import END_CUT, END_NAMES, END_OPEN
+from tallyroll.storage.user_code import user_callback
 
 Cuts = Literal["drop", "truncate", "keep"]
 """Ways to write trajectories that neither ended nor were truncated."""
@@ -65,6 +66,7 @@ class ExportReport:
     """The number of versions that were written, of an export that was kept up."""
 
 
+@user_callback("export")
 def export(
     reader: RowReader,
     destination: str | os.PathLike[str],

@@ -20,6 +20,7 @@ from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Keys
 from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.user_code import user_callback
 
 _LOOK_SECONDS: Final = 0.1
 
@@ -47,6 +48,7 @@ class Follow:
             raise ValueError(f"every: expected seconds, 0 or more, got {self.every!r:.80}.")
 
 
+@user_callback("export")
 def export_followed(
     reader: RowReader,
     destination: str | os.PathLike[str],

@@ -36,6 +36,7 @@ from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.row_writer import RowWriter
+from tallyroll.storage.user_code import user_callback
 
 _COPIES: Final = 4
 """Times that a block of rows is in memory at once, at most."""
@@ -91,6 +92,7 @@ def import_dataset(
     return imported(format_named(kind), source, destination, format=format, progress=progress)
 
 
+@user_callback("import_dataset")
 def imported(
     door: ExchangeFormat,
     source: str | os.PathLike[str],

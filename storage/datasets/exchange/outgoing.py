@@ -17,6 +17,7 @@ from tallyroll.storage.rows.keys import DONE, NEXT, TRAJ_IDS, TRUNCATED, Key
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.columns import numbers_of
+from tallyroll.storage.user_code import user_callback
 
 BLOCK_NBYTES: Final = 2**25
 """Bytes of the rows that are read at a time."""
@@ -129,7 +130,8 @@ class Outgoing:
                 found[key][marked] = True
         if self._progress is not None:
             self._done += sum(values.nbytes for values in found.values())
-            self._progress(self._done, len(self) * self.schema.row_nbytes)
+            with user_callback("progress"):
+                self._progress(self._done, len(self) * self.schema.row_nbytes)
         return found
 
 

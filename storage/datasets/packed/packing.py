@@ -49,6 +49,7 @@ from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.columns import WHOSE, missing
 from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.lane_file import Owner, write_index
+from tallyroll.storage.user_code import user_callback
 
 Format = Literal["zarr", "hdf5"]
 
@@ -77,6 +78,7 @@ class PackReport:
     """Overlays of the sources, as ``PATH: NAME``: packed rows never change, and have none."""
 
 
+@user_callback("pack")
 def pack(
     reader: RowReader,
     destination: str | os.PathLike[str],

@@ -22,6 +22,7 @@ from tallyroll.storage.errors import CorruptStorage, InvalidAddress, StorageFull
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.user_code import user_callback
 
 _AT_A_TIME: Final = 4
 _PIECE: Final = 2**23
@@ -41,6 +42,7 @@ class PullReport:
     """``"checksums"`` of the objects, or ``"chunks"``: of one that `push` did not write."""
 
 
+@user_callback("pull")
 def pull(
     address: str | os.PathLike[str],
     destination: str | os.PathLike[str],

@@ -29,6 +29,7 @@ from tallyroll.storage.errors import CorruptStorage, InvalidAddress, NotAStorage
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.user_code import user_callback
 
 SHA256: Final = "tallyroll-sha256"
 """The note of each object that has the checksum of its bytes."""
@@ -50,6 +51,7 @@ class PushReport:
     sent_nbytes: int
 
 
+@user_callback("push")
 def push(
     source: str | os.PathLike[str],
     address: str | os.PathLike[str],

@@ -25,6 +25,7 @@ from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.user_code import user_callback
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Statistics(Mapping[str, ColumnStatistics]):
         return f"{type(self).__name__}({self.rows:,} rows: {', '.join(self)})"
 
 
+@user_callback("statistics")
 def statistics_of(
     reader: RowReader, keys: Keys | None, progress: Progress | None, *, keep: bool = True
 ) -> Statistics:

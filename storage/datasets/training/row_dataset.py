@@ -18,6 +18,7 @@ from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.stores.rewinds import require_kept
 from tallyroll.storage.trajectories.slice_columns import SliceColumns
 from tallyroll.storage.trajectories.windows import Slices
+from tallyroll.storage.user_code import user_callback
 
 
 class RowDataset(Dataset[Any]):
@@ -76,7 +77,10 @@ class RowDataset(Dataset[Any]):
         if reader.rewinds != self._rewinds:
             require_kept(reader, self._stop, self._rewinds, "this dataset")
             self._rewinds = reader.rewinds
-        return found if self.transform is None else self.transform(found)
+        if self.transform is None:
+            return found
+        with user_callback("transform"):
+            return self.transform(found)
 
     @staticmethod
     def collate(batch: Any) -> Any:

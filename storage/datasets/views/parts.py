@@ -14,10 +14,12 @@ from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import can_be_stored
 from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.user_code import user_callback
 
 _SUFFIXES: Final = {"memmap": "", "hdf5": ".h5", "zarr": ".zarr"}
 
 
+@user_callback("split")
 def write_parts(
     parts: Mapping[str, RowReader],
     folder: str | os.PathLike[str],

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from random_faults import FaultKind
 from random_several import SeveralKind
 
 from tallyroll.collector import Info
@@ -77,6 +78,10 @@ class Configuration:
     """Resets are given seeds, options, or both."""
     several: SeveralKind | None = None
     """Several policies act, each as :attr:`policy` does."""
+    fault: FaultKind | None = None
+    """User code raises an exception at one of its calls."""
+    looks: bool = False
+    """A thread reads the ledger meanwhile."""
     reads: bool = False
     """Slices, trajectories and n-step returns are compared with a model."""
     saves: bool = False
@@ -197,6 +202,7 @@ def refusals(config: Configuration) -> list[str]:
         "the policy returns less than at first": config.policy is not None
         and config.policy.since > 1
         and config.policy.habit in ("select", "deletes"),
+        "user code raises": config.fault is not None,
         "the policy raises": config.policy is not None and config.policy.habit == "raises",
         "a part cannot be stepped": config.surplus == "never_step"
         and not env.flat

@@ -12,13 +12,13 @@ from random_lanes import (
     INFOS,
     Event,
     Form,
-    Injected,
     Journal,
     Lane,
     LaneKind,
     Reuse,
     SelfReset,
     World,
+    injected,
 )
 from random_spaces import Array, leaves
 
@@ -188,12 +188,13 @@ class Fails(gym.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: gym.Env[Any, Any], kind: LaneKind) -> None:
         super().__init__(env)
         self.what, self.at, self.steps, self.resets = kind.spoil, kind.spoil_at, 0, 0
+        self.stops = kind.stops
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Reset, or raise."""
         self.resets += 1
         if self.what == "raise in reset" and self.resets == self.at:
-            raise Injected(f"reset {self.at}")
+            raise injected(f"reset {self.at}", self.stops)
         return self.env.reset(**kwargs)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -201,7 +202,7 @@ class Fails(gym.Wrapper[Any, Any, Any, Any]):
         self.steps += 1
         now = self.steps == self.at
         if now and self.what == "raise":
-            raise Injected(f"step {self.at}")
+            raise injected(f"step {self.at}", self.stops)
         observation, *rest = self.env.step(action)
         if now and self.what == "dtype":
             observation = observation.astype(np.float64 if observation.dtype.kind == "f" else "f4")

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from random_faults import faults_of_error
 from random_several import check_several
 from tensordict import TensorDictBase
 
@@ -107,6 +108,23 @@ def differences(outcome: Outcome, other: Outcome) -> list[str]:
     return verdict.found
 
 
+def other_rows(outcome: Outcome, other: Outcome) -> list[str]:
+    """Compare the stored rows and the counts with those of a run that another exception ended."""
+    verdict = Verdict()
+    for mine, theirs in zip(outcome.runs, other.runs, strict=True):
+        both = f"{type(mine.error).__name__} and {type(theirs.error).__name__}"
+        verdict((mine.error is None) is (theirs.error is None), f"ended by {both}")
+        verdict(mine.counts == theirs.counts, f"{mine.counts}, and {theirs.counts} after {both}")
+        verdict(mine.rows == theirs.rows, f"{mine.rows} rows, and {theirs.rows} after {both}")
+    for mine, theirs in zip(outcome.stored, other.stored, strict=True):
+        same = len(mine) == len(theirs) and all(
+            mine[key].numpy().tobytes() == theirs[key].numpy().tobytes()
+            for key in mine.keys(True, True)
+        )
+        verdict(same, f"other rows are stored: {len(mine)} and {len(theirs)}")
+    return verdict.found
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -116,8 +134,12 @@ def _errors(config: Configuration, outcome: Outcome, verdict: Verdict) -> None:
             continue
         what = f"run {run.number}: {type(run.error).__name__}: {run.error}"
         reasons = refusals(config)
+        if config.fault is not None:
+            for each in faults_of_error(config.fault, run.error):
+                verdict(False, each)
         if isinstance(run.error, Injected):
-            verdict(config.env.lane.spoil or "the policy raises" in reasons, what)
+            raises = {"the policy raises", "user code raises"} & {*reasons}
+            verdict(config.env.lane.spoil or raises, what)
         else:
             ours = isinstance(run.error, (CollectorError, StorageError))
             verdict(ours or _is_theirs(run.error), f"no error of ours: {what}")

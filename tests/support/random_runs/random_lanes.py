@@ -46,6 +46,11 @@ class Injected(Exception):
     """Error that a random environment or policy raises on its own account."""
 
 
+def injected(text: str, stops: bool) -> Exception:
+    """Return that error, or `StopIteration`, as of an iterator that is used up."""
+    return StopIteration(text) if stops else Injected(text)
+
+
 # --- journals -----------------------------------------------------------------------------------
 
 
@@ -161,6 +166,8 @@ class LaneKind:
     spoil_lane: int = 0
     spoil_at: int = 0
     """The step (or reset) of that lane, counted over all episodes."""
+    stops: bool = False
+    """True if the exception is `StopIteration`."""
     agents: int = 0
     joins: bool = False
     """The agents join and leave."""

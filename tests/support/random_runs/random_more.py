@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from random_faults import FaultKind, Where
 from random_several import SeveralKind
 
 import random_spaces as sp
@@ -27,7 +28,8 @@ def extended(number: int) -> Configuration:
         config = axis(draw, config)
     config = _resets(Draw(number, 17), _consistent(config))
     config = _several(Draw(number, 19), config)
-    return replace(config, saves=Draw(number, 31).chance(25))
+    config = _fault(Draw(number, 37), replace(config, saves=Draw(number, 31).chance(25)))
+    return replace(config, looks=Draw(number, 41).chance(20))
 
 
 def _consistent(config: Configuration) -> Configuration:
@@ -319,6 +321,47 @@ def _several(draw: Draw, config: Configuration) -> Configuration:
         several=kind,
         init_random_frames=0 if kind.draws else config.init_random_frames,
     )
+
+
+def _fault(draw: Draw, config: Configuration) -> Configuration:
+    """An exception of user code, in some of the runs without other faults."""
+    lane, policy = config.env.lane, config.policy
+    if config.phase or lane.spoil or lane.self_reset or lane.dull or not draw.chance(25):
+        return config
+    if config.env.system == "parallel":  # TorchRL says what its processes raised by a text
+        return config
+    places: list[Where] = ["step", "reset", "postproc"]
+    plain = policy is not None and not (policy.habit or policy.network or policy.recurrent)
+    if plain and config.several is None:
+        places.append("policy")
+    if config.resets:
+        places.append("sampler")
+    most = draw.one(5, 40)
+    fault = FaultKind(
+        draw.of(places),
+        draw.number(2, most),
+        draw.number(0, config.env.lanes - 1),
+        draw.chance(70),
+    )
+    return with_fault(replace(config, meddles=(), resets="", total_episodes=None), fault)
+
+
+def with_fault(config: Configuration, fault: FaultKind) -> Configuration:
+    """The configuration in which user code raises an exception."""
+    config = replace(config, fault=fault, total_frames=config.total_frames or 60)
+    if fault.where == "policy":
+        habit = PolicyKind("raises", since=fault.at, stops=fault.stops)
+        return replace(config, policy=habit)
+    if fault.where not in ("step", "reset"):
+        return config
+    lane = replace(
+        config.env.lane,
+        spoil="raise" if fault.where == "step" else "raise in reset",
+        spoil_lane=fault.lane,
+        spoil_at=fault.at,
+        stops=fault.stops,
+    )
+    return replace(config, env=replace(config.env, lane=lane))
 
 
 def _on_disk(draw: Draw, config: Configuration) -> Configuration:

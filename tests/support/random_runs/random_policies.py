@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictSequential as Sequential
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule
 
-from random_lanes import Injected, LaneKind
+from random_lanes import LaneKind, injected
 from random_networks import network_policy
 from random_spaces import Key, acted, numbers_of
 
@@ -43,6 +43,8 @@ class PolicyKind:
     """The recurrent one is an LSTM."""
     network: bool = False
     """A `TensorDictModule` around a network of tensors."""
+    stops: bool = False
+    """True if the exception is `StopIteration`."""
     change: str = ""
     """The change of it in the phase "change" (`random_networks.CHANGES`)."""
 
@@ -73,7 +75,7 @@ class ActsByBytes(TensorDictModuleBase):
         kind, lanes = self.kind, td.batch_size
         has_habit = self.calls >= kind.since
         if kind.habit == "raises" and has_habit:
-            raise Injected(f"call {self.calls} of the policy")
+            raise injected(f"call {self.calls} of the policy", kind.stops)
         seen = self._seen(td)
         numbers = numbers_of([np.asarray(each) for each in seen], len(lanes))
         masks = np.array(td.get("action_mask")) if self.masked else None

@@ -13,11 +13,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from random_faults import FaultyPostproc, FaultySampler
+from random_looking import looked_at
 from random_saving import wrong_in_saving
 from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from tallyroll.collector import MultiprocessCollector, SyncCollector, run_plan
+from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, run_plan
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
@@ -226,7 +228,8 @@ class _Runner:
     def _iterate(self, run: Run, collector: Collector, leave: int) -> None:
         config = self.config
         if config.phase != "interrupt" or run.number:
-            self._batches(run, collector, leave)
+            with looked_at(collector, self.found) if config.looks else nullcontext():
+                self._batches(run, collector, leave)
             return
         try:
             with interrupted(config.interrupt, config.interrupt_at):
@@ -400,6 +403,11 @@ class _Runner:
             options["postproc"] = identity
         if config.resets:
             options["resets"] = RESETS[config.resets]
+        fault = config.fault
+        if fault is not None and fault.where == "postproc":
+            options["postproc"] = FaultyPostproc(fault)
+        elif fault is not None and fault.where == "sampler":
+            options["resets"] = Resets(sampler=FaultySampler(fault))
         options |= config.settling
         of_vector: dict[str, Any] = {"info_keys": config.infos} if config.infos else {}
         if "rename" in options:

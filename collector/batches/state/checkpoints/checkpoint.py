@@ -17,6 +17,7 @@ from tallyroll.collector.batches.state.checkpoints.plain import from_plain, to_p
 from tallyroll.collector.batches.state.checkpoints.rows import RowsAt, copy_of_rows, restore_rows
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options.checks import positive
+from tallyroll.collector.user_code import user_code
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.storages import DiskStorage
 
@@ -63,6 +64,7 @@ class Loaded:
         return "; ".join(said)
 
 
+@user_code("save_checkpoint")
 def save_checkpoint(
     path: PathLike | None = None,
     /,
@@ -144,6 +146,7 @@ def save_checkpoint(
     return folder.write(place, transitions, plain, about, copies, keep_last)
 
 
+@user_code("load_checkpoint")
 def load_checkpoint(
     path: PathLike | None = None,
     /,

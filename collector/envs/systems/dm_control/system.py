@@ -131,7 +131,8 @@ class DmControlSystem(System):
         return Step(self._obs, (rewards,), self._terminated, self._truncated)
 
     def _put(self, lane: int, observation: Any, *, first: bool = False) -> None:
-        values = (observation,) if self._names is None else map(observation.get, self._names)
+        names = self._names
+        values = (observation,) if names is None else [observation.get(name) for name in names]
         for column, value, exact in zip(self._obs, values, self._exact, strict=True):
             is_right = exact.is_right(value)
             column[lane] = value if is_right else self._fitted(exact, lane, value, first)
