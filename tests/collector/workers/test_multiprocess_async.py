@@ -283,7 +283,7 @@ def test_stopped_from_another_thread_it_ends_after_the_step_under_way(mode: str)
             batches.append(batch)
         took = time.monotonic() - stopped[0]
         timer.join()
-    assert took < 10.0  # without a stop it goes on for ever
+    assert took < 10.0  # without a stop it never ends
     rows = joined(batches)
     assert 0 < len(rows) < 1000
     check_rows(rows, LENGTHS, ends="mixed", from_start=True)
