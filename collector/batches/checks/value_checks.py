@@ -147,10 +147,9 @@ class RangeChecks:
             return False
         if self._validate == "warn":
             self._ranges, self._masks = _of_numbers(self._ranges), []
-        elif found.check.has_noise:
-            self._ranges = [
-                each.numbers() if each.key == found.check.key else each for each in self._ranges
-            ]
+        elif isinstance(found.check, Range) and found.check.has_noise:
+            key = found.check.key
+            self._ranges = [each.numbers() if each.key == key else each for each in self._ranges]
         else:
             return False
         self._slot_checks.clear()

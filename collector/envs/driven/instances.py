@@ -95,7 +95,7 @@ def objects_of(env: Any, most: int | None = None) -> list[Any]:
         numbers.add(id(each))
         found.append(each)
         for value in _values(each):
-            left += [value] if is_environment(type(value)) else _held(value)
+            left += [value] if is_environment(value.__class__) else _held(value)
     return found
 
 
@@ -145,8 +145,8 @@ def groups_of(env: Any) -> Iterator[Sequence[Any]]:
 def _held(value: Any) -> Sequence[Any]:
     """Return the environments in a list, a tuple or a dictionary; empty for others."""
     if type(value) is dict and len(value) <= _MOST:
-        return [each for each in value.values() if is_environment(type(each))]
-    if isinstance(value, (list, tuple)) and value and is_environment(type(value[0])):
+        return [each for each in value.values() if is_environment(each.__class__)]
+    if isinstance(value, (list, tuple)) and value and is_environment(value[0].__class__):
         return value
     return ()
 
@@ -185,7 +185,7 @@ def inner_of(env: Any) -> Any:
     found = dict[int, Any]()
     for value in _values(env):
         inner = value.values() if type(value) is dict and len(value) <= _MOST else (value,)
-        found |= {id(each): each for each in inner if is_environment(type(each))}
+        found |= {id(each): each for each in inner if is_environment(each.__class__)}
     found.pop(id(env), None)
     return next(iter(found.values())) if len(found) == 1 else None
 
@@ -193,7 +193,7 @@ def inner_of(env: Any) -> Any:
 def lanes_of(env: Any) -> int:
     """Return the number of lanes of an environment of any library."""
     if isinstance(env, EnvBase):
-        return env.batch_size.numel()
+        return int(env.batch_size.numel())
     if isinstance(env, System):
         return env.declares.lanes
     try:

@@ -48,8 +48,10 @@ class OutsideSteps:
         sights = list(_sights_of(env))
         self._where = [where for where, _, _ in sights]
         self._owners, self._names = [each for _, each, _ in sights], [name for *_, name in sights]
-        bases = [e.unwrapped if isinstance(e, gymnasium.Env) else e for e in self._owners]
-        self._bases = [(each, reset_names(type(each))) for each in bases]
+        bases: list[Any] = [
+            e.unwrapped if isinstance(e, gymnasium.Env) else e for e in self._owners
+        ]
+        self._bases = [(each, reset_names(each.__class__)) for each in bases]
         self._before: list[Any] = []
         self._arrays = list(_arrays_of(env))
         self._contents = [_content(*of) for _, *of in self._arrays]
@@ -168,7 +170,7 @@ def _ranked(env: Any) -> Iterator[tuple[int, str]]:
     if type(env) is SyncVectorEnv:
         yield 0, ENDED
         return
-    assigned, written = state_names(type(env))
+    assigned, written = state_names(env.__class__)
     for name in assigned:
         value = getattr(env, name, _ABSENT)
         if value is _ABSENT or (name in written and _is_array(value)):
@@ -194,7 +196,7 @@ def _arrays_of(env: Any) -> Iterator[tuple[str, Any, str]]:
     seen = {where for where, _, _ in _sights_of(env)}
     for where, layers in _places_of(env):
         for each in layers if where not in seen else ():
-            for name in state_names(type(each))[1]:
+            for name in state_names(each.__class__)[1]:
                 value = getattr(each, name, None)
                 if _is_array(value):
                     yield where, each, name

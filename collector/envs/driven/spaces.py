@@ -82,7 +82,7 @@ def _of_lanes(space: Space, lanes: int) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(low[None], lanes, axis=0), np.repeat(high[None], lanes, axis=0)
 
 
-def _said(spec: TensorSpec, lead: int, first_lane: int) -> dict[str, Any] | None:
+def _said(spec: TensorSpec, lead: int, first_lane: int = 0) -> dict[str, Any] | None:
     """Return the JSON of a spec whose first ``lead`` dimensions are lanes; None of other kinds."""
     dtype, shape = _dtype(spec.dtype), tuple(spec.shape[lead:])
     if dtype is None:

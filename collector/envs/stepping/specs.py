@@ -47,8 +47,8 @@ def batched_specs(d: Declares, names: Sequence[Key]) -> Specs:
         own = d.of_lanes.get(key)
         return grown(spec) if own is None else own.clone().to(device)
 
-    for name, (key, spec) in zip(names, d.observation.items(), strict=True):
-        specs.observation[name] = of_all(key, spec)
+    for column, (key, spec) in zip(names, d.observation.items(), strict=True):
+        specs.observation[column] = of_all(key, spec)
     if d.marks_transitions:
         specs.observation[VALID] = flags()["done"]
     if d.finals == "some":
