@@ -190,9 +190,10 @@ def space_of(said: Mapping[str, Any]) -> Space:
                 raise ValueError(f"{kind} of {hot!s:.80} has not the shape {shape!s:.80}")
             low, high = np.asarray(0.0), np.asarray(1.0)
     low, high = (np.broadcast_to(each, shape) for each in (low, high))
-    own, first = said.get(OF_LANES), 0
-    if own is not None:
-        own, first = space_of(own), int(own["first_lane"])
+    own: Space | None = None
+    first, by_lane = 0, said.get(OF_LANES)
+    if by_lane is not None:
+        own, first = space_of(by_lane), int(by_lane["first_lane"])
         if own.shape is None or own.shape[1:] != shape:
             raise ValueError(f"bounds of lanes of {own.shape!s:.80} are none of {shape!s:.80}")
     return Space(kind, dtype, shape, low, high, hot, own, first)

@@ -120,10 +120,11 @@ class SpaceChecks:
         column: Column, space: Space, values: np.ndarray, rows: NumberedRows, findings: Findings
     ) -> None:
         """Look at the first values [n, ...] of ``rows``."""
-        by_lane = space.of_lanes is not None and isinstance(rows, CheckedRows)
-        if by_lane or not space.holds(values):
-            name = spell(column.key)
-            wrong = space.outside_of_lanes(values, rows.lane) if by_lane else space.outside(values)
+        lanes = rows.lane if isinstance(rows, CheckedRows) and space.of_lanes else None
+        if lanes is not None or not space.holds(values):
+            name, wrong = spell(column.key), space.outside(values)
+            if lanes is not None:
+                wrong = space.outside_of_lanes(values, lanes)
             message = f"a value of {name} is outside its space"
             rows.report(findings, "spaces", message, wrong, lambda at: "", column=name)
 

@@ -23,7 +23,7 @@ class Range:
     high: NDArray[Any]
     by_policy: bool
     first_lane: int | None = None
-    """The lane of the first bounds, ``[lane, ...]`` then; None: those of all lanes are alike."""
+    """Number of the first lane if the bounds are ``[lane, ...]``; None: all lanes are alike."""
 
     def within(self, slab: Slab) -> "Range":
         """Return the range of the lanes of ``slab``."""
@@ -69,7 +69,7 @@ class Range:
         return Range(self.key, low, high, self.by_policy, 0)
 
     def joined(self, other: "Range") -> "Range":
-        """Return the range of the own lanes and of those of ``other`` after them."""
+        """Return the range of these lanes, followed by the lanes of ``other``."""
         shape = np.broadcast_shapes(self.low.shape[1:], other.low.shape[1:])
         pairs = (self.low, other.low), (self.high, other.high)
         low, high = (

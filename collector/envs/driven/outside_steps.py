@@ -124,7 +124,7 @@ class OutsideSteps:
 
 
 def _layers_of(env: Any) -> list[Any]:
-    """Return ``env`` and what it wraps, outermost first."""
+    """Return ``env`` and the environments that it wraps, outermost first."""
     layers = [env]
     while (inner := inner_of(layers[-1])) is not None and not any(inner is e for e in layers):
         layers.append(inner)
@@ -132,7 +132,7 @@ def _layers_of(env: Any) -> list[Any]:
 
 
 def _places_of(env: Any, first: int = 0) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the lanes of ``env``, or what has several, and the environments there."""
+    """Yield the name of each lane or vector of ``env``, and the environments there."""
     layers = _layers_of(env)
     for each in layers:
         for group in groups_of(each):
@@ -211,7 +211,7 @@ def _is_array(value: Any) -> bool:
 def state_names(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return names of attributes that both steps and resets of a class of environments change.
 
-    Those that both assign, and those that both may write to in place.
+    The first are assigned by both, the second may be written in place by both.
     """
     (step, step_items), (reset, reset_items) = (_changed_by(kind, each) for each in _methods(kind))
     found = [name for name in step if name in reset], [n for n in step_items if n in reset_items]
@@ -232,8 +232,8 @@ def _methods(kind: type) -> tuple[str, str]:
 def _changed_by(kind: type, method: str) -> tuple[list[str], list[str]]:
     """Return attributes that a method assigns, itself or by other methods of its object.
 
-    Also those that it reads where it writes to items. Drawing of pictures is left out: programs do
-    that between batches.
+    The second list has attributes that it reads in methods that write to items. Drawing of
+    pictures is left out: programs do that between batches.
     """
     assigned, items, left, seen = dict[str, None](), dict[str, None](), [method], {method}
     while left:

@@ -48,9 +48,10 @@ def spaces_of(env: EnvBase, layout: SlabColumns, options: Options) -> dict[str, 
 
 
 def joined(spaces: Sequence[Mapping[str, Any]], lanes: Sequence[int]) -> dict[str, Any]:
-    """Return the spaces of a run of workers with so many ``lanes``, of those of each worker.
+    """Join the spaces of workers, which have so many ``lanes``.
 
-    By lane where the bounds differ among those of one worker; else those that all agree on.
+    Bounds that differ among the lanes of a worker are kept by lane; of the others, those on which
+    all workers agree.
     """
     found = agreed(spaces)
     for name in {name for each in spaces for name, said in each.items() if OF_LANES in said}:
