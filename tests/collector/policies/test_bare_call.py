@@ -420,6 +420,7 @@ def rows_with(change: Change, env: Any, wrap: Any, path: Path, once: int) -> Ten
         return storage[:].clone()
 
 
+@pytest.mark.filterwarnings("ignore:policy. its parameters changed:UserWarning")
 @pytest.mark.parametrize(
     ("name", "env", "once"),
     [
