@@ -63,7 +63,7 @@ class AgentMasks:
                         f"info key {MASK_NAME!r}: expected the shape {list(shape)} of the first "
                         f"one, got {list(found.shape)} {place}; return one shape"
                     )
-                marks[lane, index] = marks_of(found[None], bits, lambda _, place=place: place)[0]
+                marks[lane, index] = marks_of(found[None], bits, [place].__getitem__)[0]
 
 
 def _mask_in(infos: Infos, agent: str) -> NDArray[Any] | None:
