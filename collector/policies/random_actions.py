@@ -254,7 +254,7 @@ class RandomActions:
         if not marks.all() and (nothing := choices.nothing(marks, batch)).any():
             at = int(np.argmax(nothing.reshape(len(marks), -1).any(-1)))
             lane = at if acting is None else int(acting[at])
-            first = getattr(getattr(self._base, "system", None), "first_lane", 0)
+            first = _system_of(self._base).first_lane
             raise TransitionError(
                 f"{MASK_NAME} in the infos: expected at least one value of {spell(key)} that is "
                 f"legal, got none in lane {first + lane}, where a random action is to be drawn; "
@@ -316,8 +316,18 @@ def legal_of(env: EnvBase) -> Mapping[Key, Array]:
 
     They are as of the last step or reset of each lane. See `System.legal`.
     """
-    legal: Mapping[Key, Array] = getattr(getattr(_bare(env), "system", None), "legal", {})
+    system = _system_of(env)
+    legal: Mapping[Key, Array] = {} if system is None else system.legal
     return legal
+
+
+def _system_of(env: EnvBase) -> Any:
+    """Return the system that an environment drives itself; None: it drives none.
+
+    A `ParallelEnv` would look for other attributes in its processes.
+    """
+    stepper = vars(_bare(env)).get("stepper")
+    return getattr(stepper, "system", None)
 
 
 def _bare(env: EnvBase) -> EnvBase:
