@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Iterator
@@ -129,3 +130,22 @@ def cgroup_folders(mountinfo: str, cgroup: str) -> Iterator[tuple[PurePosixPath,
             visible = path.is_relative_to(root) and ".." not in path.parts
             inside = path.relative_to(root) if visible else PurePosixPath()
             yield from ((top / folder, files) for folder in (inside, *inside.parents))
+
+
+def no_memory(what: str, error: MemoryError) -> NotEnoughMemory:
+    """Return the error for a library that did not get the memory that it asked for."""
+    return NotEnoughMemory(
+        f"{what} needs more memory than this process gets ({error!s:.200}). Free memory, or raise "
+        "the limit of address space (ulimit -v)."
+    )
+
+
+@contextlib.contextmanager
+def library_memory(what: str) -> Iterator[None]:
+    """Raise the MemoryError of a library, as Arrow's, as `NotEnoughMemory`; ``what`` needs it."""
+    try:
+        yield
+    except NotEnoughMemory:
+        raise
+    except MemoryError as error:
+        raise no_memory(what, error) from error

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing
+from tallyroll.storage.engine.memory_left import no_memory
 from tallyroll.storage.errors import (
     InvalidDataset,
     InvalidSchema,
-    NotEnoughMemory,
     StorageError,
 )
 from tallyroll.storage.rows.keys import Key, spell
@@ -156,17 +156,9 @@ def source_errors(place: Path) -> Iterator[None]:
     except (StorageError, OSError):
         raise
     except MemoryError as error:
-        raise no_memory(place, error) from error
+        raise no_memory(str(place), error) from error
     except Exception as error:
         raise refused(place, f"{type(error).__name__}: {error!s:.300}") from error
-
-
-def no_memory(place: Path, error: MemoryError) -> NotEnoughMemory:
-    """Return the error for a library that did not get the memory that it asked for."""
-    return NotEnoughMemory(
-        f"{place} needs more memory than this process gets ({error!s:.200}). Free memory, or raise "
-        "the limit of address space (ulimit -v)."
-    )
 
 
 def carried(progress: Progress) -> Progress:

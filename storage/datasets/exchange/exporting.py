@@ -17,18 +17,12 @@ from tallyroll.storage.datasets.aside import require_free, written_aside
 from tallyroll.storage.datasets.copying import Wanted, require_outside, schema_of_copy
 from tallyroll.storage.datasets.exchange.about import about_rows, not_said
 from tallyroll.storage.datasets.exchange.beside import left_beside, statistics_kept
-from tallyroll.storage.datasets.exchange.door import no_memory
 from tallyroll.storage.datasets.exchange.numbering import has_numbers
 from tallyroll.storage.datasets.exchange.outgoing import Outgoing, says_end
 from tallyroll.storage.datasets.exchange.registry import format_named
 from tallyroll.storage.datasets.views.view_reader import view_of
-from tallyroll.storage.errors import (
-    ColumnsMissing,
-    StateMismatch,
-    StorageError,
-    StorageFull,
-    WriteError,
-)
+from tallyroll.storage.engine.memory_left import library_memory
+from tallyroll.storage.errors import ColumnsMissing, StateMismatch, StorageFull, WriteError
 from tallyroll.storage.files.paths import free_bytes, translated, user_path
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.row_reader import RowReader
@@ -109,7 +103,7 @@ def export(
             "are free. Nothing was written; make room, or give another path."
         )
     with written_aside(place) as target:
-        with translated(place, nbytes), _library_errors(kind, place, target):
+        with translated(place, nbytes), _library_errors(kind, target), library_memory(str(place)):
             lost = {**chosen.lost, **left, **files.write(rows, target)}
             written = _synced(target)
         if reader.rewinds != rewinds:
@@ -207,12 +201,11 @@ def _beside(
 
 
 @contextlib.contextmanager
-def _library_errors(kind: str, place: Path, target: Path) -> Iterator[None]:
+def _library_errors(kind: str, target: Path) -> Iterator[None]:
     """Translate errors of the library that writes.
 
-    A full disk gets the number that the system gave the library, and a lack of memory is named. A
-    missing file is the library's fault, unless another process removed the folder that it writes
-    to.
+    A full disk gets the number that the system gave the library. A missing file is the library's
+    fault, unless another process removed the folder that it writes to.
     """
     try:
         yield
@@ -226,8 +219,6 @@ def _library_errors(kind: str, place: Path, target: Path) -> Iterator[None]:
         if getattr(error, "errno", None) is None and any(each in str(error) for each in _NO_SPACE):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise
-    except MemoryError as error:
-        raise error if isinstance(error, StorageError) else no_memory(place, error) from error
 
 
 def _synced(target: Path) -> int:

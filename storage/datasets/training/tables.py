@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.engine.memory_left import library_memory, require_memory
 from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Keys
@@ -55,6 +55,11 @@ def arrow_table(reader: RowReader, keys: Keys | None) -> pa.Table:
             raise ValueError(
                 f"{_name(column)} has complex numbers, and Arrow has none. Leave it out: columns=."
             )
+    with library_memory(f"a table of {len(reader.span):,} rows"):
+        return _table_of(arrow, reader, columns)
+
+
+def _table_of(arrow: Any, reader: RowReader, columns: list[Column]) -> Any:
     arrays, fields = [], []
     for column, values in _read(reader, columns):
         size, numbers = math.prod(column.shape), arrow.array(values.reshape(-1))
