@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import stat
 import zlib
 from pathlib import Path
 from typing import Any
@@ -638,3 +639,27 @@ def test_memory_that_does_not_suffice_is_said_before(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
         assert len(sampler.draw(10)[0]) == 10
         assert len(leaves(sampler)) == 8100
+
+
+@pytest.mark.parametrize("way", ["save", "dumps"])
+def test_a_save_is_on_the_disk(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is synced after the file has its name: a power cut may leave the old one else."""
+    calls = list[str]()
+    real_sync, real_replace = os.fsync, os.replace
+
+    def sync(file: int) -> None:
+        calls.append("folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "file")
+        real_sync(file)
+
+    def replace(*args: Any, **options: Any) -> None:
+        calls.append("name")
+        real_replace(*args, **options)
+
+    with filled(tmp_path / "rows", durability="power") as storage:
+        sampler = PrioritizedSampler(storage)
+        sampler.sample(storage, 5)
+        monkeypatch.setattr(os, "fsync", sync)
+        monkeypatch.setattr(os, "replace", replace)
+        sampler.save() if way == "save" else sampler.dumps(tmp_path / "folder")
+        monkeypatch.undo()
+    assert calls == ["file", "name", "folder"]

@@ -363,6 +363,20 @@ def test_no_version_without_new_rows(source: Path, tmp_path: Path) -> None:
         assert time.monotonic() - began < 60
 
 
+def test_stop_writes_the_rows_that_came_since_the_last_version(
+    source: Path, tmp_path: Path
+) -> None:
+    with MemmapStorage(source, mode="append") as writer, open_storage(source) as storage:
+
+        def stop() -> bool:
+            if len(storage) == 20:
+                writer.extend(rows(20, 5))
+            return True
+
+        report = storage.export(tmp_path / "it", "npz", follow=Follow(every=1000, stop=stop))
+        assert (report.versions, report.rows) == (2, 25)
+
+
 def test_a_version_waits_for_its_time(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
