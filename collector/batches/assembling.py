@@ -22,6 +22,7 @@ from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.source import TransitionSource
+from tallyroll.storage.rows.keys import next_valid_keys
 
 
 @runtime_checkable
@@ -71,7 +72,8 @@ def assemble(
     at_random = not count_random or draws
     checks = RangeChecks(ranges, options.checks.validate, slabs.masks, at_random=at_random)
     watched = options.checks.finals == "check" and not slabs.lost_finals
-    finals = FinalsWatch(lanes, slabs.observed if watched else ())
+    valid = next_valid_keys(slabs.layout)
+    finals = FinalsWatch(lanes, slabs.observed if watched else (), valid)
     acting = Acting(options.exploration_type)
     if options.postproc is None:
         writer.open(source.no_rows, run.provenance, source.behind)

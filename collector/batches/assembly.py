@@ -59,7 +59,7 @@ class Assembly:
         self._rollout, self._checks, self._finals = rollout, checks, finals
         self._hand, self.one_call, self._acting = hand, one_call, acting
         self._ahead, self._apart = ahead, apart
-        self._blocks = CheckedBlocks(run, rollout, checks, in_place=slabs.in_place)
+        self._blocks = CheckedBlocks(run, rollout, checks, slabs.rewards, in_place=slabs.in_place)
         self._everywhere = np.ones(len(run.lanes.step), np.bool_)
         self._at_once = plan.rows.way == "slab"
         """True if `collect` stores each block when it comes."""

@@ -79,7 +79,7 @@ class PlainSlots:
         """
         few, rows, append = self.few, self.rows, self.writer.append
         used = few.board[FILLED]
-        if not few.sound or (self.masks is not None and not self.masks(used)):
+        if few.has_rounded or not few.sound or (self.masks is not None and not self.masks(used)):
             return False
         rows.used, rows.count = used, want
         rows.version, rows.watched, rows.batch = few.version, finals.looks, batch

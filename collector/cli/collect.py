@@ -292,7 +292,7 @@ class CollectRun:
             "resets": Resets(sampler=_sampler(plan.reset), seeds=plan.reset_seeds or False),
         }
         same = ["env_kwargs", "seed", "max_frames_per_traj", "frame_skip", "validate", "finals"]
-        same.append("budget_unit")
+        same += ["budget_unit", "reward_dtype"]
         if plan.workers:
             arguments["num_workers"] = plan.workers
             arguments["on_worker_death"] = "respawn" if plan.respawns else "raise"

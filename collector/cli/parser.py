@@ -286,6 +286,10 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--max-frames-per-traj": (_positive, "M", "truncate episodes after M transitions"),
     "--frame-skip": (_frame_skip, "T",
         "simulator ticks in a transition, or the info key that counts ticks (default: 1)"),
+    "--reward-dtype": (("float32", "float64"), "",
+        "dtype of the rewards that are stored. float64 keeps all bits of an environment's floats; "
+        "float32 rounds them, and the first reward that becomes 0 or another integer is a warning "
+        "(default: as the environment declares it, most often float32)"),
     "--info-keys": (_infos, "A,B",
         "info entries that become columns: NAME, GROUP/NAME, NAME:DTYPE, NAME:DTYPE[2x3]; "
         "NAME:DTYPE=FILL if some steps lack the entry"),

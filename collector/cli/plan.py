@@ -54,6 +54,7 @@ class Plan:
     max_frames_per_traj: int | None = None
     validate: str | None = None
     frame_skip: int | str | None = None
+    reward_dtype: str | None = None
     info_keys: list[str] | None = None
     finals: str | None = None
     rename: list[str] | None = None

@@ -1,7 +1,7 @@
 """Exact reading of a lane's results: the same values as a column, or an error that says why."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isnan
 from typing import Any
 
@@ -22,7 +22,20 @@ _HELD = 2**24
 
 
 class RoundedWarning(UserWarning):
-    """An environment returns floats with more digits than its space declares."""
+    """An environment returns floats with more digits than a column of its space or rewards holds.
+
+    Of rewards only those are reported that become 0 or another integer in float32.
+    """
+
+
+def rounding_of(key: Key, lane: int, step: int | None, reward: float) -> str:
+    """Return the text of the warning for a reward that float32 changes to another number."""
+    where = f"lane {lane}" if step is None else f"lane {lane}, step {step} of its trajectory"
+    return (
+        f"{spell(key)} at {where}: the environment returned {reward!r}, which float32 stores as "
+        f"{float(np.float32(reward))!r}. Pass reward_dtype=torch.float64 to store all bits, or "
+        "scale rewards in a wrapper; later rewards are rounded without a warning"
+    )
 
 
 def reward_of(value: Any) -> float:
@@ -31,11 +44,12 @@ def reward_of(value: Any) -> float:
     Raises:
         ValueRefused: it is not one number, or too large.
     """
+    # The extension reads rewards as this function does; see `as_double` in `_kernel.c`.
     if (isinstance(value, float) and abs(value) <= _LARGEST) or (
         type(value) is int and abs(value) <= _HELD
     ):
         return float(value)
-    found = _number(value, REWARD, "one number", "return float(reward)")
+    found = exact_reward_of(value)
     if isnan(found):
         return found
     integer = isinstance(value, (int, np.integer)) or _kind(value) in "iu"
@@ -44,14 +58,28 @@ def reward_of(value: Any) -> float:
             REWARD,
             "an integer that float32 holds",
             str(value),
-            "return a float, which is rounded, or scale rewards in a wrapper",
+            f"return a float, which is rounded, or {_KEEP_BITS}",
         )
     if abs(found) > _LARGEST and found - found == 0:
-        raise ValueRefused(
-            REWARD, "a number that float32 holds", repr(value), "scale rewards in a wrapper"
-        )
+        raise ValueRefused(REWARD, "a number that float32 holds", repr(value), _KEEP_BITS)
     return found
 
+
+def reward_reader(dtype: torch.dtype | None) -> Callable[[Any], float]:
+    """Return the reader of rewards that are stored as ``dtype``; None: as float32."""
+    return exact_reward_of if dtype is torch.float64 else reward_of
+
+
+def exact_reward_of(value: Any) -> float:
+    """A reward that is stored as float64.
+
+    Raises:
+        ValueRefused: it is not one number, or no float64 is equal to it.
+    """
+    return _number(value, REWARD, "one number", "return float(reward)")
+
+
+_KEEP_BITS = "pass reward_dtype=torch.float64, or scale rewards in a wrapper"
 
 _LARGEST = float(np.finfo(np.float32).max)
 

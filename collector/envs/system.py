@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec, Unbounded
 
@@ -30,6 +31,7 @@ Mask = NDArray[np.bool_]
 
 AtEnd = Literal["final", "reset_slot", "first"]
 Finals = Literal["returned", "extra", "some", "lost"]
+AgentFinals = Literal["returned", "some"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,11 @@ class Declares:
 
     ``"extra"``: in ``Step.final``; ``"some"``: there too, if ``Step.final_valid`` says so;
     ``"lost"``: nowhere."""
+    agent_finals: AgentFinals = "returned"
+    """The last observations of agents in groups.
+
+    ``"some"``: a step may lack the next observation of an agent that acted in it, as
+    ``AgentFlags.next_valid`` says, and has zeros in its place."""
     truncation: bool = True
     """True if the system separates truncation from termination; else all ends are terminations."""
     resets: Literal["mask", "all", "none"] = "mask"
@@ -121,6 +128,8 @@ class AgentFlags(NamedTuple):
 
     terminated: Array
     truncated: Array
+    next_valid: Array | None = None
+    """With ``agent_finals="some"``: False where an agent acted and the next observation is lost."""
 
 
 class Step(NamedTuple):
@@ -248,6 +257,8 @@ class System(ABC):
     """True if :meth:`make` takes ``context``, the names of contexts to declare."""
     kept_options: frozenset[str] = frozenset()
     """Names of options that the system needs for itself."""
+    reward_dtype: torch.dtype | None = None
+    """The dtype of columns of rewards, by a collector's option; None: as declared."""
     first_lane: int = 0
     """The number of the first lane in a run, for messages."""
     wants_masks: bool = False
@@ -362,6 +373,9 @@ def require_consistent(declares: Declares, keys: Iterable[Key] = ()) -> None:
         ),
         f"arrivals: expected at most {d.lanes} lanes a call, got {d.arrivals}": (
             not 0 <= d.arrivals <= d.lanes
+        ),
+        f"agent_finals: expected one of {_choices(AgentFinals)}, got {d.agent_finals!r}": (
+            d.agent_finals not in get_args(AgentFinals)
         ),
         "arrivals and parts: send takes the lanes to step": bool(d.arrivals and d.parts),
         **{

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.counting.numbering import lane_seeds
-from tallyroll.collector.envs.stepping.arrays import as_flags, as_tensor, fitting
+from tallyroll.collector.envs.stepping.arrays import as_flags, as_tensor, fitting, put_valid
 from tallyroll.collector.envs.stepping.contexts import Draw
 from tallyroll.collector.envs.stepping.restarts import Make
 from tallyroll.collector.envs.stepping.results import kind_of
@@ -79,6 +79,13 @@ class SystemEnv(EnvBase):
         self._declares = d = self.stepper.declares
         specs = batched_specs(d, self.observation_keys)
         self.observation_spec, self.action_spec, self.reward_spec, self.done_spec = specs
+
+    def store_rewards_as(self, dtype: torch.dtype | None) -> None:
+        """Give rewards a dtype; None: the one that the system declares."""
+        self.stepper.store_rewards_as(dtype)
+        if self.stepper.declares is not self._declares:
+            self._declare()
+            self.empty_cache()
 
     @property
     def system(self) -> System:
@@ -174,13 +181,16 @@ class SystemEnv(EnvBase):
         for name, flag in zip(_FLAGS, (*flags, ended), strict=True):
             td.set(name, self._flag(flag)[:, None])
         for group in d.groups:
-            ends = [as_flags(each) for each in out.agents[group]]
+            ends = [as_flags(each) for each in out.agents[group][:2]]
             for name, flag in zip(_FLAGS, (*ends, ends[0] | ends[1]), strict=True):
                 td.set((group, name), self._flag(flag)[..., None])
         if d.marks_transitions:
             td.set(VALID, self._flag(transitions)[:, None])
         if d.finals == "some":
             td.set(NEXT_VALID, self._flag(~ended | _given_finals(out, ended)))
+        for group, valid in self._agents_valid().items():
+            put_valid(valid, out.agents[group], ended if stepper.doubts_finals else None)
+            td.set((*NEXT_VALID, group), self._flag(valid))
         return td
 
     def _rewards(self, out: Step) -> list[torch.Tensor]:
@@ -200,6 +210,10 @@ class SystemEnv(EnvBase):
                 except (TypeError, ValueError, ValueRefused) as error:
                     raise self.stepper.results.unfit(out, error) from error
             found.append(as_tensor(reward, self.device).to(spec.dtype).reshape(spec.shape))
+            if self.stepper.fills:
+                self.stepper.note_rounding(
+                    (NEXT, *key), reward, found[-1].numpy().reshape(row.shape)
+                )
         return found
 
     # --- resets -----------------------------------------------------------------------------------
@@ -222,6 +236,8 @@ class SystemEnv(EnvBase):
             td.set(VALID, self._flag(np.ones((*self.batch_size, 1), np.bool_)))
         if self._declares.finals == "some":
             td.set(NEXT_VALID, self._flag(np.ones(self.batch_size, np.bool_)))
+        for group, valid in self._agents_valid().items():
+            td.set((*NEXT_VALID, group), self._flag(valid))
         return self._set_flags(td)
 
     def _reset_some(self, lanes: Mask, kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -264,6 +280,12 @@ class SystemEnv(EnvBase):
         at = self._flag(lanes)
         for old, new in zip(to, values, strict=True):
             old[at] = new[at]
+
+    def _agents_valid(self) -> dict[str, Mask]:
+        """Return flags that no observation of agents is lost, of groups that may lose some."""
+        d = self._declares
+        groups = d.groups if d.agent_finals == "some" else {}
+        return {group: np.ones((d.lanes, size), np.bool_) for group, size in groups.items()}
 
     def _forget_fresh(self) -> None:
         self._fresh, self._fresh_lanes = [], np.zeros_like(self._fresh_lanes)

@@ -86,6 +86,7 @@ def evaluate(
     exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
     max_frames_per_traj: int | None = None,
     rename: Mapping[str | tuple[str, ...], str | tuple[str, ...]] | None = None,
+    reward_dtype: torch.dtype | str | None = None,
     env_state: EnvState | None = None,
 ) -> Evaluation:
     """Run exactly the ``episodes`` first-started episodes, whole, and report them.
@@ -108,6 +109,7 @@ def evaluate(
         exploration_type: by default actions are deterministic where the policy knows how.
         max_frames_per_traj: a time limit.
         rename: as for :class:`SyncCollector`.
+        reward_dtype: as of :class:`Columns`: ``torch.float64`` sums rewards up with all bits.
         env_state: ``collector.state_dict()["env"]``, or ``env.state_dict()``: the state of the
             environment's transforms, such as the statistics of `VecNorm`, which stay as they are.
             Of several workers it is that of the first. None: those of a fresh environment.
@@ -134,6 +136,7 @@ def evaluate(
             exploration_type=exploration_type,
             max_frames_per_traj=max_frames_per_traj,
             rename=rename,
+            reward_dtype=reward_dtype,
             finals="lost",  # nothing is computed from final observations
         ) as collector,
     ):

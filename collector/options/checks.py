@@ -108,6 +108,15 @@ def tick_count(name: str, value: Any) -> int | str:
     return value if isinstance(value, str) else positive(name, value)
 
 
+def reward_dtype(name: str, value: Any) -> torch.dtype:
+    """A dtype of columns of rewards, also by its name."""
+    found = value.removeprefix("torch.") if isinstance(value, str) else value
+    for dtype in (torch.float32, torch.float64):
+        if found is dtype or found == str(dtype).removeprefix("torch."):
+            return dtype
+    raise ArgumentError(f"{name}: expected torch.float32 or torch.float64, got {value!r}")
+
+
 def available_device(name: str, value: Any) -> torch.device:
     """``value`` as a device that this machine has."""
     try:

@@ -16,6 +16,7 @@ from tallyroll.collector.options.checks import (
     new_names,
     or_none,
     refuse_unknown,
+    reward_dtype,
     tick_count,
 )
 from tallyroll.collector.options.draws import Sampler
@@ -124,6 +125,12 @@ class Columns(OptionObject):
             do not keep to an ``action_mask`` that has another name, of infos too.
         frame_skip: simulator ticks a transition, or an info key that counts the ticks since
             the episode's reset (ALE: ``"episode_frame_number"``).
+        reward_dtype: ``torch.float64`` stores rewards with all bits that the environment returns.
+            Default: as the environment declares them, which is float32 for all but TorchRL's own
+            environments. A float32 has 24 bits: it rounds most floats, and a
+            ``RoundedWarning`` reports the first reward of a run that becomes 0, or another
+            integer (beyond 2**24). TorchRL's own environments have a dtype of their own, which
+            ``reward_dtype`` has to agree with.
         yield_large: False leaves columns with rows of 4 KiB and more (images) out of the batches
             that are yielded: they go straight to ``storage``, one copy less.
         budget_unit: what ``total_frames`` counts: ``"transitions"``, or, with groups of agents,
@@ -147,6 +154,9 @@ class Columns(OptionObject):
     info_keys: InfoKeys = field(default=(), metadata={"check": info_declarations})
     rename: Rename | None = field(default=None, metadata={"check": new_names})
     frame_skip: int | str = field(default=1, metadata={"check": tick_count})
+    reward_dtype: torch.dtype | str | None = field(
+        default=None, metadata={"check": or_none(reward_dtype)}
+    )
     yield_large: bool = field(default=True, metadata={"check": flag})
     budget_unit: BudgetUnit = "transitions"
 
@@ -254,6 +264,7 @@ class MoreOptions(TypedDict, total=False):
     info_keys: InfoKeys
     rename: Rename | None
     frame_skip: int | str
+    reward_dtype: torch.dtype | str | None
     yield_large: bool
     budget_unit: BudgetUnit
     validate: Validate

@@ -214,6 +214,7 @@ class ArrivingLanes(Lanes):
         ended: Mask = cursor.terminated[at] | cursor.truncated[at]
         for group, flags in cursor.agents.items():
             put_flags(flags, at, out.agents[group])
+        stepper.put_valid(cursor, out)
         if d.at_end == "first":
             put_finals(stepper, cursor, ended, out, rows)
         stepper.results.require_skipped(out.skipped, pending, out.lanes)

@@ -10,13 +10,14 @@ from torchrl.envs import EnvBase
 
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.envs.driven.step_then_reset import way_of
+from tallyroll.collector.envs.driven.traits import system_of
 from tallyroll.collector.policies.random_actions import action_keys
 from tallyroll.collector.rollout.lanes import Lanes, LanesOfKey, changed, stopped
 from tallyroll.collector.rollout.reset_columns import ResetColumns
 from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.user_code import ENDS
-from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, VALID, Key, as_key
+from tallyroll.storage.rows.keys import NEXT, VALID, Key, as_key, next_valid_keys
 
 Views = Sequence[tuple[Key, Key, Sequence[torch.Tensor]]]
 """For each value: its key in a result, its column, and the column's slots."""
@@ -35,20 +36,22 @@ class CopiedLanes(Lanes):
     def __init__(self, env: EnvBase, slab: Slab, extra: Sequence[Key], board: memoryview) -> None:
         super().__init__(env, slab)
         self._board = board
+        if (base := system_of(env)) is not None:
+            base.stepper.board = board
         self._squeeze = not env.batch_size
         self._views = {
             key: (column[:, 0] if self._squeeze else column).unbind(0)
             for key, column in slab.columns.items()
         }
         self._resets = ResetColumns.of(env, slab)
-        own = {NEXT_VALID} if self._resets is None else {NEXT_VALID, *self._resets.keys}
+        valid = next_valid_keys(self._views)
+        own = {*valid} if self._resets is None else {*valid, *self._resets.keys}
         self._actions = action_keys(env)
         items = [(key, key, v) for key, v in self._views.items() if key not in self._actions]
         items = [item for item in items if item[0] not in extra and item[0] not in own]
         self._before = [item for item in items if item[0][0] != NEXT]
         self._after = [item for item in items if item[0][0] == NEXT]
-        if NEXT_VALID in self._views:
-            self._after.append(((NEXT, *NEXT_VALID), NEXT_VALID, self._views[NEXT_VALID]))
+        self._after += [((NEXT, *key), key, self._views[key]) for key in valid]
         self._way = way_of(env)
         self._has_valid = VALID in map(as_key, env.observation_spec.keys(True, True))
         self.all_are_transitions = not self._has_valid

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,8 @@ class Driver(ABC):
     """True if every filled slot is a transition of its lane, and no lane is ever cut."""
     board: memoryview | None = None
     """Words of progress that this process alone writes; None: there are none."""
+    boards: Sequence[Any] = ()
+    """The words of all that step lanes: of this process, or of each worker."""
     used_at = 0
     """The address of ``used``; 0 if it is no word of this process."""
     ends_tell = False
@@ -158,7 +161,7 @@ class LocalDriver(Driver):
         self.all_are_transitions, self.pending = lanes.all_are_transitions, lanes.pending
         self.ends_tell = lanes.all_are_transitions or lanes.pending is not None
         self.run_lanes = lanes.env.batch_size.numel()
-        self.board = board
+        self.board, self.boards = board, (board,)
         self.used_at = np.frombuffer(board, np.int64)[FILLED:].ctypes.data
         self.actor, self._random = Actor(lanes, policy, extra, random), random
         self._first: TensorDictBase | None = None

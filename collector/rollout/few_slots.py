@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
-from tallyroll.collector.slab.progress import FILLED, HALT
+from tallyroll.collector.slab.progress import FILLED, HALT, ROUNDED
 from tallyroll.storage.engine.kernel import require_names, table_of
 from tallyroll.storage.engine.slot_rows import HeldCounts
 from tallyroll.storage.rows.keys import RANDOM_VERSION
@@ -62,6 +62,11 @@ class FewSlots:
     def first(self) -> int:
         """The first slot that no caller counted."""
         return 1 if self.held.counts.rows else 0
+
+    @property
+    def has_rounded(self) -> bool:
+        """True if a reward that became another number is to be reported."""
+        return self.board[ROUNDED] > 0
 
     def table(self) -> bytes:
         """Return the table of the slab: see `SlotRows.slab`. Its arrays are there as long as it."""
@@ -140,6 +145,11 @@ class FewSlots:
 
 class FewSlotsOfWorkers(FewSlots):
     """Asks workers for as many slots at once as are surely needed; see `FewSlots`."""
+
+    @property
+    def has_rounded(self) -> bool:
+        """True if a reward that became another number is to be reported."""
+        return any(board[ROUNDED] > 0 for board in self._driver.boards)
 
     def fill(self, want: int) -> None:
         """Step all lanes until ``want`` rows are there, the slab is full, or it is not `sound`."""

@@ -84,6 +84,11 @@ class Rollout(Standing):
             self.few = kind(driver, policy, self._held)
 
     @property
+    def boards(self) -> Sequence[Any]:
+        """The words of all that step lanes."""
+        return self.driver.boards
+
+    @property
     def random_frames(self) -> int:
         """Number of transitions that still have random actions."""
         return self._filling.random_frames

@@ -55,6 +55,7 @@ from tallyroll.storage.rows.keys import (
     VALID,
     Key,
     as_key,
+    next_valid_keys,
     spell,
 )
 
@@ -205,7 +206,8 @@ def plan_slab(
         flowing=env.stepper.observation_keys if in_place and not arrivals else (),
         shared=in_place and env.stepper.declares.has_reset_slots and not arrivals,
         rewards=tuple((NEXT, *as_key(key)) for key in env.full_reward_spec.keys(True, True)),
-        lost_finals=options.checks.finals == "lost" or loses_finals(env),
+        lost_finals=(options.checks.finals == "lost" or loses_finals(env))
+        and not next_valid_keys(layout),  # there the environment marks them
         observed=observed_keys(env, layout, options),
         dones=nested_dones(env),
         inits=init_columns(env, layout),
@@ -291,6 +293,9 @@ def in_place_layout(env: SystemEnv) -> dict[Key, SlabColumn]:
             layout[(NEXT, group, name)] = SlabColumn(torch.bool, (size, 1))
     if NEXT_VALID in map(as_key, env.observation_spec.keys(True, True)):
         layout[NEXT_VALID] = SlabColumn(torch.bool, ())
+    if env.stepper.declares.agent_finals == "some":
+        for group, size in env.stepper.declares.groups.items():
+            layout[(*NEXT_VALID, group)] = SlabColumn(torch.bool, (size,))
     return layout
 
 
@@ -322,10 +327,10 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
     layout: dict[Key, SlabColumn] = {}
     for name, value in _fake(env).items(True, True):
         key = as_key(name)
-        if key in flags or key in (VALID, NEXT_VALID, (NEXT, *VALID)):
+        if key in flags or key in (VALID, (NEXT, *VALID)) or key in next_valid_keys([key]):
             continue
-        if key == (NEXT, *NEXT_VALID):
-            key = NEXT_VALID
+        if next_valid_keys([key[1:]]):
+            key = key[1:]
         layout[key] = SlabColumn(value.dtype, tuple(value.shape[lead:]))
     if DONE not in layout or TERMINATED not in layout:
         raise EnvironmentRefused("the environment declares no done and terminated at its root")

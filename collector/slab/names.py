@@ -9,13 +9,13 @@ from tallyroll.storage.rows.keys import (
     COLLECTOR,
     DONE,
     NEXT,
-    NEXT_VALID,
     REWARD,
     TERMINATED,
     TRUNCATED,
     VALID,
     Key,
     can_be_stored,
+    next_valid_keys,
 )
 
 Rename = Mapping[Any, str | tuple[str, ...]]
@@ -177,7 +177,7 @@ def require_names(
         NameRefused: a name is taken, empty or a mask's; says which, and how it is settled.
     """
     keys = [column.key for column in observations] if given is None else list(given)
-    own = (VALID, NEXT_VALID)
+    own = (VALID, *next_valid_keys(keys))
     named = [(c, key) for c, key in zip(observations, keys, strict=True) if key not in own]
     seen = [_Entry(key, f"an {c.what} has it", _by_rename(c)) for c, key in named]
     by_policy = [_Entry(key, "the policy writes it", "the policy's out_keys") for key in written]

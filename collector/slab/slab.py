@@ -70,6 +70,8 @@ class Cursor:
     truncated: Array
     agents: Mapping[str, tuple[Array, Array, Array]]
     """Terminated, truncated and done of each group of agents ``[time, lane, agent]``."""
+    agents_valid: Mapping[str, Array]
+    """``next_valid`` of each group of agents that may lose observations ``[time, lane, agent]``."""
     next_valid: Array | None
     """Marks of final observations that are not lost; None if none is ever lost."""
     board: memoryview
@@ -270,6 +272,11 @@ class Slab:
             agents={
                 group: tuple(self._squeezed((NEXT, group, flag)) for flag in flags)  # type: ignore[misc]
                 for group in groups
+            },
+            agents_valid={
+                group: self.arrays[(*NEXT_VALID, group)]
+                for group in groups
+                if (*NEXT_VALID, group) in self.arrays
             },
             next_valid=self.arrays.get(NEXT_VALID),
             board=board,

@@ -1,6 +1,7 @@
 """Slots that workers fill, all by the same number (``mode="sync"``)."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,6 +197,11 @@ class LockstepDriver(Driver):
         self._fresh = False
 
     # --- progress ---------------------------------------------------------------------------------
+
+    @property
+    def boards(self) -> list[Any]:
+        """The words of each worker."""
+        return [member.board for member in self._worker_pool.members]
 
     @property
     def used(self) -> int:

@@ -1269,20 +1269,26 @@ static int is_like(const Py_buffer *view, const char *format, int64_t ndim, cons
     return 1;
 }
 
-/* Write reward `i` to those of a slot at `to`; return 0 if it becomes infinite there. */
+/* Write reward `i` to those of a slot at `to`. Return 0 if it becomes infinite, 0 or another integer
+   there: the caller then raises or warns in Python. */
 static int put_reward(char *to, int as_doubles, int64_t i, double reward)
 {
     const float narrow = (float)reward;
-    if (as_doubles)
+    if (as_doubles) {
         ((double *)(void *)to)[i] = reward;
-    else if (narrow - narrow != 0 && reward - reward == 0)
+        return 1;
+    }
+    if (fabs(reward) > 16777216.0) { /* float32 holds every integer up to here */
+        if (isfinite(reward) && (!isfinite(narrow) || (narrow != reward && floor(reward) == reward)))
+            return 0;
+    } else if (narrow == 0 && reward != 0) {
         return 0;
-    else
-        ((float *)(void *)to)[i] = narrow;
+    }
+    ((float *)(void *)to)[i] = narrow;
     return 1;
 }
 
-/* Copy rewards to the slab at `to`; return 0 if they are no floats, or one becomes infinite. */
+/* Copy rewards to the slab at `to`; return 0 if they are no floats, or one is not written. */
 static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const int64_t *lanes)
 {
     const int from_doubles = is_like(view, "d", 1, lanes);
@@ -1764,7 +1770,7 @@ static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *ac
     return 0;
 }
 
-/* Write rewards and flags of all lanes to a slot; return 0 if a reward becomes infinite there. */
+/* Write rewards and flags of all lanes to a slot; return 0 if a reward is not written. */
 static int put_numbers(const int64_t *slot, const int64_t *t)
 {
     const double *rewards = (const double *)at(t[L_REWARD]);

@@ -6,7 +6,7 @@ TorchRL's episode data format: observation and action at the root, what the step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -30,6 +30,7 @@ POLICY_VERSIONS: Final[Key] = (COLLECTOR, "policy_versions")
 """Above a version for each group of agents with a policy of its own."""
 POLICY_ID: Final[Key] = (COLLECTOR, "policy_id")
 NEXT_VALID: Final[Key] = (COLLECTOR, "next_valid")
+"""A column, or above one for each group of agents ``[row, agent]``; see `next_valid_keys`."""
 VALID: Final[Key] = (COLLECTOR, "valid")
 RESET_SEED: Final[Key] = (COLLECTOR, "reset_seed")
 CONTEXT: Final[Key] = (COLLECTOR, "context")
@@ -48,6 +49,11 @@ InitTracker, RewardSum): they tell how long it has lasted, and not what was obse
 
 Keys: TypeAlias = Sequence[str | Key]
 """Some columns, as users name them."""
+
+
+def next_valid_keys(keys: Iterable[Key]) -> list[Key]:
+    """Return the columns that say which next observations are lost: of rows, or of agents."""
+    return [key for key in keys if key[: len(NEXT_VALID)] == NEXT_VALID]
 
 
 def as_key(key: str | tuple[str, ...]) -> Key:

@@ -16,12 +16,12 @@ from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import (
     DONE,
     NEXT,
-    NEXT_VALID,
     REWARD,
     TERMINATED,
     TRUNCATED,
     Key,
     as_key,
+    next_valid_keys,
     spell,
 )
 from tallyroll.storage.rows.steadily import steadily
@@ -34,7 +34,6 @@ from tallyroll.storage.sampling.drawn_from import (
 from tallyroll.storage.sampling.prioritized import ROW
 from tallyroll.storage.sampling.stretches import ends_of, steps_before
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.trajectories.columns import flags_of
 from tallyroll.storage.trajectories.windows import check_positive
 from tallyroll.storage.user_code import user_callback
 
@@ -216,9 +215,10 @@ class HindsightSampler(KeepsNothing):
         """Return the rows whose achieved goals ``rows`` get, -1 where there is none."""
         last, after = ends_of(index, rows)
         steps = after
-        if NEXT_VALID in self._reader.keys:  # an end whose observation is lost says no goal
-            (valid,) = self._reader.copies(last, [NEXT_VALID])
-            steps = after - ~flags_of(valid)
+        if keys := next_valid_keys(self._reader.keys):  # a lost observation says no goal
+            columns = self._reader.copies(last, keys)
+            valid = [(each != 0).reshape(len(last), -1).all(1) for each in columns]
+            steps = after - ~np.logical_and.reduce(valid)
         if self.strategy == "final":
             back = after - steps
         elif self.strategy == "future":

@@ -20,12 +20,12 @@ from tallyroll.storage.rows.keys import (
     DONE,
     MASK,
     NEXT,
-    NEXT_VALID,
     REWARD,
     TERMINATED,
     TRUNCATED,
     Key,
     as_key,
+    next_valid_keys,
     spell,
 )
 from tallyroll.storage.rows.steadily import steadily
@@ -274,7 +274,7 @@ def _read(reader: RowReader, rows: np.ndarray, returns: _Returns) -> TensorDict:
 
 
 def _of_the_end(key: Key) -> bool:
-    return key[0] == NEXT or key == NEXT_VALID
+    return key[0] == NEXT or bool(next_valid_keys([key]))
 
 
 def _used(chain: np.ndarray, ended: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
+    next_valid_keys,
     spell,
 )
 from tallyroll.storage.verification.episode_checks import EpisodeChecks
@@ -80,6 +81,7 @@ class RowChecks:
         """How many episodes ended in a run, by the run's first row."""
         self.largest_id = -1
         self._flags = [key for key in _FLAGS if self._is_scalar(key, "b")]
+        self._valid = [key for key in next_valid_keys(self._columns) if self._is_bool(key)]
         self._both_known = TERMINATED in self._flags and TRUNCATED in self._flags
         observed = observations_of(self._columns)
         self._observed = {key for each in observed for key in (each.key, (NEXT, *each.key))}
@@ -87,7 +89,7 @@ class RowChecks:
         self._observations = ObservationChecks(observed, self._values, gather)
         self._resets = ResetChecks(observed, self._values)
         self._finite = [c for c in self._columns.values() if nan and holds_numbers(c)]
-        self._spaces = SpaceChecks(self._columns, finals=NEXT_VALID not in self._columns)
+        self._spaces = SpaceChecks(self._columns, finals=not self._valid)
         if not any(run.spaces for run in runs):
             self.unavailable["spaces"] = "no run says spaces to which its rows keep"
         self._unwritten = UnwrittenRows(() if self._followed else self._values.values())
@@ -180,7 +182,8 @@ class RowChecks:
         """Check rows; returns the oldest row that was looked at."""
         start = part.start
         flags = {key: self._scalar(key, part) for key in self._flags}
-        ended, valid = flags.get(DONE), flags.get(NEXT_VALID)
+        ended, of_each = flags.get(DONE), [self._of_rows(key, part) for key in self._valid]
+        valid = np.logical_and.reduce([each.all(1) for each in of_each]) if of_each else None
         if self._both_known:
             ended = flags[TERMINATED] | flags[TRUNCATED]
         chunk = self._chunk(part, ended)
@@ -193,7 +196,9 @@ class RowChecks:
             return start
         if run.origin is not None:
             self.ended[run.origin] = self.ended.get(run.origin, 0) + int(chunk.ended.sum())
-        _check_own(chunk, valid, findings)
+        _check_own(chunk, findings)
+        for key, each in zip(self._valid, of_each, strict=True):
+            self._check_valid(key, each, chunk, part, findings)
         links = lanes.advance(chunk, findings)
         terminated = flags[TERMINATED] if self._both_known else chunk.ended
         broken = self._observations.check_links(chunk, links, findings)
@@ -202,6 +207,33 @@ class RowChecks:
         if self._episodes is not None:
             self._episodes.extend(start, start + len(chunk.ids))
         return min(start, int(links.before.min(initial=start)))
+
+    def _is_bool(self, key: Key) -> bool:
+        return self._columns[key].numpy_dtype.kind == "b"
+
+    def _of_rows(self, key: Key, part: range) -> np.ndarray:
+        """Return a column ``[row, ...]`` as ``[row, value]``."""
+        values: np.ndarray = self._values[key].slice(part.start, part.stop)
+        return values.reshape(len(part), -1)
+
+    def _check_valid(
+        self, key: Key, valid: np.ndarray, chunk: CheckedRows, part: range, findings: Findings
+    ) -> None:
+        """Check where next observations are lost: of rows at ends, of agents where they acted."""
+        if key == NEXT_VALID:
+            chunk.report(
+                findings, "finals", "the next observation is marked as lost in mid-episode",
+                ~valid[:, 0] & ~chunk.ended, lambda at: "collector/next_valid is False",
+            )  # fmt: skip
+            return
+        mask = (*key[len(NEXT_VALID) :], "mask")
+        if mask in self._columns and self._is_bool(mask):
+            acted = self._of_rows(mask, part)
+            chunk.report(
+                findings, "finals", "the next observation of an agent that did not act is lost",
+                (~valid & ~acted).any(axis=1) & ~chunk.ended,
+                lambda at: f"{spell(key)} is {valid[at].tolist()}",
+            )  # fmt: skip
 
     def _scalar(self, key: Key, part: range) -> np.ndarray:
         return self._values[key].slice(part.start, part.stop).reshape(-1)
@@ -252,15 +284,10 @@ class RowChecks:
             self._spaces.check(column, space, values, rows, findings)
 
 
-def _check_own(chunk: CheckedRows, valid: np.ndarray | None, findings: Findings) -> None:
+def _check_own(chunk: CheckedRows, findings: Findings) -> None:
     """Check what a row says of itself."""
     version = chunk.version
     chunk.report(
         findings, "versions", "a policy version below -1", version < -1,
         lambda at: f"version {version[at]}",
     )  # fmt: skip
-    if valid is not None:
-        chunk.report(
-            findings, "finals", "the next observation is marked as lost in mid-episode",
-            ~valid & ~chunk.ended, lambda at: "collector/next_valid is False",
-        )  # fmt: skip

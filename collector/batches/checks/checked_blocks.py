@@ -1,12 +1,21 @@
 """Blocks of transitions whose values are as declared, or the fault that says which one is not."""
 
-from tallyroll.collector.batches.checks.value_checks import RangeChecks
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.batches.checks.value_checks import RangeChecks, step_of
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import post
+from tallyroll.collector.envs.exact import RoundedWarning, rounding_of
 from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.rollout.actor import raised_by_policy
 from tallyroll.collector.rollout.source import Block, TransitionSource
+from tallyroll.collector.slab.progress import ROUNDED, rounding_on
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.rows.keys import Key
 
 
 class CheckedBlocks:
@@ -16,13 +25,21 @@ class CheckedBlocks:
         run: counts the events of each block.
         rollout: the source.
         checks: of values.
+        rewards: columns of rewards.
         in_place: whether the policy sees what is in a slab.
     """
 
     def __init__(
-        self, run: RunState, rollout: TransitionSource, checks: RangeChecks, *, in_place: bool
+        self,
+        run: RunState,
+        rollout: TransitionSource,
+        checks: RangeChecks,
+        rewards: Sequence[Key],
+        *,
+        in_place: bool,
     ) -> None:
         self._run, self._rollout, self._checks, self._in_place = run, rollout, checks, in_place
+        self._rewards, self._has_warned = rewards, False
 
     def take(self, want: int, raised: BaseException | None = None) -> Block:
         """Return the next block; ``raised`` is what a fill raised before, and is raised here.
@@ -45,6 +62,35 @@ class CheckedBlocks:
         bad = self._checks.first_violation(block.slab, block.used, self._run.lanes)
         if bad is not None:
             raise bad.error
+        for board in getattr(self._rollout, "boards", ()):  # sources of other packages have none
+            if board[ROUNDED] > 0:
+                self._warn_of_rounding(block, board)
+
+    def _warn_of_rounding(self, block: Block, board: Any) -> None:
+        """Warn, once a run, of the reward on ``board``, if its row is in ``block``.
+
+        The row may be one of a later block, or of none if it was discarded.
+        """
+        noted, slab = rounding_on(board), block.slab
+        assert noted is not None
+        lane, reward = noted
+        stored = np.float32(reward)
+        own = slab.first_lane + np.arange(slab.lanes) if slab.lane is None else slab.lane
+        for key in () if self._has_warned else self._rewards:
+            column = slab.array(key)[: block.used]
+            same = (column == stored).reshape(*column.shape[:2], -1).any(axis=2)
+            same &= block.taken & (own == lane)
+            if same.any():
+                slot, at = (int(index) for index in np.argwhere(same)[0])
+                known = slab.lane is None
+                step = step_of(slab, slot, at, self._run.lanes) if known else None
+                warnings.warn(rounding_of(key, lane, step, reward), RoundedWarning, stacklevel=5)
+                self._has_warned = True
+                break
+        if self._has_warned:
+            board[ROUNDED] = -1
+        elif not self._rollout.held:
+            board[ROUNDED] = 0
 
     def sound(self, slab: Slab, used: int) -> int:
         """Return how many of the first ``used`` slots have values as declared."""

@@ -1,7 +1,7 @@
 """Detection, while collecting, of environments that return first observations as final ones."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,11 @@ class FinalsWatch:
         lanes: the lanes that are made here, numbered over the run.
         keys: observations, at the root and under ``"next"``, that distinguish states; if there
             are none, nothing is compared.
+        valid: columns that say which next observations of agents are there.
     """
 
-    def __init__(self, lanes: range, keys: tuple[Key, ...]) -> None:
-        self._keys, self._lanes = keys, lanes
+    def __init__(self, lanes: range, keys: tuple[Key, ...], valid: Sequence[Key] = ()) -> None:
+        self._keys, self._lanes, self._valid = keys, lanes, valid
         self._resets = SelfResets(len(lanes)) if keys else None
         self.looks = self._resets is not None
         """True until it is decided whether the environment resets itself."""
@@ -58,11 +59,17 @@ class FinalsWatch:
                 terminated=_flat(part, TERMINATED),
                 first=[part.taker(key) for key in self._keys],
                 next=[part.taker((NEXT, *key)) for key in self._keys],
-                valid=part.array(NEXT_VALID) if NEXT_VALID in part else None,
+                valid=self._valid_of(part),
             )
         )
         if self._resets.verdict is Verdict.FINE:
             self._resets, self.looks = None, False
+
+    def _valid_of(self, part: Part | SlabPart) -> NDArray[np.bool_] | None:
+        """Return which rows have all of their next observation; None: all have."""
+        found = [part.array(key) for key in (NEXT_VALID, *self._valid) if key in part]
+        each = [column.reshape(len(column), -1).all(axis=1) for column in found]
+        return np.logical_and.reduce(each) if each else None
 
     def forget(self, lanes: NDArray[np.bool_]) -> None:
         """Forget the last rows of ``lanes``, flags of all of the run: no next ones follow them."""

@@ -192,7 +192,7 @@ class RangeChecks:
             return
         if error.slot not in (None, slot):
             return
-        error.step = _step_of(slab, slot, error.lane - slab.first_lane, state)
+        error.step = step_of(slab, slot, error.lane - slab.first_lane, state)
 
     def _violations(self, slab: Slab, used: int, state: LaneState) -> Iterator[Violation]:
         new: tuple[NDArray[np.intp], ...] | None = None
@@ -274,7 +274,7 @@ def _violation(check: Range, slab: Slab, slot: int, lane: int, state: LaneState)
     what = "the action space" if check.by_policy else "its space"
     said = (
         f"{spell(check.key)} lies outside {what} at lane {slab.first_lane + lane}, step "
-        f"{_step_of(slab, slot, lane, state)} of its trajectory: got {_exact(value[at])}{where}, "
+        f"{step_of(slab, slot, lane, state)} of its trajectory: got {_exact(value[at])}{where}, "
         f"expected [{_exact(low[at])}, {_exact(high[at])}] and no NaN"
     )
     return Violation(slot, said, check, not check.has_noise or bool(np.isfinite(value[at])))
@@ -294,7 +294,7 @@ def _bad_mask(
     marks = values_of(slab, rule.mask, slot, slot + 1)[0, lane]
     return (
         f"{spell(rule.mask)}, as the environment made it at lane {slab.first_lane + lane}, step "
-        f"{_step_of(slab, slot, lane, state)} of its trajectory: got {marks.tolist()!r:.200}, "
+        f"{step_of(slab, slot, lane, state)} of its trajectory: got {marks.tolist()!r:.200}, "
         f"expected {wanted}"
     )
 
@@ -324,7 +324,7 @@ def _fault_of(
     lane = int(np.argmax(forbidden))
     return PolicyError(
         f"{spell(rule.action)} is not legal at lane {slab.first_lane + lane}, step "
-        f"{_step_of(slab, slot, lane, state)} of its trajectory: got "
+        f"{step_of(slab, slot, lane, state)} of its trajectory: got "
         f"{actions[0, lane].tolist()!r:.100}, expected one that {spell(rule.mask)} "
         f"{marks[0, lane].tolist()!r:.200} allows; let the policy keep to the mask"
     )
@@ -335,7 +335,7 @@ def _exact(number: Any) -> str:
     return f"{number:g}" if np.asarray(number).dtype.kind == "f" else str(number)
 
 
-def _step_of(slab: Slab, slot: int, lane: int, state: LaneState) -> int:
+def step_of(slab: Slab, slot: int, lane: int, state: LaneState) -> int:
     """Step within its trajectory of the transition at ``slot`` and ``lane``."""
     before = slab.transitions[:slot] & slab.of_lane(slot, lane)
     ends = np.nonzero((before & ended_in(slab, 0, slot)).any(axis=1))[0]

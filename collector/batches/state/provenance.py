@@ -48,6 +48,9 @@ def _otherwise(options: Options) -> dict[str, Any]:
     found = {
         "max_frames_per_traj": options.max_frames_per_traj,
         "reset_at_each_iter": options.reset_at_each_iter or None,
+        "reward_dtype": None
+        if options.columns.reward_dtype is None
+        else str(options.columns.reward_dtype).removeprefix("torch."),
         "reset_slots": None if options.checks.reset_slots == "mask" else options.checks.reset_slots,
     }
     return {name: value for name, value in found.items() if value is not None}

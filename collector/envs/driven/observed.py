@@ -18,7 +18,7 @@ from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.options import Options
 from tallyroll.collector.slab.names import new_name
 from tallyroll.collector.slab.slab import SlabColumns
-from tallyroll.storage.rows.keys import COUNTERS, NEXT, NEXT_VALID, VALID, Key, as_key
+from tallyroll.storage.rows.keys import COUNTERS, NEXT, VALID, Key, as_key, next_valid_keys
 
 _REMEMBER = (CatFrames, InitTracker, RewardSum, StepCounter)
 
@@ -39,7 +39,9 @@ def observed_keys(env: EnvBase, layout: SlabColumns, options: Options) -> tuple[
         candidates: Iterable[Key] = env.observation_keys
     else:
         candidates = map(as_key, env.observation_spec.keys(True, True))
-    counted = _written_by_transforms(env) | info_columns(env, layout, options) | {VALID, NEXT_VALID}
+    counted = _written_by_transforms(env) | info_columns(env, layout, options) | {VALID}
+    candidates = list(candidates)
+    counted |= {*next_valid_keys(candidates)}
     return tuple(
         key
         for key in candidates

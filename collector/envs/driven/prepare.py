@@ -1,6 +1,7 @@
 """An environment as the collector drives it: moved, limited in time, primed, and seeded."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from tallyroll.collector.envs.driven.resets import give_resets
 from tallyroll.collector.envs.driven.traits import can_step_part, chain, runs_on_cpu, system_of
 from tallyroll.collector.envs.probes.known_faults import refuse_known_faults
 from tallyroll.collector.envs.probes.probe import refuse_reused
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, NameRefused
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, NameRefused, ValueRefused
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.several.joint import Joint
 from tallyroll.collector.user_code import user_code
-from tallyroll.storage.rows.keys import as_key
+from tallyroll.storage.rows.keys import NEXT, as_key
 
 
 def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
@@ -28,8 +29,10 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
         ArgumentError, EnvironmentRefused: it cannot be driven as ``options`` want it.
     """
     give_resets(env, options.resets)
+    _give_reward_dtype(env, options.columns.reward_dtype)
     if options.layout.name != "torchrl":  # there what TorchRL does is what is wanted, and is said
         refuse_known_faults(env, options.max_frames_per_traj, options.checks.finals == "lost")
+        _require_observed_agents(env)
     device = options.env_device or (None if runs_on_cpu(env) else options.device)
     if device is not None:
         if device.type != "cpu" and runs_on_cpu(env):
@@ -59,6 +62,8 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
             "(a Gymnasium id, SyncVectorEnv with autoreset disabled, SerialEnv, ParallelEnv); "
             f'got {env}; use surplus="carry" or "discard"'
         )
+    if base is not None:
+        base.stepper.doubts_finals = options.checks.finals == "lost"
     if options.checks.finals != "lost":
         refuse_reused(env)
     return env
@@ -69,6 +74,56 @@ def _draws(policy: Any) -> bool:
     if not isinstance(policy, Joint):
         return policy is None
     return any(part.policy is None or part.opening for part in policy.parts)
+
+
+def _require_observed_agents(env: EnvBase) -> None:
+    """Let TorchRL's wrapper of PettingZoo raise where it would store zeros for an agent's end."""
+    base: Any = list(chain(env))[-1]
+    if type(base).__module__ == "torchrl.envs.libs.pettingzoo" and base.parallel:
+        vars(base)["_step_parallel"] = partial(_step_observed, base)
+
+
+def _step_observed(env: Any, tensordict: TensorDictBase) -> Any:
+    """Step TorchRL's wrapper ``env`` of a parallel environment.
+
+    Raises:
+        ValueRefused: the step returned no observation of an agent that acted.
+    """
+    acting = list(env._env.agents)  # noqa: SLF001
+    returned = type(env)._step_parallel(env, tensordict)  # noqa: SLF001
+    for group, agents in env.group_map.items():
+        for agent in agents:
+            if agent in acting and agent not in returned[0]:
+                error = ValueRefused(
+                    (NEXT, group, "observation"),
+                    f"one of agent {agent}, which acted",
+                    "none, and TorchRL stores zeros for its observation and reward",
+                    "let step return it, or pass the PettingZoo environment itself, whose rows say "
+                    "which are lost",
+                )
+                error.lane = 0
+                raise error
+    return returned
+
+
+def _give_reward_dtype(env: EnvBase, dtype: Any) -> None:
+    """Let ``env`` return rewards of ``dtype``; None: as it declares them.
+
+    Raises:
+        ArgumentError: an environment of TorchRL's own declares another.
+    """
+    base = system_of(env)
+    if base is not None:
+        base.store_rewards_as(dtype)
+        for each in chain(env):
+            each.empty_cache()
+        return
+    found = {spec.dtype for spec in env.full_reward_spec.values(True, True)}
+    if dtype is not None and found != {dtype}:
+        raise ArgumentError(
+            f"reward_dtype: expected {', '.join(map(str, found))}, as the reward_spec of {env} "
+            f"declares, got {dtype}. Change that spec, or pass the environment that TorchRL wraps"
+        )
 
 
 def first_reset(env: EnvBase) -> TensorDictBase:

@@ -61,19 +61,31 @@ class LaneRows:
         for get, exact in zip(self._getters, self._exact, strict=True):
             _refuse_reused(lane, get(final), part_of(get, first, exact, lane))
 
-    def finals(self, env: VectorEnv, ended: NDArray[np.bool_], obs: Any, given: Any) -> Rows:
+    def finals(
+        self, env: VectorEnv, ended: NDArray[np.bool_], obs: Any, given: Any, there: Any = None
+    ) -> Rows:
         """Return final observations, ``given`` by a step that returned ``obs``.
+
+        ``there`` marks the lanes that ``given`` has ones of; None: all that ended.
 
         Raises:
             EnvironmentRefused: they were overwritten by the first ones.
+            ValueRefused: a lane that ended has none, or not all of it.
         """
         rows = self.new()
         held = own_observations(env)
         of_lanes = type(given) is np.ndarray or not isinstance(given, Mapping)
         for lane in ended.nonzero()[0].tolist():
             final = given[lane] if of_lanes else None
+            lacks = (of_lanes and final is None) or not (there is None or there[lane])
             for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
-                value = get(given)[lane] if final is None else part_of(get, final, exact, lane)
+                if lacks:
+                    refused = exact.refused("none in the infos of the step", first=False)
+                    refused.lane = lane
+                    refused.advice = "let the vector put it into final_obs before it resets a lane"
+                    raise refused
+                part = part_of(get, final if of_lanes else given, exact, lane)
+                value = part if of_lanes else part[lane]
                 _refuse_reused(lane, value, get(held[lane]) if held else get(obs)[lane])
                 row[lane] = exact.of_lane(lane, value)
         return rows

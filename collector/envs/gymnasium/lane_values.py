@@ -5,13 +5,14 @@ from traceback import walk_tb
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
 from tallyroll.collector.compat import own_observations, replace_values
 from tallyroll.collector.envs.exact import (
     ExactRow,
     checked,
-    reward_of,
+    reward_reader,
     terminated_of,
     truncated_of,
 )
@@ -38,7 +39,8 @@ class LaneValues:
     """
 
     def __init__(self, env: VectorEnv, rewards: tuple[int, ...]) -> None:
-        self.reward: Callable[[Any], Any] = reward_of
+        self.reward: Callable[[Any], Any] = reward_reader(None)
+        self._many_rewards = bool(rewards)
         if rewards:
             self.reward = ExactRow(("reward",), rewards, np.dtype(np.float64)).array
         base = env.unwrapped
@@ -61,6 +63,11 @@ class LaneValues:
             if not leaf.text
         ]
         self._are_bare = not any(leaf.path or leaf.text for leaf in leaves)
+
+    def read_rewards_as(self, dtype: torch.dtype | None) -> None:
+        """Read single rewards that are stored as ``dtype``."""
+        if not self._many_rewards:
+            self.reward = reward_reader(dtype)
 
     def watch(self) -> None:
         """Look at each reward and flag that is written, until each lane has ended an episode.

@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Text, Tuple
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 
 from tallyroll.collector.compat import ENDED, OWN_OBSERVATIONS, count_true, own_observations
-from tallyroll.collector.envs.exact import reward_of, terminated_of, truncated_of
+from tallyroll.collector.envs.exact import reward_reader, terminated_of, truncated_of
 from tallyroll.collector.envs.gymnasium.info_merge import merges_plainly
 from tallyroll.collector.envs.gymnasium.infos import InfoColumns
 from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
@@ -24,7 +25,6 @@ from tallyroll.storage.engine.kernel import Kernel, compiled, table_of
 
 _ARRAYS = Box, MultiBinary, MultiDiscrete
 _STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
-_READERS = np.bool_, np.float32, reward_of, terminated_of, truncated_of
 _MODES = AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
 
 
@@ -65,6 +65,7 @@ class LanesInTurn:
         reset_slots: nothing has to be done at an end, for the next slot is a reset.
         results: the columns of a step; None: those of a `LaneResults`.
         given: the lanes, whose resets are given what was drawn; None: nothing was.
+        rewards: the dtype of their column.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class LanesInTurn:
         reset_slots: bool = False,
         results: LaneResults | None = None,
         given: list[Any] | None = None,
+        rewards: torch.dtype | None = None,
     ) -> None:
+        self._reward_dtype, self._reward_of = rewards, reward_reader(rewards)
         self._env, self._own, self._infos = env, vars(env), infos
         self._given = given
         self._mode = env.autoreset_mode
@@ -92,7 +95,7 @@ class LanesInTurn:
 
     def __reduce__(self) -> Any:
         """Make copies from the vector alone: each has its own arrays and their addresses."""
-        made = partial(type(self), reset_slots=self._reset_slots)
+        made = partial(type(self), reset_slots=self._reset_slots, rewards=self._reward_dtype)
         return made, (self._env, self._infos)
 
     @property
@@ -178,7 +181,7 @@ class LanesInTurn:
             of = Of.STEP
             if within or not ended[i]:
                 seen[i], reward, terminated, truncated, info = env.step(own)
-                self._rewards[i] = reward_of(reward)
+                self._rewards[i] = self._reward_of(reward)
                 self._terminated[i] = over = terminated_of(terminated)
                 self._truncated[i] = cut = truncated_of(truncated)
                 if within and (over or cut):
@@ -204,5 +207,10 @@ class LanesInTurn:
         words = [*(each.ctypes.data for each in arrays), results.address, len(self._rewards)]
         words += [_MODES.index(self._mode), results.nbytes, *results.shape]
         finals = results.put_final, results.leaves.refuse_overwritten
-        readers = (*_READERS, *finals, results.tell, results.entries())
+        readers = (
+            *(np.bool_, np.float32, self._reward_of, terminated_of, truncated_of),
+            *finals,
+            results.tell,
+            results.entries(),
+        )
         return partial(kernel.step_lanes, table_of(words), results.dtype, readers)

@@ -207,9 +207,11 @@ class GymnasiumSystem(System):
         self._look_for_masks(info)
         many = bool(self._rewards)
         self.stepped_by = stepping_of(self.env, infos=bool(self.infos), many_rewards=many)
+        self._values.read_rewards_as(self.reward_dtype)
         self._values.watch()
         self._in_turn = self._into = self._within = None
         how: Any = {"reset_slots": self._after_end == RESET_SLOT, "given": given}
+        how["rewards"] = self.reward_dtype
         if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
             self._in_turn = LanesInTurn(self.env, self.infos or None, **how)
             if self._in_turn.fills_slots and type(self).step is GymnasiumSystem.step:
@@ -217,7 +219,7 @@ class GymnasiumSystem(System):
         elif self.stepped_by.way == "through":
             self._in_turn = ThroughWrappers(self.env, self.infos, **how)
         elif self.stepped_by.way == "within":
-            self._within = WithinWrappers(self.env)
+            self._within = WithinWrappers(self.env, self.reward_dtype)
         self._infos_of_step = self.infos.new_rows()
         self.infos.steps[:] = 0
         return self._with_infos(obs, partial(self.infos.write_reset, info=info), reset=True)
@@ -329,7 +331,8 @@ class GymnasiumSystem(System):
                 values += self._infos_of_step
             return Step(values, (reward,), terminated, truncated)
         ended = np.logical_or(terminated, truncated)
-        final = self._rows.finals(self.env, ended, obs, info["final_obs"])
+        there = info.get("_final_obs")
+        final = self._rows.finals(self.env, ended, obs, info["final_obs"], there)
         if self._infoless:
             return Step(self._rows.values(obs), (reward,), terminated, truncated, final)
         of_last = self.infos.new_rows()

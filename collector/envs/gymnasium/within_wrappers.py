@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import concatenate
 from gymnasium.wrappers import vector
@@ -123,17 +124,17 @@ class WithinWrappers(LanesInTurn):
     Between two calls the vector is as its user made it.
     """
 
-    def __init__(self, env: VectorEnv) -> None:
+    def __init__(self, env: VectorEnv, rewards: torch.dtype | None) -> None:
         base: Any = env.unwrapped
         self._wrapped, self._merged = env, _AsTheVector(base)
-        super().__init__(base, results=self._merged)
+        super().__init__(base, results=self._merged, rewards=rewards)
         self._as_the_vector = self._step_as_the_vector  # one object
         self._resets_as_the_vector = self._reset_as_the_vector
         self.checked = False
         """The last step took observations that were as declared."""
 
     def __reduce__(self) -> Any:
-        return type(self), (self._wrapped,)
+        return type(self), (self._wrapped, self._reward_dtype)
 
     def call(self, action: NDArray[Any]) -> Any:
         """Return the result of the wrappers' ``step``."""
@@ -202,6 +203,7 @@ class ThroughWrappers(LanesInTurn):
         infos: entries of the wrappers' infos that are columns.
         reset_slots: nothing has to be done at an end, for the next slot is a reset.
         given: the lanes, whose resets are given what was drawn; None: nothing was.
+        rewards: the dtype of their column.
     """
 
     fills_slots = False
@@ -213,6 +215,7 @@ class ThroughWrappers(LanesInTurn):
         *,
         reset_slots: bool = False,
         given: list[Any] | None = None,
+        rewards: torch.dtype | None = None,
     ) -> None:
         base: Any = env.unwrapped
         self._wrapped, self._columns, self._merged = env, infos, _Merging(base)
@@ -227,13 +230,15 @@ class ThroughWrappers(LanesInTurn):
         self._told, self._told_last, self._untold = (infos.new_rows() for _ in range(3))
         self._of_ends = all(each.fill is not None and len(each.key) > 1 for each in infos.infos)
         # Entries that a wrapper adds at an end, and that the infos of other steps lack.
-        super().__init__(base, reset_slots=reset_slots, results=self._merged, given=given)
+        super().__init__(
+            base, reset_slots=reset_slots, results=self._merged, given=given, rewards=rewards
+        )
         self._as_returned = self._what_was_returned  # one object
         self._asked: Any = None
         self._returned: Any = None
 
     def __reduce__(self) -> Any:
-        made = partial(type(self), reset_slots=self._reset_slots)
+        made = partial(type(self), reset_slots=self._reset_slots, rewards=self._reward_dtype)
         return made, (self._wrapped, self._columns)
 
     @property

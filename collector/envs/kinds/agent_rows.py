@@ -61,7 +61,12 @@ class AgentRows:
                 own.fill(0)
         for name, value in seen.items():
             for take, row, exact in rows[name]:
-                part = take(value)
+                try:
+                    part = take(value)
+                except (KeyError, IndexError, TypeError) as error:
+                    refused = exact.refused(f"none in {value!r:.80} of {name}", first=False)
+                    refused.lane = first_lane + lane
+                    raise refused from error
                 if exact.is_right(part):
                     row[...] = part
                 elif not exact.puts_bits(part, row):

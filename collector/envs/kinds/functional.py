@@ -132,7 +132,7 @@ class Functional(FunctionalLanes):
             over,
             cut,
             _views(final) if np.count_nonzero(ends) else None,
-            agents={name: AgentFlags(*_views(each)) for name, each in agents.items()},
+            agents={name: AgentFlags(*_views(each[:2])) for name, each in agents.items()},
         )
 
     def _unpacked(self, words: Array) -> Step:

@@ -86,7 +86,7 @@ class FunctionalLanes(System):
     ) -> tuple[Any, Any]:
         """The same, and all that is seen in one array; final observations are its last part."""
         carry, first, final, reward, ends, agents = self._turn(leaves, rest, action, drawn)
-        flags = [each for name in self.declares.groups for each in agents[name]]
+        flags = [each for name in self.declares.groups for each in agents[name][:2]]
         return carry, self._packing.packed([ends, *first, *reward, *flags, *final])
 
     def _move(self, leaves: Any, rest: Any, action: Sequence[Any]) -> tuple[Any, ...]:

@@ -95,11 +95,43 @@ def _as_it_is(found: NDArray[Any], dtype: np.dtype[Any], key: Key) -> NDArray[An
     at = tuple(int(index) for index in np.argwhere(lost)[0])
     wanted = "one bool, or 0 or 1" if dtype == np.bool_ else f"a number that {dtype} holds"
     advice = "return bools" if dtype == np.bool_ else "scale or round it in a wrapper"
+    if key[0] == NEXT and dtype == _FLOAT:
+        advice += ", or pass reward_dtype=torch.float64"
     error = ValueRefused(key, wanted, f"{found[at]} of {found.dtype}", advice)
     error.lane = at[0] if at else None
     raise error
 
 
+def first_change(values: Array, stored: NDArray[Any]) -> tuple[int, float] | None:
+    """Return the lane, and the value, of the first reward that is another number as float32.
+
+    These are finite ones that became 0, and integers that became other integers. Other digits are
+    rounded as of any float: None.
+
+    Args:
+        values: rewards ``[lane, ...]`` that :func:`fitting` accepted.
+        stored: the same rewards in their column.
+    """
+    if stored.dtype != _FLOAT:
+        return None
+    if isinstance(values, torch.Tensor):
+        values = values.detach().numpy()
+    found = np.asarray(values)
+    if found.dtype.kind != "f" or found.dtype.itemsize <= stored.dtype.itemsize:
+        return None
+    squares = found.dot(found) if found.ndim == 1 else np.vdot(found, found)
+    if squares <= _EXACT**2 and np.count_nonzero(stored) == np.count_nonzero(found):
+        return None
+    whole = (np.abs(found) > _EXACT) & (np.trunc(found) == found)
+    changed = ((stored == 0) & (found != 0)) | (whole & (stored != found))
+    if not changed.any():
+        return None
+    at = tuple(int(index) for index in np.argwhere(changed)[0])
+    return at[0], float(found[at])
+
+
+_EXACT = 2.0**24
+"""Up to here a float32 holds every integer."""
 _FLOAT, _DOUBLE, _BOOL = (np.dtype(kind) for kind in (np.float32, np.float64, np.bool_))
 
 
@@ -119,6 +151,16 @@ def put_flags(columns: Sequence[NDArray[Any]], at: int, flags: AgentFlags) -> No
         is_plain = type(values) is np.ndarray and values.dtype is _BOOL
         column[at] = values if is_plain else as_flags(values)
     np.logical_or(terminated[at], truncated[at], out=done[at])
+
+
+def put_valid(row: NDArray[Any], flags: AgentFlags, lost: NDArray[np.bool_] | None) -> None:
+    """Write which next observations of a group are there to a slot ``row`` ``[lane, agent]``.
+
+    ``lost``: lanes whose final observations are lost by what a user says; None: of none.
+    """
+    row[...] = True if flags.next_valid is None else as_flags(flags.next_valid)
+    if lost is not None:
+        row[lost] = False
 
 
 def as_flags(value: Array) -> NDArray[np.bool_]:

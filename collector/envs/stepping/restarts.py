@@ -76,5 +76,6 @@ class Restarts:
         with user_code("create_env_fn"):
             system.close()
             made = make(seeds)
-        made.first_lane, made.wants_masks = system.first_lane, system.wants_masks
+        made.first_lane, made.reward_dtype = system.first_lane, system.reward_dtype
+        made.wants_masks = system.wants_masks
         return made

@@ -83,10 +83,10 @@ class Results:
         if not isinstance(error, ValueRefused):
             return self._wrong_shapes(out)
         if error.lane is not None:
-            error.lane = self._number(error.lane, out.lanes)
+            error.lane = self.number(error.lane, out.lanes)
         return error
 
-    def _number(self, row: int, lanes: Array | None) -> int:
+    def number(self, row: int, lanes: Array | None) -> int:
         """Return the number in the run of the lane of a row."""
         return self._system.first_lane + (row if lanes is None else int(lanes[row]))
 
@@ -109,7 +109,7 @@ class Results:
             raise TransitionError(
                 f"{kind_of(self._system)} declares that final observations come beside the first "
                 "ones, and gave none at the end of an episode of lane "
-                f"{self._number(int(np.argmax(ended)), None)}, so they are lost; let a wrapper "
+                f"{self.number(int(np.argmax(ended)), None)}, so they are lost; let a wrapper "
                 "hand them out, or use a mode that does not reset within the step"
             )
 
@@ -126,7 +126,7 @@ class Results:
             if pending[row]:
                 did, when = "executed", "after an"
             raise TransitionError(
-                f"lane {self._number(row, lanes)}: {kind_of(self._system)} declares "
+                f"lane {self.number(row, lanes)}: {kind_of(self._system)} declares "
                 f'at_end="{self._system.declares.at_end}", and it {did} '
                 f"the action of a step {when} end of an episode"
             )

@@ -53,6 +53,10 @@ def batched_specs(d: Declares, names: Sequence[Key]) -> Specs:
         specs.observation[VALID] = flags()["done"]
     if d.finals == "some":
         specs.observation[NEXT_VALID] = Binary(shape=shape, dtype=torch.bool, device=device)
+    if d.agent_finals == "some":
+        for group, size in d.groups.items():
+            valid = Binary(shape=(d.lanes, size), dtype=torch.bool, device=device)
+            specs.observation[(*NEXT_VALID, group)] = valid
     for target, declared in ((specs.action, d.action), (specs.reward, d.reward)):
         for key, spec in declared.items():
             target[key] = of_all(key, spec)

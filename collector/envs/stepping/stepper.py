@@ -4,14 +4,26 @@ A collector drives it (`SystemLanes`, `ArrivingLanes`); `SystemEnv` is TorchRL's
 follows the end of an episode is in `ends.py`, resets of all lanes are in `restarts.py`.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from tallyroll.collector.compat import count_true
-from tallyroll.collector.envs.stepping.arrays import as_flags, fitting, put_flags, whole
+from tallyroll.collector.envs.exact import RoundedWarning, rounding_of
+from tallyroll.collector.envs.stepping.arrays import (
+    as_flags,
+    first_change,
+    fitting,
+    put_flags,
+    put_valid,
+    whole,
+)
 from tallyroll.collector.envs.stepping.contexts import Contexts, Draw
 from tallyroll.collector.envs.stepping.ends import FINISH, Rows
 from tallyroll.collector.envs.stepping.restarts import Make, Restarts
@@ -22,7 +34,7 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueR
 from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.collector.run_plan import SMALL_NBYTES, Decision, writing
 from tallyroll.collector.slab.names import Rename, renamed, require_names
-from tallyroll.collector.slab.progress import FILLED, HALT
+from tallyroll.collector.slab.progress import FILLED, HALT, note_rounding
 from tallyroll.collector.slab.slab import Cursor, Slab
 from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key
 
@@ -61,11 +73,19 @@ class Stepper:
         self.pending = np.zeros(d.lanes, np.bool_)
         """Lanes whose next step is a reset slot, where that is followed."""
         self._follows = False
+        self.board: memoryview | None = None
+        """Words for progress, of the collector that steps these lanes; None: no collector does."""
+        self.doubts_finals = False
+        """True if a user says that final observations are lost: agents' are marked so."""
+        self._has_warned = False
         self._declare()
 
     def _declare(self) -> None:
         """Take what the system declares now."""
-        self.declares = d = self.system.declares
+        self._declared = d = self.system.declares
+        if (dtype := self.system.reward_dtype) is not None:
+            d = replace(d, reward={key: spec.to(dtype) for key, spec in d.reward.items()})
+        self.declares = d
         self.observation_keys: tuple[Key, ...] = tuple(self._names[: len(d.observation)])
         """Columns of observations, in their order; those of infos from the first reset on."""
         self.action_keys: tuple[Key, ...] = tuple(d.action)
@@ -78,6 +98,12 @@ class Stepper:
         self._looks_behind = self._follows or bool(d.groups)
         if d.context or self.contexts.resets is not None:
             self.follow_resets()
+
+    def store_rewards_as(self, dtype: torch.dtype | None) -> None:
+        """Give columns of rewards a dtype; None: the one that the system declares."""
+        if dtype is not self.system.reward_dtype:
+            self.system.reward_dtype = dtype
+            self._declare()
 
     def follow_resets(self) -> None:
         """Follow which lanes wait for a reset slot, where there are any, from now on."""
@@ -125,7 +151,7 @@ class Stepper:
         """Begin every lane's next episode, and return the first observations."""
         system, first = self.restarts.reset(self.system, **options)
         self.pending[:] = False
-        if system is not self.system or system.declares is not self.declares:
+        if system is not self.system or system.declares is not self._declared:
             self.system = system
             self._declare()
         return first
@@ -156,7 +182,7 @@ class Stepper:
 
     def cursor(self, slab: Slab, board: memoryview) -> Cursor:
         """Return the arrays of ``slab`` that steps read and write, with words for progress."""
-        groups = self.declares.groups
+        groups, self.board = self.declares.groups, board
         keys = self.observation_keys, self.action_keys, self.reward_keys
         return slab.cursor(*keys, groups, board)
 
@@ -288,17 +314,37 @@ class Stepper:
         at, terminated, truncated = cursor.at, cursor.terminated, cursor.truncated
         try:
             for key, to, value in zip(self._next_rewards, cursor.rewards, out.reward, strict=True):
-                to[at] = fitting(value, to[at], key)
+                row = to[at]
+                row[...] = fitting(value, row, key)
+                self.note_rounding(key, value, row, out.lanes)
             terminated[at] = fitting(out.terminated, terminated[at], TERMINATED)
             truncated[at] = fitting(out.truncated, truncated[at], TRUNCATED)
         except (TypeError, ValueError, ValueRefused) as error:
             raise self.results.unfit(out, error) from error
+
+    def note_rounding(
+        self, key: Key, value: Array, row: NDArray[Any], lanes: Array | None = None
+    ) -> None:
+        """Report the first reward of ``value`` that is another number in ``row`` of its column.
+
+        The collector warns of it, with the step of its trajectory; without one, this does.
+        """
+        changed = first_change(value, row)
+        if changed is None:
+            return
+        lane, reward = self.results.number(changed[0], lanes), changed[1]
+        if self.board is not None:
+            note_rounding(self.board, lane, reward)
+        elif not self._has_warned:
+            self._has_warned = True
+            warnings.warn(rounding_of(key, lane, None, reward), RoundedWarning, stacklevel=5)
 
     def _after_step(self, cursor: Cursor, out: Step, stepped: Mask | None) -> None:
         """Write agents' flags, and compare the reset slots with the declared ones."""
         at = cursor.at
         for group, flags in cursor.agents.items():
             put_flags(flags, at, out.agents[group])
+        self.put_valid(cursor, out)
         pending, skipped = self.pending, out.skipped
         ended = cursor.terminated[at] | cursor.truncated[at]
         if stepped is not None:  # the others are as they were
@@ -310,6 +356,16 @@ class Stepper:
             self.follow_resets()  # from the first step on that names skipped lanes
         if self.declares.has_reset_slots:
             self.follow(pending, ended)
+
+    def put_valid(self, cursor: Cursor, out: Step) -> None:
+        """Write which next observations of agents are there to the slot ``cursor.at``."""
+        if not cursor.agents_valid:
+            return
+        at, lost = cursor.at, None
+        if self.doubts_finals:
+            lost = cursor.terminated[at] | cursor.truncated[at]
+        for group, column in cursor.agents_valid.items():
+            put_valid(column[at], out.agents[group], lost)
 
     def _skips_pending(self, skipped: Array | None) -> bool:
         """Return whether a quick look finds that a step skipped those lanes that were to be."""

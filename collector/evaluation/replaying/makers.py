@@ -35,7 +35,7 @@ _PART = (
 OLD = "its lane has no rows left from the run's beginning, from which it would be stepped again"
 _REPLAYED = (
     *("max_frames_per_traj", "info_keys", "rename", "frame_skip", "finals", "reset_slots"),
-    *("surplus", "resets"),
+    *("surplus", "resets", "reward_dtype"),
 )
 """The arguments of a run that change what its environments do, or what a replay says of them."""
 

@@ -83,6 +83,7 @@ def recovered(
                 info_keys=[parsed_info(each) for each in call.get("info_keys", [])],
                 rename=dict(each.split("=", 1) for each in call.get("rename", [])),
                 frame_skip=call.get("frame_skip", 1),
+                reward_dtype=call.get("reward_dtype"),
             ),
             "checks": Checks(
                 finals=call.get("finals", "check"), reset_slots=call.get("reset_slots", "mask")

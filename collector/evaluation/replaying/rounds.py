@@ -265,6 +265,7 @@ class Round:
         of_observation = key[0] == NEXT and key[1:] in self._stage.plan.layout
         if of_observation and NEXT_VALID in self._stored.schema:
             kept = np.flatnonzero(self._stored.take(NEXT_VALID, rows))
+        # Lost observations of agents are zeros in both.
         return stored[kept], replayed[kept], kept
 
     def _without_doubtful(

@@ -8,7 +8,16 @@ import torch
 from numpy.typing import NDArray
 
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.slab.progress import COUNTED, FILLED, HALT, LEASE, STEPPED, new_board
+from tallyroll.collector.slab.progress import (
+    COUNTED,
+    FILLED,
+    HALT,
+    LEASE,
+    REWARD,
+    ROUNDED,
+    STEPPED,
+    new_board,
+)
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.far.far_worker import Answer, as_array
@@ -145,6 +154,8 @@ class FarPlace:
         if answer.words:
             board[FILLED], board[STEPPED] = answer.words[FILLED], answer.words[FILLED]
             board[COUNTED], board[LEASE] = answer.words[COUNTED], answer.words[LEASE]
+            if not board[ROUNDED]:
+                board[ROUNDED], board[REWARD] = answer.words[ROUNDED], answer.words[REWARD]
 
     def tell(self, worker: int, words: list[int]) -> None:
         """Note how far a worker is whose rows have not come."""

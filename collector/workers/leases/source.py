@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,6 +161,11 @@ class Leases(LeasedAtRandom):
         if not kept:
             self._hungry.add(segment.member)
             self._grant()
+
+    @property
+    def boards(self) -> list[Any]:
+        """The words of each worker."""
+        return [member.board for member in self._worker_pool.members]
 
     @property
     def held(self) -> int:

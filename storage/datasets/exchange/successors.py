@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tallyroll.storage.datasets.exchange.roles import Roles
-from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, TERMINATED, Key
+from tallyroll.storage.rows.keys import NEXT, TERMINATED, Key, next_valid_keys
 from tallyroll.storage.rows.schema import Column
 
 
@@ -25,8 +25,8 @@ class Successors:
             one, after = (_bytes(rows[key], each) for key in (each.key, (NEXT, *each.key)))
             differ |= (after[:-1] != one[1:]).any(1)
         self.lost["next_observations"] += int(differ.sum())
-        if NEXT_VALID in rows:
-            self.lost["final_observations"] += int((~rows[NEXT_VALID]).sum())
+        for key in next_valid_keys(rows):
+            self.lost["final_observations"] += int((~rows[key]).sum())
 
 
 def _bytes(values: np.ndarray, column: Column) -> np.ndarray:

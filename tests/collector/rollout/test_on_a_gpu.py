@@ -125,7 +125,7 @@ class There(System):
             assert self.device.type == "cpu" or each.device.type == self.device.type
         step = self.toy.step([torch.as_tensor(each).cpu().numpy() for each in action], lanes)
         agents = {
-            group: AgentFlags(*map(self.there, flags))
+            group: AgentFlags(*map(self.there, flags[:2]))
             for group, flags in (step.agents or {}).items()
         }
         return step._replace(

@@ -18,12 +18,19 @@ from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.classic.tictactoe import tictactoe
 from pettingzoo.utils.wrappers import BaseWrapper, OrderEnforcingWrapper
 from tensordict import TensorDictBase
+from torchrl.envs import PettingZooWrapper
 
 from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, uniform
 from tallyroll.collector.cli import main
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.systems.pettingzoo import PettingZooSystem
-from tallyroll.collector.errors import ArgumentError, MissingExtra, SpaceError, TransitionError
+from tallyroll.collector.errors import (
+    ArgumentError,
+    MissingExtra,
+    SpaceError,
+    TransitionError,
+    ValueRefused,
+)
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
@@ -660,6 +667,129 @@ class Broken(Race):
 def test_environments_that_break_their_word(how: str, match: str) -> None:
     with pytest.raises(TransitionError, match=match):
         collect(lambda: Broken(how), 20)
+
+
+class Forgetful(ParallelEnv):
+    """Two walkers and a seer; ``walker_1`` leaves at step 2, the others at 4.
+
+    Observations are ``[step + 1, number]``. ``how`` says what a step leaves out of the agents that
+    leave in it.
+    """
+
+    metadata = {"name": "forgetful"}  # noqa: RUF012  as PettingZoo has it
+    render_mode = None
+    possible_agents = ("walker_0", "walker_1", "seer_0")  # type: ignore[assignment]
+    leaves = (4, 2, 4)
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        return spaces.Box(0, 9, (2,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space:
+        return spaces.Discrete(2)
+
+    def seen(self) -> dict[str, Any]:
+        return {
+            agent: np.array([self.at + 1, number], np.float32)
+            for number, agent in enumerate(self.possible_agents)
+            if agent in self.agents
+        }
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.agents, self.at = list(self.possible_agents), 0
+        return self.seen(), {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.at += 1
+        seen, acted = self.seen(), list(self.agents)
+        ends = dict(zip(self.possible_agents, self.leaves, strict=True))
+        over = [agent for agent in acted if ends[agent] <= self.at]
+        self.agents = [agent for agent in acted if agent not in over]
+        flags = [dict.fromkeys(acted, False) for _ in range(2)]
+        flags[self.how != "terminated"] |= dict.fromkeys(over, True)
+        rewards = dict.fromkeys(acted, 1.0)
+        for agent in over:
+            if self.how != "observed":
+                del seen[agent]
+            if self.how == "rewards":
+                del rewards[agent]
+            if self.how == "flags":
+                del flags[0][agent], flags[1][agent]
+            if self.how == "absent" and self.at == 2:
+                flags[1][agent] = False
+        return seen, rewards, *flags, {agent: {} for agent in acted}
+
+
+@pytest.mark.parametrize("how", ["observed", "truncated", "terminated", "absent"])
+@pytest.mark.parametrize("way", ["one process", "workers", "a time limit"])
+def test_lost_last_observations_are_marked(how: str, way: str, tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"frames_per_batch": 8, "total_frames": 16, "seed": 0}
+    make = partial(Forgetful, how)
+    path = tmp_path / "rows"
+    if way == "workers":
+        made: Any = MultiprocessCollector(make, num_workers=2, storage=path, **kwargs)
+    else:
+        limit = 30 if way == "a time limit" else None
+        two = lambda: [make(), make()]  # noqa: E731
+        made = SyncCollector(two, storage=path, max_frames_per_traj=limit, **kwargs)
+    with made as collector:
+        for _ in collector:
+            pass
+    storage = open_storage(path)
+    rows = storage.get(slice(0, 16))
+    step = rows["collector", "step"]
+    for group, numbers in (("walker", [0, 1]), ("seer", [2])):
+        valid = rows["collector", "next_valid", group]
+        leaves = torch.tensor([Forgetful.leaves[number] for number in numbers])
+        left = (step[:, None] + 1 == leaves) & (how != "observed")
+        assert torch.equal(valid, ~left)
+        lost = rows["next", group, "observation"][~valid]
+        assert not lost.any()
+        kept = rows["next", group, "observation"][valid & rows[group, "mask"]]
+        assert (kept[:, 0] >= 2).all()
+    storage.close()
+    assert verify(path).sound
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        (
+            "rewards",
+            "next/walker/reward at lane 1, step 1 of .* one of agent walker_1, which acted",
+        ),
+        ("flags", "next/walker/terminated at lane 1, step 1 of its trajectory: .* walker_1"),
+    ],
+)
+def test_a_reward_or_an_end_that_a_step_leaves_out_is_an_error(how: str, match: str) -> None:
+    make = lambda: [Forgetful("truncated"), Forgetful(how)]  # noqa: E731
+    with (
+        SyncCollector(make, frames_per_batch=8, total_frames=16) as collector,
+        pytest.raises(ValueRefused, match=match),
+    ):
+        list(collector)
+
+
+def test_all_ends_are_doubted_where_a_user_says_that_finals_are_lost() -> None:
+    with SyncCollector(
+        lambda: Forgetful("observed"), frames_per_batch=8, total_frames=8, finals="lost"
+    ) as collector:
+        (batch,) = collector
+    last = batch["collector", "step"] == 3
+    assert torch.equal(batch["collector", "next_valid", "walker"].all(1), ~last)
+
+
+def test_the_wrapper_of_torchrl_raises_where_it_would_store_zeros() -> None:
+    for how in ("observed", "truncated"):
+        make = lambda how=how: PettingZooWrapper(Forgetful(how), use_mask=True)  # noqa: E731
+        with SyncCollector(make, frames_per_batch=8, total_frames=8) as collector:
+            if how == "observed":
+                list(collector)
+                continue
+            with pytest.raises(ValueRefused, match=r"at lane 0, step 1 .* agent walker_1, which"):
+                list(collector)
 
 
 class Empty(Race):

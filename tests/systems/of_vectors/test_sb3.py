@@ -239,8 +239,13 @@ class Forgets(VecEnvWrapper):
 
     def step_wait(self) -> Any:
         obs, reward, done, infos = self.venv.step_wait()
-        for info in infos if self.what == "final" else ():
-            info.pop("terminal_observation", None)
+        for lane, info in enumerate(infos):
+            if self.what == "final" or (self.what == "of lane 1" and lane == 1):
+                info.pop("terminal_observation", None)
+            elif self.what == "part" and "terminal_observation" in info:
+                del info["terminal_observation"]["sign"]
+            elif self.what == "array" and "terminal_observation" in info:
+                info["terminal_observation"] = info["terminal_observation"]["state"]
         return self._cut(obs), reward, done, infos
 
     def _cut(self, obs: Any) -> Any:
@@ -255,11 +260,27 @@ class Forgets(VecEnvWrapper):
         ("shape", r"expected a terminal_observation of shape \[2\], got \[4\] in lane"),
         ("dtype", r"the terminal_observation in lane \d is no uint8, as the space declares"),
         ("final", "gave none at the end of an episode of lane"),
+        ("of lane 1", "gave none at the end of an episode of lane 1"),
     ],
 )
 def test_a_wrapper_that_forgets_final_observations(what: str, match: str) -> None:
     with pytest.raises(TransitionError, match=match):
         rows_of(lambda: Forgets(MADE["plain"](), what), frames_per_batch=90, total_frames=90)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("final", "gave none at the end of an episode of lane"),
+        ("of lane 1", "gave none at the end of an episode of lane 1"),
+        ("part", "^sign: expected a terminal_observation with that part in lane .* got dict"),
+        ("array", "^sign: expected a terminal_observation with that part in lane .* got ndarray"),
+    ],
+)
+def test_a_wrapper_that_forgets_final_observations_of_parts(what: str, match: str) -> None:
+    make = lambda: Forgets(DummyVecEnv([dicts] * 2), what)  # noqa: E731
+    with pytest.raises(TransitionError, match=match):
+        rows_of(make, frames_per_batch=90, total_frames=90)
 
 
 def test_what_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:

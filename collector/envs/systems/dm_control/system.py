@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tallyroll.collector.envs.exact import ExactRow, reward_of
+from tallyroll.collector.envs.exact import ExactRow, reward_reader
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.kinds.side_by_side import all_or_none, close_all, numbers
 from tallyroll.collector.envs.reaching.objects import reach_objects
@@ -142,7 +142,7 @@ class DmControlSystem(System):
 
     def _reward_of(self, lane: int, value: Any) -> float:
         try:
-            return reward_of(value)
+            return reward_reader(self.reward_dtype)(value)
         except ValueRefused as error:
             error.lane = self.first_lane + lane
             raise

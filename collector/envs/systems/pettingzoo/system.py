@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tallyroll.collector.envs.exact import reward_of, terminated_of, truncated_of
+from tallyroll.collector.envs.exact import reward_reader, terminated_of, truncated_of
 from tallyroll.collector.envs.kinds.agent_rows import AgentRows
 from tallyroll.collector.envs.kinds.agents import Groups, declared, described, grouped
 from tallyroll.collector.envs.kinds.side_by_side import all_or_none, close_all, numbers
@@ -17,6 +17,7 @@ from tallyroll.collector.envs.systems.pettingzoo.envs import alike, make_into
 from tallyroll.collector.envs.systems.pettingzoo.masks import AgentMasks
 from tallyroll.collector.envs.systems.pettingzoo.turns import Turns
 from tallyroll.collector.errors import TransitionError, ValueRefused
+from tallyroll.storage.rows.keys import NEXT
 
 
 class PettingZooSystem(System):
@@ -25,8 +26,12 @@ class PettingZooSystem(System):
     Masks say which agents act: those in ``env.agents``, whether they were there from the reset on,
     joined, or came back. A lane's episode goes on until ``env.agents`` is empty, and is truncated
     where one of the last ones was. Only an agent that acted in a step can end in it; what it saw
-    then is its final observation, and later ones are zeros. One that joins or comes back saw
-    nothing before: the row in which it does has a mask that is False at the root, and True in
+    then is its final observation, and later ones are zeros. Where a step returns no observation
+    of an agent that acted in it, be it that it ended or that it is absent from then on, that is
+    zeros too, and ``("collector", "next_valid", group)`` is False. A step that returns no
+    reward of an agent that acted and is not absent, or drops one from ``env.agents`` without a
+    flag, is an error. One that joins or comes back saw nothing before: the row in which it does
+    has a mask that is False at the root, and True in
     ``next``, with its first observation. One that is absent without an end is not done. Rewards
     are what the step returned of each agent. Random actions keep to the
     ``action_mask`` in an agent's observation or info.
@@ -61,7 +66,10 @@ class PettingZooSystem(System):
         self._turns = isinstance(self.envs[0], Turns)
         self._ids = [not group.action.shape[1:] for group in self._groups]
         shape = lanes, len(self._names)
-        self._reward = np.zeros(shape, np.float32)
+        self._reward = np.zeros(shape)
+        self._seen = np.ones(shape, np.bool_)
+        """False for agents that acted in the last step and were not observed after it."""
+        self._group_of = {agent: each.name for each in self._groups for agent in each.agents}
         self._mask, self._terminated, self._truncated = np.zeros((3, *shape), np.bool_)
         self._living = np.zeros(shape, np.bool_) if self._turns else self._mask
         """Agents that an end can be of; where these take turns, more than those that act."""
@@ -76,6 +84,7 @@ class PettingZooSystem(System):
             turns=self._turns,
             reset_seeds=True,
             options=True,
+            agent_finals="some",
             **declared(self._groups),
         )
 
@@ -124,6 +133,8 @@ class PettingZooSystem(System):
         parts = [x.tolist() if ids else x for x, ids in zip(action, self._ids, strict=True)]
         for flags in (self._terminated, self._truncated, self._over):
             flags.fill(False)
+        self._seen.fill(True)
+        reward_of = reward_reader(self.reward_dtype)
         for lane in numbers(lanes, len(self.envs)):
             env = self.envs[lane]
             acting = list(env.agents)
@@ -133,6 +144,16 @@ class PettingZooSystem(System):
                 actions = {name: actions[name] for name in acting}
             seen, rewards, terminated, truncated, infos = env.step(actions)
             self._rows.put(lane, seen, self.first_lane)
+            if len(seen) < count or len(rewards) < count:
+                absent = set(acting).difference(seen, env.agents)
+                here = [
+                    name
+                    for name in acting
+                    if name not in absent or terminated.get(name) or truncated.get(name)
+                ]
+                self._require_rewards(lane, here, rewards)
+                lived = self._living[lane]
+                self._seen[lane] = [name in seen for name in names] | ~lived
             self._reward[lane] = [
                 self._read(reward_of, lane, name, rewards.get(name, 0.0)) for name in names
             ]
@@ -140,6 +161,7 @@ class PettingZooSystem(System):
             if flagged:
                 self._end_agents(lane, terminated, truncated)
             if self._turns or list(env.agents) != acting:
+                self._require_flags(lane, acting, terminated, truncated)
                 self._look(lane)
                 if not env.agents:
                     self._end(lane)
@@ -154,7 +176,9 @@ class PettingZooSystem(System):
             self._over[0],
             self._over[1],
             agents={
-                group: AgentFlags(self._terminated[:, part], self._truncated[:, part])
+                group: AgentFlags(
+                    self._terminated[:, part], self._truncated[:, part], self._seen[:, part]
+                )
                 for group, part in self._rows.slices.items()
             },
         )
@@ -176,6 +200,46 @@ class PettingZooSystem(System):
             for flag_of, each in ((terminated_of, terminated), (truncated_of, truncated))
         ]
         self._terminated[lane], self._truncated[lane] = np.array(over) & self._living[lane]
+
+    def _require_rewards(
+        self, lane: int, agents: Sequence[str], rewards: Mapping[str, Any]
+    ) -> None:
+        """Raise if one of ``agents``, which acted, has no reward."""
+        if unpaid := [name for name in agents if name not in rewards]:
+            raise self._lacking(
+                lane,
+                unpaid[0],
+                "reward",
+                "let step return one of each agent that acted, also of those that end",
+            )
+
+    def _require_flags(
+        self,
+        lane: int,
+        acting: Sequence[str],
+        terminated: Mapping[str, Any],
+        truncated: Mapping[str, Any],
+    ) -> None:
+        """Raise if an agent that acted has left ``env.agents``, and no flag says how."""
+        if self._turns:  # its environment answers for agents that it takes away
+            return
+        agents = self.envs[lane].agents
+        for name in acting:
+            if name not in agents and name not in terminated and name not in truncated:
+                raise self._lacking(
+                    lane,
+                    name,
+                    "terminated",
+                    "let step say how an agent ended that is no longer in env.agents, or return "
+                    "False of one that is absent and may come back",
+                )
+
+    def _lacking(self, lane: int, agent: str, what: str, advice: str) -> ValueRefused:
+        """Return the error for a value that a step did not return of an agent."""
+        key = (NEXT, self._group_of[agent], what)
+        error = ValueRefused(key, f"one of agent {agent}, which acted", "none", advice)
+        error.lane = self.first_lane + lane
+        return error
 
     def _look(self, lane: int) -> None:
         """Note which agents act next, and which live."""

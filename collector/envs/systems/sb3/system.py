@@ -25,7 +25,7 @@ from tallyroll.collector.envs.systems.sb3.wrappers import (
     takes_resets,
     true_space,
 )
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
 
 _FINAL, _CUT = "terminal_observation", "TimeLimit.truncated"
 
@@ -148,12 +148,18 @@ class Sb3System(TellingSystem):
             step = Step(values, (reward,), done, self._never)
             return self._with_infos(step, done, infos) if self._infos else step
         ended = np.nonzero(done)[0].tolist()
-        truncated, final = self._never.copy(), None
+        truncated = self._never.copy()
         for lane in ended:
             truncated[lane] = bool(infos[lane].get(_CUT))
-        if all(_FINAL in infos[lane] for lane in ended):
-            found = {lane: infos[lane][_FINAL] for lane in ended}
-            final = finals_of(found, self._leaves, self._getters, self.first_lane)
+        for lane in ended:
+            if infos[lane].get(_FINAL) is None:
+                raise TransitionError(
+                    f"infos[{lane}][{_FINAL!r}]: expected the final observation, and the VecEnv "
+                    "gave none at the end of an episode of lane "
+                    f"{self.first_lane + lane}. Let it put that there before it resets the lane"
+                )
+        found = {lane: infos[lane][_FINAL] for lane in ended}
+        final = finals_of(found, self._leaves, self._getters, self.first_lane)
         step = Step(values, (reward,), done & ~truncated, truncated, final)
         return self._with_infos(step, done, infos) if self._infos else step
 
@@ -189,7 +195,7 @@ class Sb3System(TellingSystem):
             first = vector_info(self._reset_infos, self._infos.infos)
             rows = self._infos.new_rows()
             self._infos.write(rows, given, done)
-            final = None if final is None else [*final, *rows]
+            final = [*final, *rows] if final is not None else None
         values = self._told_next(given, first, done)
         return self._without_masks(step._replace(obs=[*step.obs, *values], final=final))
 

@@ -64,7 +64,14 @@ def finals_of(
     rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     for lane, observation in found.items():
         for leaf, get, row in zip(leaves, getters, rows, strict=True):
-            value = get(observation)
+            try:
+                value = get(observation)
+            except (KeyError, IndexError, TypeError) as error:
+                raise TransitionError(
+                    f"{spell(leaf.key)}: expected a terminal_observation with that part in lane "
+                    f"{first_lane + lane}, got {type(observation).__name__} {observation!r:.80}; a "
+                    "wrapper that changes observations has to change that too"
+                ) from error
             if np.shape(value) != row.shape[1:]:
                 raise TransitionError(
                     f"{spell(leaf.key)}: expected a terminal_observation of shape "
