@@ -14,6 +14,8 @@ class Attributes:
     """A run as its attributes say it; a collector sets what they read."""
 
     _options: Options
+    _ticks: int | None
+    """Simulator ticks of a transition, as the environment reports them; None: unknown."""
     _ledger: Ledger
     _restarting: Restarting
     _episodes: EpisodeLog
@@ -63,9 +65,10 @@ class Attributes:
         return self._frames_per_batch
 
     @property
-    def frame_skip(self) -> int | str:
-        """Simulator ticks a transition, or the info key that counts them."""
-        return self._options.columns.frame_skip
+    def frame_skip(self) -> int | str | None:
+        """Simulator ticks a transition, or the info key that counts them; None: unknown."""
+        given = self._options.columns.frame_skip
+        return self._ticks if given is None else given
 
     @property
     def layout(self) -> LayoutName:

@@ -111,6 +111,8 @@ def _ticks(options: Options, plan: SlabPlan) -> int | Key:
     Raises:
         ArgumentError: there is no such column.
     """
+    if options.columns.frame_skip is None:
+        return 0 if plan.ticks is None else plan.ticks  # see `Ledger.ticks`
     if isinstance(options.columns.frame_skip, int):
         return options.columns.frame_skip
     key = new_name(split(options.columns.frame_skip), options.rename, plan.layout)

@@ -1,5 +1,6 @@
 """The run loop of every collector: batches of exactly so many transitions, counted and stored."""
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
 from tallyroll.collector.batches.undivided import Undivided, add_end_note
-from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.counting.ledger import Ledger, known_ticks
 from tallyroll.collector.counting.numbering import lane_seed
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Options
@@ -110,6 +111,9 @@ class Collector(Attributes, Reaching, ABC):
         source = RowSource(plan)
         call["unobserved"] = [list(key) for key in source.unobserved]
         self._rollout = rollout
+        self._ticks = plan.ticks
+        if self._options.columns.frame_skip is None:
+            call = {**call, "frame_skip": plan.ticks}
         self._run = self._beginning.state(description, plan.spaces, call)
         self._restarting = Restarting(self._run, self._beginning, rollout, self._publish)
         self._assembly = assemble(
@@ -338,14 +342,16 @@ class Collector(Attributes, Reaching, ABC):
         """A flat dict for any logger: counts of the run so far, and means over its last episodes.
 
         ``frames`` (stored transitions), ``ticks``, ``reset_slots``, ``discarded`` and ``episodes``
-        (those that ended) are of :attr:`ledger`; ``policy_version`` is the present one. The means
-        are over the last ``window`` episodes that this collector saw end; NaN before the first.
+        (those that ended) are of :attr:`ledger`; ticks that are not known are NaN.
+        ``policy_version`` is the present one. The means are over the last ``window`` episodes that
+        this collector saw end; NaN before the first.
         """
         positive("window", window)
         recent, ledger = self.episodes[-window:], self.ledger
+        ticks = known_ticks(ledger.counts())
         return {
             "frames": ledger.stored,
-            "ticks": ledger.ticks,
+            "ticks": math.nan if ticks is None else ticks,
             "reset_slots": ledger.reset_slots,
             "discarded": ledger.discarded,
             "episodes": ledger.episodes_complete,

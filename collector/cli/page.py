@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tallyroll.collector.cli.output import visible
+from tallyroll.collector.counting.ledger import known_ticks
 
 FILE_WIDTH = 160
 _LEDGER = {
@@ -74,7 +75,9 @@ class Page(Console):
                 plain = (name.replace("_", " "), "")
                 shown.setdefault(name, _AGENTS if name == "agent_transitions" else plain)
         for name, (label, meaning) in shown.items():
-            self.print(f"{label:<17} {counts.get(name, 0):>15,}  {meaning}".rstrip())
+            known = name != "ticks" or known_ticks(counts) is not None
+            count = f"{counts.get(name, 0):,}" if known else "unknown"
+            self.print(f"{label:<17} {count:>15}  {meaning}".rstrip())
         if respawned := counts.get("respawned", 0):
             self.print(
                 f"workers were replaced {times(respawned)}; what they had not handed over is lost, "

@@ -285,7 +285,8 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--env-kwargs": (_mapping, "JSON", "arguments for gymnasium.make, or for the system's own"),
     "--max-frames-per-traj": (_positive, "M", "truncate episodes after M transitions"),
     "--frame-skip": (_frame_skip, "T",
-        "simulator ticks in a transition, or the info key that counts ticks (default: 1)"),
+        "simulator ticks in a transition, or the info key that counts ticks (default: as "
+        "environment and wrappers report them; unknown where the number is drawn)"),
     "--reward-dtype": (("float32", "float64"), "",
         "dtype of the rewards that are stored. float64 keeps all bits of an environment's floats; "
         "float32 rounds them, and the first reward that becomes 0 or another integer is a warning "

@@ -109,7 +109,10 @@ class Ledger(_InWords):
     policy_calls_on_reset_slots: int = 0
     """Actions that the policy chose and the environment ignored."""
     ticks: int = 0
-    """Simulator ticks inside the stored transitions (``frame_skip``)."""
+    """Simulator ticks inside the stored transitions (``frame_skip``).
+
+    Transitions of which they are not known add none: the number is unknown if it is below
+    ``stored``."""
     reset_ticks: int = 0
     """Simulator ticks spent inside resets (no-op starts), counted apart."""
     episodes_complete: int = 0
@@ -317,3 +320,9 @@ class Budget:
         if remaining is None or (remaining and self.agents is not None):
             return frames_per_batch
         return min(frames_per_batch, remaining)
+
+
+def known_ticks(counts: Mapping[str, Any]) -> int | None:
+    """Return the ticks among the counts of a ledger; None: they are not known of all rows."""
+    ticks = counts.get("ticks", 0)
+    return ticks if ticks is not None and ticks >= counts.get("stored", 0) else None

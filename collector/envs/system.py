@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec, Unbounded
 
+from tallyroll.collector.envs.frame_skips import ticks_by_reaching, ticks_of_objects
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome
+from tallyroll.collector.envs.reaching.objects import objects_of
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.info import Info
@@ -319,6 +321,19 @@ class System(ABC):
 
         The system then returns these arrays themselves.
         """
+
+    @property
+    def ticks(self) -> int | None:
+        """Simulator ticks of a transition; None: it is not known.
+
+        The default is the number that the environments of :attr:`reached` report, or 1.
+        """
+        if self.reached is None:
+            return 1
+        objects = objects_of(self.reached)
+        if objects is not None:
+            return ticks_of_objects(objects)
+        return ticks_by_reaching(self.reached, self.declares.lanes)
 
     def keep_infos(self, infos: Sequence[Info]) -> bool:
         """Make entries of infos observations from the first reset on; False: it has no infos.

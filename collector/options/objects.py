@@ -124,7 +124,10 @@ class Columns(OptionObject):
             ``{"action": "previous_action"}``, nested ones as tuples or ``"a/b"``. Random actions
             do not keep to an ``action_mask`` that has another name, of infos too.
         frame_skip: simulator ticks a transition, or an info key that counts the ticks since
-            the episode's reset (ALE: ``"episode_frame_number"``).
+            the episode's reset (ALE: ``"episode_frame_number"``). Default: the product of what the
+            environment and its wrappers report, such as ALE's ``frameskip`` and MuJoCo's
+            ``frame_skip``; 1 where nothing skips. Where the number is drawn or not known (lanes
+            that differ, TorchRL's ``ParallelEnv``), so are the ticks: NaN in ``metrics()``.
         reward_dtype: ``torch.float64`` stores rewards with all bits that the environment returns.
             Default: as the environment declares them, which is float32 for all but TorchRL's own
             environments. A float32 has 24 bits: it rounds most floats, and a
@@ -153,7 +156,7 @@ class Columns(OptionObject):
 
     info_keys: InfoKeys = field(default=(), metadata={"check": info_declarations})
     rename: Rename | None = field(default=None, metadata={"check": new_names})
-    frame_skip: int | str = field(default=1, metadata={"check": tick_count})
+    frame_skip: int | str | None = field(default=None, metadata={"check": or_none(tick_count)})
     reward_dtype: torch.dtype | str | None = field(
         default=None, metadata={"check": or_none(reward_dtype)}
     )
@@ -263,7 +266,7 @@ class MoreOptions(TypedDict, total=False):
 
     info_keys: InfoKeys
     rename: Rename | None
-    frame_skip: int | str
+    frame_skip: int | str | None
     reward_dtype: torch.dtype | str | None
     yield_large: bool
     budget_unit: BudgetUnit

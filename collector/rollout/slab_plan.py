@@ -17,7 +17,7 @@ from tallyroll.collector.counting.transitions import Mask, next_step_transitions
 from tallyroll.collector.envs.driven.make import require_names_of
 from tallyroll.collector.envs.driven.observed import observed_keys
 from tallyroll.collector.envs.driven.spaces import spaces_of
-from tallyroll.collector.envs.driven.traits import fills_slabs, loses_finals, system_of
+from tallyroll.collector.envs.driven.traits import fills_slabs, loses_finals, system_of, ticks_of
 from tallyroll.collector.envs.probes.known_faults import known_fault
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import (
@@ -105,6 +105,8 @@ class SlabPlan:
     """Masks of legal actions among the columns."""
     fault: str | None = None
     """The way the environment falsifies ends of episodes, if TorchRL's layout lets it."""
+    ticks: int | None = field(default=1, compare=False)
+    """Simulator ticks of a transition, as the environment reports them; None: unknown."""
     spaces: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Spaces of observations and actions as JSON, by columns' names; workers may differ in them."""
 
@@ -223,6 +225,7 @@ def plan_slab(
         fault=known_fault(env, options.max_frames_per_traj, options.checks.finals == "lost")
         if torchrl  # in other layouts it was refused before
         else None,
+        ticks=ticks_of(env) if options.columns.frame_skip is None else 1,
         spaces=spaces_of(env, layout, options),
     )
 

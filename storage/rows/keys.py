@@ -52,7 +52,7 @@ Keys: TypeAlias = Sequence[str | Key]
 
 
 def next_valid_keys(keys: Iterable[Key]) -> list[Key]:
-    """Return the columns that say which next observations are lost: of rows, or of agents."""
+    """Return the columns that mark lost next observations: of rows, or of agents."""
     return [key for key in keys if key[: len(NEXT_VALID)] == NEXT_VALID]
 
 

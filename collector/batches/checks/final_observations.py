@@ -29,7 +29,7 @@ class FinalsWatch:
         lanes: the lanes that are made here, numbered over the run.
         keys: observations, at the root and under ``"next"``, that distinguish states; if there
             are none, nothing is compared.
-        valid: columns that say which next observations of agents are there.
+        valid: columns that mark lost next observations of agents.
     """
 
     def __init__(self, lanes: range, keys: tuple[Key, ...], valid: Sequence[Key] = ()) -> None:

@@ -19,6 +19,7 @@ from tallyroll.collector.cli.reading.trajectories import (
     show,
     spreads,
 )
+from tallyroll.collector.counting.ledger import known_ticks
 from tallyroll.collector.evaluation.reporting.stored_runs import (
     lines_of,
     part,
@@ -118,7 +119,9 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
         **_members(storage),
         "runs": runs,
         **_episodes(storage, span, runs),
-        "ledger": record and record.ledger,
+        "ledger": record
+        and record.ledger
+        and {**record.ledger, "ticks": known_ticks(record.ledger)},
         "first_rows": _first_rows(storage, span[:rows]),
     }
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from functools import partial
 
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import Compose, EnvBase, FrameSkipTransform, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.transforms import AutoResetEnv
 
 from tallyroll.collector.compat import resets_itself
+from tallyroll.collector.envs.frame_skips import product, ticks_of_layer, ticks_of_objects
 from tallyroll.collector.envs.probes.throwaway import throwaway
 from tallyroll.collector.envs.system_env import SystemEnv
 
@@ -35,6 +36,29 @@ def runs_on_cpu(env: EnvBase) -> bool:
     """Return whether ``env`` is over a system whose arrays are on the CPU."""
     base = system_of(env)
     return base is not None and base.device.type == "cpu"
+
+
+def ticks_of(env: EnvBase) -> int | None:
+    """Return the simulator ticks of a transition; None: not known, as of other processes."""
+    *outer, base = chain(env)
+    skips = [
+        part
+        for each in outer
+        if isinstance(each, TransformedEnv)
+        for part in (each.transform if isinstance(each.transform, Compose) else [each.transform])
+    ]
+    found = [ticks_of_layer(part) for part in skips if isinstance(part, FrameSkipTransform)]
+    if isinstance(base, SystemEnv):
+        found.append(base.system.ticks)
+    elif isinstance(base, BatchedEnvBase):
+        envs = vars(base).get("_envs")
+        each = {ticks_of(one) for one in envs} if envs else {None}
+        found.append(each.pop() if len(each) == 1 else None)
+    else:
+        found.append(int(getattr(base, "wrapper_frame_skip", 1) or 1))
+        if (wrapped := vars(base).get("_env")) is not None:
+            found.append(ticks_of_objects([wrapped]))
+    return product(found)
 
 
 def loses_finals(env: EnvBase) -> bool:

@@ -12,6 +12,7 @@ from torchrl.data import Unbounded
 
 from tallyroll.collector.compat import OBSERVATIONS, own_observations
 from tallyroll.collector.envs.exact import terminated_of, truncated_of
+from tallyroll.collector.envs.frame_skips import product, ticks_of_layer
 from tallyroll.collector.envs.gymnasium.given_resets import KEPT, GivenResets, takes_resets
 from tallyroll.collector.envs.gymnasium.info_masks import InfoMasks, masks_declared
 from tallyroll.collector.envs.gymnasium.info_merge import install
@@ -26,6 +27,7 @@ from tallyroll.collector.envs.gymnasium.vector_rules import (
     refuse_shared,
     refuse_texts,
     rewards_of,
+    wrappers_of,
 )
 from tallyroll.collector.envs.gymnasium.within_wrappers import (
     ThroughWrappers,
@@ -136,6 +138,12 @@ class GymnasiumSystem(System):
     def columns(self) -> Sequence[Named]:
         """Observations, and infos, also those that the first reset will declare."""
         return named(self._rows.leaves, self.infos)
+
+    @property
+    def ticks(self) -> int | None:
+        """Ticks of a transition, by the lanes' environments and the wrappers of the vector."""
+        own = map(ticks_of_layer, wrappers_of(self.env))
+        return product([super().ticks, *own, ticks_of_layer(self.env.unwrapped)])
 
     @property
     def info_names(self) -> tuple[str, ...]:

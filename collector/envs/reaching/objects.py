@@ -22,6 +22,12 @@ def reach_objects(envs: Sequence[Any], asked: Asked, lanes: Sequence[int]) -> It
         yield Outcome.of(partial(_reach, envs[lane], asked, place))
 
 
+def objects_of(reached: Any) -> Sequence[Any] | None:
+    """Return the environments that ``reached`` calls by `reach_objects`; None: it calls others."""
+    calls_objects = isinstance(reached, partial) and reached.func is reach_objects
+    return reached.args[0] if calls_objects else None
+
+
 def _reach(env: Any, asked: Asked, place: int) -> Any:
     if asked.way == "env_set":
         return _set(env, asked.name, asked.values[place])

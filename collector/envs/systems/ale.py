@@ -1,7 +1,8 @@
 """The vector environment of the Arcade Learning Environment, in either of its autoreset modes."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any, Self
 
 import gymnasium
@@ -53,6 +54,16 @@ class AleSystem(GymnasiumSystem):
             )
         self.declares = self._declared()
 
+    @property
+    def ticks(self) -> int | None:
+        """Ticks by the ``frameskip`` of its arguments, which it does not keep; None: unknown."""
+        base: Any = self.env.unwrapped
+        if "frameskip" not in vars(base):
+            if self.env.spec is None:
+                return None
+            base.frameskip = _frameskip(type(base), self.env.spec.kwargs)
+        return super().ticks
+
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
         """The game ``name``, as ``"ms_pacman"``; ``kwargs`` are those of ``AtariVectorEnv``."""
@@ -67,6 +78,7 @@ class AleSystem(GymnasiumSystem):
         except (TypeError, ValueError, RuntimeError, gymnasium.error.Error) as error:
             raise ArgumentError(f"ale cannot make {name!r} with {kwargs}: {error}") from error
         with closing_on_error(env):
+            env.frameskip = _frameskip(kind, kwargs)
             return cls(env)
 
     @classmethod
@@ -80,3 +92,9 @@ class AleSystem(GymnasiumSystem):
     def _seed(self, seeds: Sequence[int], lanes: Mask | None = None) -> Any:
         every = np.asarray(seeds, np.int64)
         return every if lanes is None else every[lanes]
+
+
+def _frameskip(kind: Any, kwargs: Mapping[str, Any]) -> int:
+    """Return the frames of a step of a vector that ``kwargs`` made."""
+    usual = signature(kind.__init__).parameters["frameskip"].default
+    return int(kwargs.get("frameskip", usual))

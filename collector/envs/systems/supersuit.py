@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.system import Array, Declares, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused
@@ -89,6 +90,11 @@ class SuperSuitSystem(System):
     def close(self) -> None:
         """Close the vector."""
         self.env.close()
+
+    @property
+    def ticks(self) -> int | None:
+        """Ticks of a transition, by the environments and their wrappers."""
+        return ticks_of_objects(getattr(self.env, "vec_envs", [self.env]))
 
     def describe(self) -> dict[str, Any]:
         """The name of the first environment that it has at hand."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.kinds.agents import Groups, declared, described, grouped, listed
 from tallyroll.collector.envs.kinds.old_gym import as_gymnasium
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
@@ -115,6 +116,11 @@ class VmasSystem(System):
             yield
         finally:
             self._random, shared[:] = list(shared), others
+
+    @property
+    def ticks(self) -> int | None:
+        """Steps of physics in a transition, by the world."""
+        return ticks_of_objects([self.env.world])
 
     def describe(self) -> dict[str, Any]:
         """The scenario, and groups of agents."""

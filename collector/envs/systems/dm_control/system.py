@@ -9,6 +9,7 @@ import numpy as np
 
 from tallyroll.collector.envs.exact import ExactRow, reward_reader
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.kinds.side_by_side import all_or_none, close_all, numbers
 from tallyroll.collector.envs.reaching.objects import reach_objects
 from tallyroll.collector.envs.system import Declares, Mask, Step, System
@@ -146,6 +147,11 @@ class DmControlSystem(System):
         except ValueRefused as error:
             error.lane = self.first_lane + lane
             raise
+
+    @property
+    def ticks(self) -> int | None:
+        """Steps of physics in a transition, by the environments and their wrappers."""
+        return ticks_of_objects(self._envs)
 
     def close(self) -> None:
         """Close every environment."""

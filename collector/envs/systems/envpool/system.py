@@ -92,6 +92,11 @@ class EnvPoolSystem(TellingSystem):
         """Close the environment."""
         self.env.close()
 
+    @property
+    def ticks(self) -> int | None:
+        """The ``frame_skip`` of its configuration; 1 of tasks without one."""
+        return int(self.env.config.get("frame_skip", 1))
+
     def describe(self) -> dict[str, Any]:
         """The kind of environment; EnvPool's do not say their names."""
         return {"id": None, "type": type(self.env).__name__}

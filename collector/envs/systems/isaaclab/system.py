@@ -99,6 +99,11 @@ class IsaacLabSystem(System):
         """Close the environment."""
         self.env.close()
 
+    @property
+    def ticks(self) -> int | None:
+        """Steps of physics in a transition: the ``decimation`` of its configuration."""
+        return int(getattr(getattr(self.env.unwrapped, "cfg", None), "decimation", 1))
+
     def describe(self) -> dict[str, Any]:
         """The task, and the kind of environment."""
         spec = getattr(self.env, "spec", None)

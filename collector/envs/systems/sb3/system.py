@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.compat import count_true, seed_next_reset
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.frame_skips import product, ticks_of_layer, ticks_of_objects
 from tallyroll.collector.envs.gymnasium.given_resets import GivenResets
 from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.envs.gymnasium.make import making
@@ -108,6 +109,14 @@ class Sb3System(TellingSystem):
         """A system over a ``VecEnv``."""
         package = sys.modules.get("stable_baselines3.common.vec_env.base_vec_env")
         return None if package is None or not isinstance(made, package.VecEnv) else cls(made)
+
+    @property
+    def ticks(self) -> int | None:
+        """Ticks of a transition, by the lanes' environments and the wrappers of the vector."""
+        *outer, inner = layers(self.env)
+        envs = getattr(inner, "envs", None)
+        own = super().ticks if envs is None else ticks_of_objects(envs)
+        return product([own, *map(ticks_of_layer, outer)])
 
     def describe(self) -> dict[str, Any]:
         """Return the id of the first lane, the kind of vector, and its wrappers."""
