@@ -76,7 +76,6 @@ class Page(Console):
                 shown.setdefault(name, _AGENTS if name == "agent_transitions" else plain)
         for name, (label, meaning) in shown.items():
             known = name != "ticks" or known_ticks(counts) is not None
-            known = name != "ticks" or known_ticks(counts) is not None
             shown_count = f"{counts.get(name, 0):,}" if known else "unknown"
             self.print(f"{label:<17} {shown_count:>15}  {meaning}".rstrip())
         if respawned := counts.get("respawned", 0):
