@@ -499,7 +499,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
     _add(there, "--accept-copy")
     source = parser.add_argument_group("environment and policy", texts.COLLECT_SOURCE)
     _add(source, "--num-envs", "--seed", "--policy", "--env-kwargs", "--max-frames-per-traj")
-    _add(source, "--frame-skip", "--info-keys")
+    _add(source, "--frame-skip", "--reward-dtype", "--info-keys")
     _add(source, "--rename", "--reset", action="append")
     _add(source, "--reset-seeds", default=None)
     _add(parser.add_argument_group("shards", texts.COLLECT_SHARDS), "--shard")
