@@ -38,14 +38,17 @@ class Driver(ABC):
     """True if every filled slot is a transition of its lane, and no lane is ever cut."""
     board: memoryview | None = None
     """Words of progress that this process alone writes; None: there are none."""
-    boards: Sequence[Any] = ()
-    """The words of all that step lanes: of this process, or of each worker."""
     used_at = 0
     """The address of ``used``; 0 if it is no word of this process."""
     ends_tell = False
     """True if ends of episodes alone tell which slots are transitions."""
     pending: NDArray[np.bool_] | None = None
     """``[lane]``, lanes whose next slot is a reset; None if none ever is, or ends do not tell."""
+
+    @property
+    def boards(self) -> Sequence[Any]:
+        """The boards of all that step lanes: of this process, or of each worker."""
+        return () if self.board is None else (self.board,)
 
     @property
     @abstractmethod
@@ -161,7 +164,7 @@ class LocalDriver(Driver):
         self.all_are_transitions, self.pending = lanes.all_are_transitions, lanes.pending
         self.ends_tell = lanes.all_are_transitions or lanes.pending is not None
         self.run_lanes = lanes.env.batch_size.numel()
-        self.board, self.boards = board, (board,)
+        self.board = board
         self.used_at = np.frombuffer(board, np.int64)[FILLED:].ctypes.data
         self.actor, self._random = Actor(lanes, policy, extra, random), random
         self._first: TensorDictBase | None = None
