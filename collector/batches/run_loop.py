@@ -299,8 +299,12 @@ class Collector(Attributes, Reaching, ABC):
 
     def _watch(self, policy: Policy, rows: int) -> None:
         """Warn, once a run, if live weights changed before a batch and the version did not."""
+        if policy.looks_unchanged(rows):
+            return
+        with deferred():  # the exception of a handler is not one of the policy's
+            changed = policy.changed_unversioned()
         ledger = self._ledger
-        if policy.changed_unversioned(rows) and ledger.stored > ledger.random:  # it acted before
+        if changed and ledger.stored > ledger.random:  # it acted before
             self._watched = None
             self._run.writer.stored_run.note(
                 {UNVERSIONED: {"at": ledger.stored, "policy_version": policy.version}}

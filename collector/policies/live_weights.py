@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -59,27 +60,27 @@ class LiveWeights:
             self.forget()
         self._known = True
 
-    def changed(self, rows: int) -> bool:
+    def changed(self) -> bool:
         """Return True if parameters changed since the state that was taken, and take the new one.
+
+        Exceptions of the policy's objects are ignored, so signal handlers must not run meanwhile.
+        """
+        found = False
+        if self._known:
+            with suppress(Exception):
+                found = self._differs()
+        self.take()
+        return found
+
+    def looks_alike(self, rows: int) -> bool:
+        """Return True if no version, address or place of a parameter changed.
 
         A call that collects few ``rows`` looks at a part of many parameters; the next call looks
         at the next part.
         """
         if not self._known:
-            self.take()
             return False
-        try:
-            if self._looks_alike(max(_LEAST, rows // 2)):
-                return False
-            found = self._differs()
-        except Exception:  # noqa: BLE001  as in `take`
-            found = False
-        self.take()
-        return found
-
-    def _looks_alike(self, most: int) -> bool:
-        """Return True if no version, address or place changed, among ``most`` of them."""
-        links, tensors, at = self._links, self._tensors, self._at
+        most, links, tensors, at = max(_LEAST, rows // 2), self._links, self._tensors, self._at
         self._at = at + most
         if most < len(links):
             links = links[(start := at % len(links)) : start + most]

@@ -153,12 +153,16 @@ class Policy:
         """True if the object that the caller passed acts, so that each change of it has effect."""
         return self.module is self.source and not self.is_elsewhere
 
-    def changed_unversioned(self, rows: int) -> bool:
+    def looks_unchanged(self, rows: int) -> bool:
+        """Return True if live weights look as they did before the last batch; one has ``rows``."""
+        return not self.acts_live or self._live.looks_alike(rows)
+
+    def changed_unversioned(self) -> bool:
         """Return True if live weights changed since the last call, and the version did not.
 
-        It is called before each batch of ``rows``. The first call only notes the weights.
+        The first call only notes the weights. Signal handlers must not run meanwhile.
         """
-        return self.acts_live and self._live.changed(rows)
+        return self.acts_live and self._live.changed()
 
     def take_back(self, policy_id: int | str | None = None) -> None:
         """Count an update back that reached no worker."""

@@ -26,8 +26,8 @@ require_names("LOG", LogCounts.names)
 HeldCounts = counts_of("rows", "resets")
 """Rows in slot 0 that an earlier call left, and lanes whose next slot is a reset."""
 require_names("HELD", HeldCounts.names)
-_BLOCKS = ("commit", "run", "ledger", "held", "log", "shown")
-require_names("BLOCKS", _BLOCKS)
+BLOCKS = ("commit", "run", "ledger", "held", "log", "shown")
+require_names("BLOCKS", BLOCKS)
 
 
 @dataclass(eq=False)

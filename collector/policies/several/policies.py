@@ -189,7 +189,13 @@ class SeveralPolicies(Policy):
         self.of_id(policy_id).update_weights(weights)
         self._count(policy_id, 1)
 
-    def changed_unversioned(self, rows: int) -> bool:
+    def looks_unchanged(self, rows: int) -> bool:
+        """Return True if live weights of all look as they did before the last batch."""
+        return not self._opening.any() and all(
+            part.policy is None or part.policy.looks_unchanged(rows) for part in self.parts
+        )
+
+    def changed_unversioned(self) -> bool:
         """Return True if live weights of any changed since the last call, and no version did.
 
         A policy whose opening is not over, or has just ended, may not have acted yet.
@@ -197,7 +203,7 @@ class SeveralPolicies(Policy):
         opening, self._opening = self._opening, self.openings.left > 0
         found = False
         for at, part in enumerate(self.parts):
-            if part.policy is not None and part.policy.changed_unversioned(rows):
+            if part.policy is not None and part.policy.changed_unversioned():
                 found |= not (opening[at] or self._opening[at])
         return found
 

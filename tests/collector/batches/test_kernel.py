@@ -406,7 +406,9 @@ def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:
     lanes = np.zeros(64, np.int64)
     addresses = [lanes.ctypes.data] * 20
     numbering = table_of([1, 1, *addresses[:8], 1, *addresses[8:]])  # one reward a lane
-    counts = CommitCounts(), RunCounts(), LedgerCounts(), HeldCounts(), LogCounts()
+    counts = (
+        CommitCounts(), RunCounts(), LedgerCounts(), HeldCounts(), LogCounts(), LedgerCounts()
+    )  # fmt: skip
     blocks = table_of(block.address for block in counts)
     whole = b"%d" * (len(COUNTS) + 3)
 

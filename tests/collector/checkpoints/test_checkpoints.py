@@ -166,7 +166,7 @@ def test_a_run_restarts_from_each_of_its_checkpoints(name: str, tmp_path: Path) 
                 assert collector.policy_version > versions
                 incarnation = ledger.incarnation
                 head = min(at + 25, TOTAL)
-                while ledger.stored < head:
+                while collector.ledger.stored < head:
                     collector.collect(5)
                 versions = collector.policy_version
                 now = rows_of(path)

@@ -90,6 +90,7 @@ def test_stored_is_what_was_asked_and_the_first_in_slot_order(
                 == wanted.stored_by_lane
             )
         assert (length, len(collector)) == (len(batches), 0)
+        ledger = collector.ledger
     whole, rest = divmod(frames, per_batch)
     assert [len(batch) for batch in batches] == [per_batch] * whole + [rest] * (rest > 0)
     assert ledger.carried == 0

@@ -18,6 +18,7 @@ from tallyroll.collector.counting.ledger import COUNTS
 from tallyroll.collector.rollout.few_slots import SLAB
 from tallyroll.storage import ways
 from tallyroll.storage.engine import kernel
+from tallyroll.storage.engine.slot_rows import BLOCKS as SLOT_BLOCKS
 from tallyroll.storage.engine.slot_rows import HeldCounts, LogCounts, RunCounts
 from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
@@ -31,6 +32,7 @@ BLOCKS: dict[str, tuple[str, ...]] = {
     "LEDGER": COUNTS,
     "HELD": HeldCounts.names,
     "LOG": LogCounts.names,
+    "BLOCKS": SLOT_BLOCKS,
     "SLAB": SLAB,
     "SHELVES": KINDS,
 }
