@@ -96,6 +96,8 @@ class Undivided(deferred):
         """
         if was_busy:
             return
+        if self._run.outside is not None:  # steps of this call are not the program's
+            self._run.outside.remember()
         if self._one_call is not None:
             self._one_call.leave()
         if self._thread == get_ident():
