@@ -117,7 +117,8 @@ class OutsideSteps:
                     return of[0]
         for at, drawn, numbers in self._fresh:
             drawn_now, numbers_now = self._reset_marks(at)
-            counted = any(map(eq, numbers_now, (n + 1 for n in numbers)))
+            # No generator: the exception of a signal's handler in one that is closed is lost.
+            counted = any(map(eq, numbers_now, [n + 1 for n in numbers]))
             if counted or drawn_now != drawn:
                 return self._where[at]
         return ""

@@ -191,9 +191,12 @@ class SeveralPolicies(Policy):
 
     def looks_unchanged(self, rows: int) -> bool:
         """Return True if live weights of all look as they did before the last batch."""
-        return not self._opening.any() and all(
-            part.policy is None or part.policy.looks_unchanged(rows) for part in self.parts
-        )
+        if self._opening.any():
+            return False
+        for part in self.parts:  # no generator: a handler's exception in a closed one is lost
+            if part.policy is not None and not part.policy.looks_unchanged(rows):
+                return False
+        return True
 
     def changed_unversioned(self) -> bool:
         """Return True if live weights of any changed since the last call, and no version did.

@@ -15,7 +15,7 @@ from torchrl.data import LazyTensorStorage
 from tallyroll.collector import MultiprocessCollector, SyncCollector, save_checkpoint
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.stored.sinks import takes_rows
-from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.errors import ArgumentError, StateError, UserStopIteration
 from tallyroll.storage import MemmapStorage
 from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.errors import RunUnderWay, SchemaMismatch, StorageClosed
@@ -121,7 +121,7 @@ def test_rows_before_an_error_are_counted_and_the_run_goes_on() -> None:
     given: dict[str, Any] = {"frames_per_batch": FEW, "total_frames": 200, "seed": 0}
     with (
         sync_collector(DISABLED, fails, storage=ring, **given) as collector,
-        pytest.raises(StopIteration),
+        pytest.raises(UserStopIteration),
     ):
         collector.collect(200)
     kept = ring.reader.head
