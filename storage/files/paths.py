@@ -31,8 +31,9 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a file system, a user's quota or a file that has no space left."""
 OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
 """Errors of a path that is a link, or no plain file."""
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
-"""The beginning of an address; `pathlib` keeps one of its slashes."""
+_SCHEMES = "s3a?|gc?s|az|abfss?|adl|wasbs?|r2|oss|hdfs|hf|dbfs|memory|file|ftps?|https?"
+_ADDRESS = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+)://|({_SCHEMES}):/", re.IGNORECASE)
+"""The beginning of an address; `pathlib` keeps one of the slashes."""
 _UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
 
 
@@ -45,7 +46,8 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     """
     if found := _ADDRESS.match(os.fspath(path)):
         raise InvalidAddress(
-            f"expected a path in a file system, got an address that begins with {found[1]}://. "
+            f"expected a path in a file system, got an address that begins with "
+            f"{found[1] or found[2]}://. "
             "Of object stores, those that speak S3 are supported: `tallyroll push` writes packed "
             "rows to s3://BUCKET/KEY, and open_storage reads them there."
         )

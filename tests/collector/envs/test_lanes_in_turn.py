@@ -799,7 +799,7 @@ def test_within_wrappers_the_vector_returns_what_its_own_step_does(
         if are_columns:
             install(env, {"x"})
         env.reset(seed=3)
-    within, kept = WithinWrappers(ours), []
+    within, kept = WithinWrappers(ours, None), []
     theirs.action_space.seed(0)
     for at in range(steps):
         action = theirs.action_space.sample()
