@@ -59,12 +59,9 @@ def _compare(
         elif isinstance(said, Mapping):
             # LeRobot itself writes NaN or infinity where some values are not finite.
             partial = each.finite < each.count
-            with np.errstate(all="ignore"):  # sums of very large numbers are infinite
-                wrong = [
-                    (name, _differs(said.get(name), wanted, slack, partial & (name != "count")))
-                    for name, wanted, slack in _expected(each)
-                ]
-            for name, why in wrong:
+            for name, wanted, slack in _expected(each):
+                open_to_nan = np.False_ if name == "count" else partial
+                why = _differs(said.get(name), wanted, slack, open_to_nan)
                 if why is not None:
                     message = f"the {name} is not that of the rows"
                     found.add("statistics", message, where, why, column)
@@ -72,6 +69,11 @@ def _compare(
 
 def _expected(each: Counted) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return the statistics of finite values, and by how much a kept one may be off."""
+    with np.errstate(all="ignore"):  # sums of very large numbers are infinite
+        return _computed(each)
+
+
+def _computed(each: Counted) -> list[tuple[str, np.ndarray, np.ndarray]]:
     finite = np.maximum(each.finite, 1)
     mean = each.total / finite
     deviation = np.sqrt(np.maximum(0.0, each.squares / finite - mean * mean))
@@ -101,7 +103,8 @@ def _differs(
     if value.shape != wanted.shape:
         return f"it has {value.size} numbers, expected {wanted.size}"
     # Sums that are infinite say nothing of a kept value, which may have been computed otherwise.
-    wrong = ~(np.abs(value - wanted) <= slack) & np.isfinite(wanted)
+    with np.errstate(all="ignore"):
+        wrong = ~(np.abs(value - wanted) <= slack) & np.isfinite(wanted)
     wrong &= ~(open_to_nan & ~np.isfinite(value))
     if not wrong.any():
         return None
