@@ -149,6 +149,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "info_keys": (FILLED, Columns(info_keys=FILLED), {}),
     "rename": (TOLD, Columns(rename=TOLD), {}),
     "frame_skip": (3, Columns(frame_skip=3), {}),
+    "reward_dtype": (torch.float64, Columns(reward_dtype=torch.float64), {}),
     "yield_large": (False, Columns(yield_large=False), {"storage": True}),
     "budget_unit": (
         "agent_transitions",
