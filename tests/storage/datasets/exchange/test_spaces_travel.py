@@ -56,7 +56,9 @@ def test_wherever_the_rows_go(source: DiskStorage, rows: Path, tmp_path: Path) -
         assert known(tmp_path / name) == wanted, name
         report = verify(tmp_path / name)
         assert (report.sound, "spaces" in report.checked) == (True, True), name
-    assert known([rows, tmp_path / "npz_back"]) == wanted
+    for name, part in source.split(first=0.5, second=0.5).items():
+        part.copy_to(tmp_path / name)
+    assert known([tmp_path / "first", tmp_path / "second"]) == wanted
 
 
 def test_they_are_shown(rows: Path, tmp_path: Path, source: DiskStorage) -> None:
