@@ -291,6 +291,7 @@ def test_async_offpolicy_trains_on_exactly_its_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_sac_learns_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
     # A pendulum, which needs no extra: it is learned in fewer transitions than running is.
     out = run(
