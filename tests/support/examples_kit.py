@@ -23,7 +23,7 @@ def run(name: str, directory: Path, **options: float | str) -> str:
         | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "TMPDIR": str(directory)},
         capture_output=True,
         encoding="utf-8",
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -134,6 +134,8 @@ def continuous() -> tuple[Any, Any]:
     return actor, critic
 
 
+# TorchRL's trainer changes the weights of the policy, and calls no update of the collector.
+@pytest.mark.filterwarnings("ignore:policy. its parameters changed:UserWarning")
 @pytest.mark.parametrize(("meanwhile", "where"), in_gate([False, True], ["lazy", "ours"]))
 def test_sac_trains_of_a_buffer_that_is_filled(meanwhile: bool, where: str, tmp_path: Path) -> None:
     actor, critic = continuous()

@@ -51,6 +51,7 @@ def test_one_change_of_a_dataset(tmp_path: Path) -> None:
     )
     if LOG:
         Path(LOG).write_text(done.stdout)
+    assert done.stdout, done.stderr
     first, *cases = [json.loads(line) for line in done.stdout.splitlines()]
     wrong = [json.dumps(case) for case in cases if case["wrong"]]
     assert not wrong, "\n".join(wrong)
