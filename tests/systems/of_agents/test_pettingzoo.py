@@ -781,6 +781,7 @@ def test_all_ends_are_doubted_where_a_user_says_that_finals_are_lost() -> None:
     assert torch.equal(batch["collector", "next_valid", "walker"].all(1), ~last)
 
 
+@pytest.mark.filterwarnings("ignore:PettingZoo in TorchRL is tested:UserWarning")
 def test_the_wrapper_of_torchrl_raises_where_it_would_store_zeros() -> None:
     for how in ("observed", "truncated"):
         make = lambda how=how: PettingZooWrapper(Forgetful(how), use_mask=True)  # noqa: E731
