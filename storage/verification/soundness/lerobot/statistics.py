@@ -60,7 +60,7 @@ def _compare(
             # LeRobot itself writes NaN or infinity where some values are not finite.
             partial = each.finite < each.count
             for name, wanted, slack in _expected(each):
-                open_to_nan = np.False_ if name == "count" else partial
+                open_to_nan = np.zeros(1, np.bool_) if name == "count" else partial
                 why = _differs(said.get(name), wanted, slack, open_to_nan)
                 if why is not None:
                     message = f"the {name} is not that of the rows"
