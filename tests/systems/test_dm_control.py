@@ -158,6 +158,7 @@ def test_rows_are_those_of_its_own_loop_sync_and_with_workers(tmp_path: Path) ->
         assert torch.equal(alone[key], shared[key]), key
 
 
+@pytest.mark.filterwarnings("ignore:next.reward at lane")  # as above
 def test_a_model_that_is_drawn_when_it_is_made_is_repeated_by_its_seed() -> None:
     runs = []
     for seed in (1, 1, 2):
