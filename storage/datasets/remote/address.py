@@ -11,6 +11,8 @@ from tallyroll.storage.errors import InvalidAddress
 
 _SCHEME: Final = "s3://"
 _COLLAPSED: Final = re.compile(r"s3:/+", re.IGNORECASE)
+_PATTERN: Final = re.compile(r"\*|\[!?.-.\]")
+"""Of names in brackets only ranges count: an object may be named "run[1]"."""
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _LONGEST: Final = 1024
 HOW: Final = (
@@ -57,7 +59,7 @@ def s3_path(path: object) -> S3Path | None:
             "the address (not repeated here) seems to have credentials or a query in it: expected "
             f"s3://BUCKET/KEY, without '@', '?', or ':' in the bucket's name. {HOW}."
         )
-    if set("*[]") & set(rest):
+    if _PATTERN.search(rest):
         raise InvalidAddress(
             "the address has a pattern in it, and objects in a store are not matched by patterns. "
             "Give the address of each dataset: open_storage([...]) joins several."
