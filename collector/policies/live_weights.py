@@ -80,6 +80,12 @@ class LiveWeights:
         """
         if not self._known:
             return False
+        try:
+            return self._looks_alike(rows)
+        except Exception:  # noqa: BLE001  any object may be a policy: `changed` looks at all of it
+            return False
+
+    def _looks_alike(self, rows: int) -> bool:
         most, links, tensors, at = max(_LEAST, rows // 2), self._links, self._tensors, self._at
         self._at = at + most
         if most < len(links):
@@ -99,7 +105,9 @@ class LiveWeights:
         modules = [each for root in _modules_of(self._policy) for each in root.modules()]
         for module in modules:
             for owned in places_in(module):
-                self._links += [(owned, name, each) for name, each in owned.items()]
+                # Modules of TorchScript have views of C++ objects, which are others each time.
+                if isinstance(owned, dict):
+                    self._links += [(owned, name, each) for name, each in owned.items()]
         for tensor in _parameters_of(self._policy):
             self._tensors.append((tensor, version_of(tensor), tensor.data_ptr()))
             self._values.append(tensor.detach())
