@@ -316,18 +316,22 @@ class TransportContract:
     def test_a_worker_that_hangs_is_noticed(self, tmp_path: Path) -> None:
         if self.threads is None:
             pytest.skip("a thread that hangs cannot be ended")
+        faults = [Fault("hang", 0, 9, tmp_path / "hang")]
+        with (
+            pytest.raises(WorkerHung, match="completed no step within step_timeout=3 seconds"),
+            self.collector(factories(LANES, faults=faults), step_timeout=3, **_RUN) as collector,
+        ):
+            list(collector)
+
+    def test_a_worker_that_hangs_is_replaced(self, tmp_path: Path) -> None:
+        if self.threads is None:
+            pytest.skip("a thread that hangs cannot be ended")
         faults = [Fault("hang", 2, 9, tmp_path / "hang")]
         with self.collector(
             factories(LANES, faults=faults), step_timeout=3, on_worker_death="respawn", **_RUN
         ) as collector:
             rows = sum(len(batch) for batch in collector)
             assert (rows, collector.ledger.respawned) == (301, 1)
-        faults = [Fault("hang", 0, 9, tmp_path / "again")]
-        with (
-            pytest.raises(WorkerHung, match="completed no step within step_timeout=3 seconds"),
-            self.collector(factories(LANES, faults=faults), step_timeout=3, **_RUN) as collector,
-        ):
-            list(collector)
 
     def test_environments_that_differ_are_refused(self) -> None:
         (one,), other = factories([1]), _other
