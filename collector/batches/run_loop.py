@@ -126,6 +126,8 @@ class Collector(Attributes, Reaching, ABC):
             torchrl=torchrl,
             ahead=ahead,
         )
+        if other := self._beginning.other_classes:
+            warnings.warn(other, stacklevel=4)
         self._undivided = Undivided(self._run, self._assembly)
         self._watched = self._policy if self._acts_here else None
         self._one_call, self._episodes = self._assembly.one_call, self._run.episodes

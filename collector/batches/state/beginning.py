@@ -14,11 +14,12 @@ from tallyroll.collector.batches.state.provenance import (
 )
 from tallyroll.collector.batches.state.run_seeds import Environments, RunSeeds
 from tallyroll.collector.batches.state.run_state import RunState
-from tallyroll.collector.batches.stored.resume import newest_version, opening_rows
+from tallyroll.collector.batches.stored.resume import differ, newest_version, opening_rows
 from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.envs.driven.make import CLASSES
 from tallyroll.collector.envs.driven.packages import VERSIONS
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options import Options
@@ -114,16 +115,31 @@ class Beginning:
         provenance.
         """
         self.ledger.versions = {**self.ledger.versions, **environment.get(VERSIONS, {})}
-        self._environment = {name: v for name, v in environment.items() if name != VERSIONS}
+        self._classes = environment.get(CLASSES, [])
+        left_out = VERSIONS, CLASSES
+        self._environment = {name: v for name, v in environment.items() if name not in left_out}
         buffer = self._writer.replay_buffer
         self._spaces = spaces_said(spaces, self._options, buffer)
         self._call = call_of(self._options, self.policy, more)
         lanes = LaneState.fresh(self._lanes, self._writer.stored_run.next_id())
         return RunState(self._options, self._writer, self.ledger, lanes, self.provenance(lanes))
 
+    @property
+    def other_classes(self) -> str:
+        """A sentence if the run that is continued had an environment of other classes; or empty."""
+        last = self._writer.stored_run.last_run
+        if last is None or not differ(last.classes, self._classes):
+            return ""
+        before, now = (", ".join(each) for each in (last.classes, self._classes))
+        return (
+            f"the run to be continued was made by an environment of {before}, and this one is of "
+            f"{now}. Its rows are added to the same run; if it is another environment, append a "
+            "new run instead"
+        )
+
     def provenance(self, lanes: LaneState) -> dict[str, Any]:
         """Return the run's entry in the manifest, as of the seeds, ids and weights that it has."""
-        made = None if self._writer.storage is None else made_by(self.policy)
+        made = None if self._writer.storage is None else made_by(self.policy, self._classes)
         run = run_provenance(
             self._environment,
             self.ledger,

@@ -4,7 +4,7 @@ import inspect
 import os
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
@@ -26,9 +26,10 @@ _LIBRARIES |= {"torchrl"}
 """Packages whose code says nothing about a policy."""
 
 
-def made_by(policy: Policy | None) -> dict[str, Any]:
+def made_by(policy: Policy | None, classes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the time, the host, the commit of the working folder, and hashes of the policy.
 
+    ``classes`` are those of the environment, and are left out if there are none.
     A value that cannot be known is None; nothing here raises. No path is among them.
     """
     found: dict[str, Any] = {
@@ -37,6 +38,8 @@ def made_by(policy: Policy | None) -> dict[str, Any]:
         "git": git_of_folder(),
         "policy": None if policy is None else hashes_of(policy.source),
     }
+    if classes:
+        found["environment"] = list(classes)
     if isinstance(policy, SeveralPolicies):
         found["policies"] = [
             {"id": part.id, **hashes_of(part.policy.source)}

@@ -101,6 +101,8 @@ class LastRun:
     """The shard that it is, as "2/8"; None: it is whole."""
     weights: str | None = None
     """The hash of the weights that the shard began with; None: it does not say one."""
+    classes: Sequence[str] = ()
+    """Names of the environment's classes, or of its factory; empty where they are not known."""
 
 
 def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> LastRun:
@@ -129,7 +131,10 @@ def last_run_of(entries: Sequence[Mapping[str, Any]], path: Path, rows: int) -> 
     weights = last["shard"].get("weights") if shard else None
     first, seed, incarnation = (last[name] for name in ("first_row_of_run", "seed", "incarnation"))
     weights = weights if isinstance(weights, str) else None
-    return LastRun(first, seed, incarnation, environment, lanes, shard, weights)
+    made = last.get("made")
+    named = made.get("environment") if isinstance(made, dict) else None
+    classes = [each for each in named if isinstance(each, str)] if isinstance(named, list) else ()
+    return LastRun(first, seed, incarnation, environment, lanes, shard, weights, classes)
 
 
 def _shard_of(last: Mapping[str, Any], path: Path) -> str | None:
@@ -189,6 +194,18 @@ def same_source(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
             + "; ".join(f"{n} was {before.get(n)!r}, is {after.get(n)!r}" for n in names)
             + "; append a new run instead"
         )
+
+
+def differ(before: Sequence[str], after: Sequence[str]) -> bool:
+    """Return whether two lists of classes differ, where both are known.
+
+    Where one run has classes of its main module, another may import them from any module.
+    """
+    if not before or not after:
+        return False
+    if any(name.startswith("__main__:") for name in (*before, *after)):
+        before, after = ([name.rpartition(":")[2] for name in each] for each in (before, after))
+    return {*before} != {*after}
 
 
 def changed_arguments(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

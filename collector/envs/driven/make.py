@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 
 import gymnasium
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from torchrl.envs import Compose, EnvBase, RenameTransform, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
 
 from tallyroll.collector.compat import is_starting
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.closing import closing_on_error
-from tallyroll.collector.envs.driven.instances import require_own_objects
+from tallyroll.collector.envs.driven.instances import objects_of, require_own_objects
 from tallyroll.collector.envs.driven.packages import VERSIONS, packages_of
 from tallyroll.collector.envs.driven.traits import chain, system_of
 from tallyroll.collector.envs.gymnasium import make as of_gymnasium
@@ -37,6 +38,13 @@ CreateEnv: TypeAlias = str | EnvBase | VectorEnv | System | Callable[[], Any]
 
 NOT_JSON = "kwargs_not_json"
 """The names, in the description of an environment, of arguments that JSON cannot hold."""
+CLASSES = "_classes"
+"""The key, in the description of an environment, of the names of its classes."""
+_LIBRARIES = (
+    *("tallyroll.collector.", "torchrl.", "stable_baselines3."),
+    *("gymnasium.core", "gymnasium.vector.", "gymnasium.wrappers."),
+)
+"""Beginnings of modules whose classes wrap and hold environments."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,8 @@ class Made:
     owned: bool
     """True if the collector made it, and so closes it."""
     description: dict[str, Any]
-    """The description of the environment for provenance: JSON values; and under `VERSIONS`, those
-    of packages that it computes with."""
+    """The description of the environment for provenance: JSON values; under `VERSIONS`, those of
+    packages that it computes with; and under `CLASSES`, the names of its classes."""
     instance: object = None
     """The object that was given, or that a factory made."""
 
@@ -105,7 +113,8 @@ def _made_of(create: Any, options: Options) -> Made:
                 f"with num_envs={options.num_envs}, got {env.batch_size.numel()}; let it make "
                 "as many"
             )
-    described = _describe(env) | {VERSIONS: packages_of(env)}
+    classes = _classes_of(made) or _factories_of(made, create if factory else None)
+    described = _describe(env) | {VERSIONS: packages_of(env), CLASSES: classes}
     return Made(env, factory is not None, described, made)
 
 
@@ -391,6 +400,50 @@ def _describe(env: EnvBase) -> dict[str, Any]:
         described = {"id": base.__dict__.get("env_name"), "type": type(base).__name__}
     transforms = [type(each).__name__ for outer in bases[:-1] for each in _transforms(outer)]
     return described | ({"transforms": transforms} if transforms else {})
+
+
+def _classes_of(made: object) -> list[str]:
+    """Return the classes of an environment and its lanes, wrappers of libraries excepted, sorted.
+
+    Each is ``"module:qualname"``. There are none where only other processes have them.
+    """
+    found = {_name_of(type(each)) for each in objects_of(made)}
+    return sorted(name for name in found if not name.startswith(_LIBRARIES))
+
+
+def _factories_of(made: Any, factory: object) -> list[str]:
+    """Return the functions and classes that make lanes in other processes, or ``factory``; sorted.
+
+    Lambdas and functions within functions are left out: their names say nothing.
+    """
+    makers: list[Any] = []
+    for each in objects_of(made):
+        if isinstance(each, AsyncVectorEnv):
+            makers += each.env_fns
+        elif isinstance(each, BatchedEnvBase):
+            makers += each.create_env_fn
+    for several in (makers, [factory]):
+        if found := {_name_of(each) for each in map(_bare, several) if _has_stable_name(each)}:
+            return sorted(found)
+    return []
+
+
+def _bare(factory: Any) -> Any:
+    while isinstance(factory, partial):
+        factory = factory.func
+    return factory
+
+
+def _has_stable_name(factory: object) -> bool:
+    """Return whether the name of a factory is the same one in another process."""
+    if isinstance(factory, type):
+        return True
+    return inspect.isroutine(factory) and "<" not in factory.__qualname__
+
+
+def _name_of(named: Any) -> str:
+    module = getattr(named, "__module__", None) or ""
+    return f"{'__main__' if module == '__mp_main__' else module}:{named.__qualname__}"
 
 
 def _transforms(env: TransformedEnv) -> list[Any]:

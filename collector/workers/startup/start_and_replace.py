@@ -11,6 +11,7 @@ import cloudpickle
 
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.envs.driven.make import CLASSES
 from tallyroll.collector.envs.driven.spaces import joined
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome
 from tallyroll.collector.envs.reaching.repeating import Calls, require_repeated
@@ -63,7 +64,8 @@ class WorkerStartup:
             member.columns = range(first, first + answer.lanes)
             member.lanes = range(before + first, before + first + answer.lanes)
             first += answer.lanes
-        return answers[0].description
+        classes = {name for each in answers for name in each.description.get(CLASSES, ())}
+        return answers[0].description | {CLASSES: sorted(classes)}
 
     @property
     def lanes(self) -> tuple[int, ...]:
