@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any, NoReturn, Unpack, cast
 
@@ -224,6 +225,7 @@ class MultiprocessCollector(Collector):
         try:
             self._engine = self._transport_of(sent, options)
             self._worker_pool = WorkerPool(self._engine, len(jobs), options.supervision)
+            self._release = partial(_release, self._worker_pool, self._engine)
             self._prepare(policy, options.supervision.respawns)
         except BaseException:
             self.shutdown()
@@ -568,6 +570,19 @@ class RayCollector(MultiprocessCollector):
 
     def _transport_call(self) -> dict[str, Any]:
         return {"transport": "ray", "nodes": self._engine.nodes}
+
+
+def _release(pool: WorkerPool, engine: Transport[Any]) -> None:
+    """End the workers of a run that an error ended.
+
+    A thread that is still in a step is left to `shutdown`, which waits for it.
+    """
+    if pool.has_stuck:
+        return
+    try:
+        pool.close()
+    finally:
+        engine.close()
 
 
 def _check_part_stepping(options: SupervisedOptions, reset_slots: bool, workers: int) -> None:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from types import TracebackType
@@ -63,6 +63,8 @@ class Collector(Attributes, Reaching, ABC):
     _rollout: TransitionSource
     _watched: Policy | None = None
     """The policy whose live weights are compared before each batch; None after a warning."""
+    _release: Callable[[], None] | None = None
+    """Releases workers when an error ends the run; it holds no reference to the collector."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Collector(Attributes, Reaching, ABC):
         )
         if other := self._beginning.other_classes:
             warnings.warn(other, stacklevel=4)
-        self._undivided = Undivided(self._run, self._assembly)
+        self._undivided = Undivided(self._run, self._assembly, self._release)
         self._watched = self._policy if self._acts_here else None
         self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
         self._ready = self._run.ready

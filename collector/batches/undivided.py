@@ -1,6 +1,7 @@
 """Calls that collect: all of one, or the run ends and nothing of it is stored."""
 
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from types import TracebackType
 
@@ -17,10 +18,14 @@ OWN_INSTANCE = "make an environment for each collector, or shut this one down be
 class Undivided(deferred):
     """Do all that is inside, or end the run and store nothing of it. Signals' handlers wait."""
 
-    __slots__ = ("_assembly", "_kept", "_one_call", "_run", "_thread")
+    __slots__ = ("_assembly", "_kept", "_one_call", "_release", "_run", "_thread")
 
-    def __init__(self, run: RunState, assembly: Assembly) -> None:
+    def __init__(
+        self, run: RunState, assembly: Assembly, release: Callable[[], None] | None = None
+    ) -> None:
         self._run, self._assembly = run, assembly
+        self._release = release
+        """Releases what no call needs after an error ended the run; None: there is nothing."""
         self._one_call, self._kept = assembly.one_call, False
         self._inner = self._outer = False
         self._thread: int | None = None
@@ -74,10 +79,12 @@ class Undivided(deferred):
             if error is not None:
                 self._assembly.leave()
             if error is not None and not run.intact:
-                try:
-                    self._assembly.end_by(error)
-                except Exception as again:  # noqa: BLE001  `error` is raised
-                    add_end_note(error, again)
+                for end in (partial(self._assembly.end_by, error), self._release):
+                    try:
+                        if end is not None:
+                            end()
+                    except Exception as again:  # noqa: BLE001  `error` is raised
+                        add_end_note(error, again)
             if run.over:
                 let_go(self._assembly)
             self._thread = None  # what is raised from here on is of a handler, and loses nothing

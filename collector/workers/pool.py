@@ -9,7 +9,7 @@ from multiprocessing.util import Finalize
 from operator import attrgetter
 from typing import Any
 
-from tallyroll.collector.errors import WorkerError
+from tallyroll.collector.errors import WorkerError, WorkerHung
 from tallyroll.collector.rollout.os_signals import admitted, are_deferred
 from tallyroll.collector.slab.progress import (
     BOARD_WORDS,
@@ -287,6 +287,12 @@ class WorkerPool:
     def is_closed(self) -> bool:
         """True once all workers were ended."""
         return not self._finalize.still_active()
+
+    @property
+    def has_stuck(self) -> bool:
+        """True if a worker that cannot be killed is in a step that took too long."""
+        hung = any(isinstance(member.failed, WorkerHung) for member in self.members)
+        return hung and not self.transport.kills
 
     def close(self) -> None:
         """Let idle workers close their environments; end them all. Idempotent."""

@@ -27,6 +27,11 @@ from tallyroll.collector.workers.startup.replacements import Lead, Replacements
 from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import spell
 
+_ENDED = (
+    "the workers ended, because the collector was shut down or an exception ended its run; make "
+    "another collector"
+)
+
 
 class WorkerStartup:
     """Leads workers from their start to their first step; a new one in the same way.
@@ -80,9 +85,12 @@ class WorkerStartup:
         Raises:
             EnvironmentRefused: the workers' environments or policies differ in their columns.
         """
+        pool = self._worker_pool
+        if pool.is_closed:
+            failed = (member.failed for member in pool.members if member.failed is not None)
+            raise next(failed, StateError(f"set_seed: {_ENDED}"))
         self._asked = asked
         self.replacements.finish()
-        pool = self._worker_pool
         for member in pool.members:
             pool.ask(member, self._seed(member, seed, incarnation))
 
@@ -171,7 +179,7 @@ class WorkerStartup:
         """Call lanes' environments; see `Environments`. Of a worker that fails all lanes do."""
         pool = self._worker_pool
         if pool.is_closed:
-            raise StateError(f"{asked}: the collector was shut down, and its workers with it")
+            raise StateError(f"{asked}: {_ENDED}")
         self.replacements.finish()
         found, parts = [Outcome()] * len(lanes), {}
         for member in pool.members:
