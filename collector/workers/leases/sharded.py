@@ -195,7 +195,7 @@ class ShardedLeases(WithoutRows):
     def _acknowledge(self, kept: Sequence[tuple[Member, Kept]]) -> None:
         """Let rows count, whole leases of them."""
         run, stored_run, entry = self._run, self._run.writer.stored_run, NOTHING
-        before, rows = run.ledger.stored, []
+        before, rows = run.ledger.stored, dict[str, KeptShard]()
         for member, answer in kept:
             part = self._parts[member.index]
             self._unleased += part.leased.popleft().frames - answer.entry.stored
@@ -205,12 +205,16 @@ class ShardedLeases(WithoutRows):
             entry = entry.plus(answer.entry)
             stored_run.count_ids(answer.next_id - 1)
             if answer.rows:
-                rows.append(KeptShard(part.name, answer.host, answer.id, answer.rows, part.sums))
+                # All rows of the shard: a worker that is settled may answer several leases.
+                kept_rows = KeptShard(part.name, answer.host, answer.id, answer.rows, part.sums)
+                rows[part.name] = kept_rows
         post(run.ledger, entry)
         try:
             run.ledger.balance(self.held)
             record = stored_run.record(run.ledger, self._open)
-            self._sink.acknowledge(rows, record, max(answer.version for _, answer in kept))
+            self._sink.acknowledge(
+                [*rows.values()], record, max(answer.version for _, answer in kept)
+            )
         except BaseException:
             # They do not count: what was executed for them is lost.
             post(run.ledger, LedgerEntry(stored=-entry.stored, lost=entry.stored))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from gymnasium import spaces
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.errors import StateError, WorkerRaised
+from tallyroll.storage import open_storage
 
 SYNC: dict[str, Any] = {"mode": "sync"}
 ASYNC: dict[str, Any] = {"mode": "async"}
@@ -136,3 +138,31 @@ def test_an_exception_that_loses_nothing_ends_no_worker() -> None:
         assert len(next(batches)) == 20
         assert list(batches) == []
         assert worker_threads() == before, "a run that is complete keeps them until it is closed"
+
+
+class Slow(Works):
+    """Takes a while for each step, so that leases are out when another worker raises."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.02)
+        return super().step(action)
+
+
+def test_shards_count_once_all_leases_of_a_worker_come_back_together(tmp_path: Path) -> None:
+    made = collector(
+        [Breaks, Slow],
+        num_envs=None,
+        transport="thread",
+        storage=tmp_path / "rows",
+        frames_per_batch=10,
+        **SHARDED,
+    )
+    with pytest.raises(WorkerRaised, match="broken") as raised:
+        made.collect(200)
+    assert not getattr(raised.value, "__notes__", [])
+    made.shutdown()
+    with open_storage(tmp_path / "rows") as storage:
+        assert len(storage) == made.ledger.stored
+        slow = storage[:]["collector", "lane"] == 1
+    assert slow.sum() > 0
+    assert made.ledger.lost == 0
