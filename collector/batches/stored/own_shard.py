@@ -163,8 +163,10 @@ class OwnShard:
         board[COUNTED], board[LEASE] = counted_word(0, 0), lease
         goal = stored + frames
         while ledger.stored < goal and not self._run.over:
-            self._assembly.collect(min(self._piece, goal - ledger.stored))
-            board[COUNTED] = counted_word(0, ledger.executed - executed)
+            try:
+                self._assembly.collect(min(self._piece, goal - ledger.stored))
+            finally:  # what was executed before an error is lost, which is counted
+                board[COUNTED] = counted_word(0, ledger.executed - executed)
         newest = RANDOM_VERSION if self._policy is None else self._policy.version
         return Kept(
             self._id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -31,6 +32,8 @@ class Breaks(gymnasium.Env[Any, Any]):
     action_space = spaces.Discrete(2)
     episodes = 0
     breaks_in = 3
+    steps = itertools.count()
+    """Counts the steps of all environments of worker threads."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -41,6 +44,7 @@ class Breaks(gymnasium.Env[Any, Any]):
         if self.episodes == self.breaks_in:
             raise ValueError("broken")
         self.at += 1
+        next(self.steps)
         return np.full(1, self.at, np.float32), 1.0, self.at == 5, False, {}
 
 
@@ -166,3 +170,15 @@ def test_shards_count_once_all_leases_of_a_worker_come_back_together(tmp_path: P
         slow = storage[:]["collector", "lane"] == 1
     assert slow.sum() > 0
     assert made.ledger.lost == 0
+
+
+def test_the_ledger_of_shards_has_the_steps_before_an_error(tmp_path: Path) -> None:
+    Breaks.steps = itertools.count()
+    made = collector(
+        Breaks, transport="thread", storage=tmp_path / "rows", frames_per_batch=64, **SHARDED
+    )
+    with pytest.raises(WorkerRaised, match="broken"):
+        made.collect(200)
+    made.shutdown()
+    assert made.ledger.executed == next(Breaks.steps)
+    assert made.ledger.stored + made.ledger.lost + made.ledger.discarded == made.ledger.executed
