@@ -165,7 +165,7 @@ class OwnShard:
         while ledger.stored < goal and not self._run.over:
             try:
                 self._assembly.collect(min(self._piece, goal - ledger.stored))
-            finally:  # what was executed before an error is lost, which is counted
+            finally:  # steps before an error count as lost
                 board[COUNTED] = counted_word(0, ledger.executed - executed)
         newest = RANDOM_VERSION if self._policy is None else self._policy.version
         return Kept(

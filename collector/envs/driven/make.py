@@ -55,8 +55,8 @@ class Made:
     owned: bool
     """True if the collector made it, and so closes it."""
     description: dict[str, Any]
-    """The description of the environment for provenance: JSON values; under `VERSIONS`, those of
-    packages that it computes with; and under `CLASSES`, the names of its classes."""
+    """The description of the environment for provenance: JSON values. `VERSIONS` has those of
+    packages that it computes with, `CLASSES` the names of its classes."""
     instance: object = None
     """The object that was given, or that a factory made."""
 

@@ -1,4 +1,4 @@
-"""A run that goes on with an environment of other classes warns, and names both."""
+"""Runs that are resumed with an environment of other classes warn."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_second() -> Second:
 
 
 def run(path: Path, env: Any, frames: int, kind: Any = SyncCollector, **more: Any) -> list[str]:
-    """Go on to so many frames; return the messages of warnings."""
+    """Collect until the run has ``frames`` rows; return the messages of warnings."""
     resume: Any = "auto"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
