@@ -13,6 +13,7 @@ import numpy as np
 from torchrl.data import TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.kinds.functional_lanes import Drawn, FunctionalLanes
 from tallyroll.collector.envs.kinds.functional_specs import specs_of
 from tallyroll.collector.envs.kinds.packing import Packing
@@ -44,6 +45,7 @@ class Functional(FunctionalLanes):
 
     waits = True
     why_no_resets = "it was made without context=, specs of what its resets take"
+    _env: Any = None
 
     def __init__(
         self,
@@ -92,6 +94,11 @@ class Functional(FunctionalLanes):
             reset_seeds=True,
             groups=groups or {},
         )
+
+    @property
+    def ticks(self) -> int | None:
+        """Ticks of a transition, by the environment that a subclass has in ``_env``; 1 without."""
+        return ticks_of_objects([self._env])
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Array]:
         """See `System.reset`."""

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 from torchrl.data import Bounded, TensorSpec
 
 from tallyroll.collector.envs.extras import needs
-from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.kinds.functional import Functional
 from tallyroll.collector.envs.kinds.functional_lanes import Context, Outcome
 from tallyroll.collector.envs.kinds.functional_specs import contexts, made, refuse_bare
@@ -90,11 +89,6 @@ class BraxSystem(Functional):
             own = self.parameters if self.parameters in vars(env) else f"_{self.parameters}"
             setattr(env, own, self._vary(getattr(env, own), context))
         return env
-
-    @property
-    def ticks(self) -> int | None:
-        """Steps of physics in a transition, by the environment and its wrappers."""
-        return ticks_of_objects([self._env])
 
     def describe(self) -> dict[str, Any]:
         """Provenance."""

@@ -93,7 +93,9 @@ class SuperSuitSystem(System):
 
     @property
     def ticks(self) -> int | None:
-        """Ticks of a transition, by the environments and their wrappers."""
+        """Ticks of a transition, by the environments and their wrappers; None: in processes."""
+        if hasattr(self.env, "pipes"):
+            return None
         return ticks_of_objects(getattr(self.env, "vec_envs", [self.env]))
 
     def describe(self) -> dict[str, Any]:

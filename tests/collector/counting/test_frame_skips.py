@@ -1,6 +1,7 @@
 """Simulator ticks of a transition, as environments and wrappers report them."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit
 from torchrl.envs import FrameSkipTransform, GymWrapper, SerialEnv, TransformedEnv
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
@@ -49,6 +51,44 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Reports no number."""
 
 
+class Repeats(Plain):
+    """Reports a method and numbers that are none of frames, and cannot be pickled."""
+
+    repeat = 3
+
+    def __init__(self) -> None:
+        self.unpicklable = lambda: None
+
+    def skip(self) -> None:
+        """Skip nothing."""
+
+
+class Holder(gymnasium.Env[Any, Any]):
+    """Keeps an environment of another library, which a process does not show."""
+
+    def __init__(self, env: Any) -> None:
+        self._env, self.reset, self.step = env, env.reset, env.step
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+
+
+class Worldly(Plain):
+    """Has its simulator in an attribute, as VMAS does."""
+
+    def __init__(self, substeps: int) -> None:
+        self.world = SimpleNamespace(_substeps=substeps)
+
+
+class Configured(Plain):
+    """Has a configuration like Isaac Lab's."""
+
+    def __init__(self, decimation: int) -> None:
+        self.cfg = SimpleNamespace(decimation=decimation)
+
+
+def processes(make: Any) -> Any:
+    return lambda: AsyncVectorEnv([make] * 2, context="fork")
+
+
 MADE: dict[str, tuple[Any, int | None]] = {
     "plain": (Plain, 1),
     "an environment": (lambda: Simulated(5), 5),
@@ -63,7 +103,16 @@ MADE: dict[str, tuple[Any, int | None]] = {
         lambda: SyncVectorEnv([lambda: Skips(Plain(), 4), lambda: Skips(Plain(), 2)]),
         None,
     ),
-    "processes": (lambda: AsyncVectorEnv([lambda: Skips(Simulated(2), 4)] * 2), 8),
+    "a world": (lambda: Worldly(3), 3),
+    "a configuration": (lambda: Configured(4), 4),
+    "processes": (processes(lambda: Skips(Simulated(2), 4)), 8),
+    "processes of a plain one": (processes(lambda: TimeLimit(Repeats(), 5)), 1),
+    "processes of a registered one": (processes(lambda: gymnasium.make("CartPole-v1")), 1),
+    "processes of two wrappers": (processes(lambda: Skips(Skips(Plain(), 4), 4)), None),
+    "processes of a hidden number": (processes(lambda: ActionRepeat(Simulated(5))), None),
+    "processes without a number": (processes(lambda: ActionRepeat(Plain())), None),
+    "processes of another library's": (processes(lambda: Holder(Simulated(5))), None),
+    "processes of a method": (processes(lambda: Skips(Repeats(), 4)), None),
     "TorchRL's wrapper": (lambda: GymWrapper(Skips(Plain(), 4)), 4),
     "TorchRL's own skip": (
         lambda: TransformedEnv(GymWrapper(Skips(Plain(), 4), frame_skip=2), FrameSkipTransform(3)),

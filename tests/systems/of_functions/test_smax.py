@@ -39,6 +39,13 @@ class TestSelfPlay(SharedContract):
     system = staticmethod(battle)
 
 
+@pytest.mark.parametrize("self_play", [False, True])
+def test_ticks_are_steps_of_the_world(self_play: bool) -> None:
+    assert SmaxSystem.make("3m", 2, None, self_play=self_play).ticks == 8
+    less = SmaxSystem.make("3m", 2, None, self_play=self_play, world_steps_per_env_step=3)
+    assert less.ticks == 3
+
+
 TEAMS = {"allies": "ally_", "enemies": "enemy_"}
 
 

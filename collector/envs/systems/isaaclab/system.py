@@ -8,6 +8,7 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.system import Array, Declares, Finals, Mask, Step, System
 from tallyroll.collector.envs.systems.isaaclab.tasks import make_task
@@ -101,8 +102,9 @@ class IsaacLabSystem(System):
 
     @property
     def ticks(self) -> int | None:
-        """Steps of physics in a transition: the ``decimation`` of its configuration."""
-        return int(getattr(getattr(self.env.unwrapped, "cfg", None), "decimation", 1))
+        """Steps of physics in a transition, by ``cfg.decimation`` and wrappers; None without it."""
+        configured = hasattr(getattr(self.env.unwrapped, "cfg", None), "decimation")
+        return ticks_of_objects([self.env]) if configured else None
 
     def describe(self) -> dict[str, Any]:
         """The task, and the kind of environment."""
