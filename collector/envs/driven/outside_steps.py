@@ -25,7 +25,6 @@ _COUNTERS = "step", "elapsed", "time", "count", "tick"
 """Parts of the names of numbers that each step changes."""
 _SURE = 1
 """The last rank of attributes that each step replaces."""
-_CALLS_TO_LEARN = 64
 _MOST_NBYTES = 2**10
 """Size of an array that is compared by its content, for it may be written in place."""
 Way = Literal["reads", "assigns", "changes", "writes"]
@@ -58,11 +57,8 @@ class OutsideSteps:
         self._written = [False] * len(self._arrays)
         """True for arrays that the collector's own steps or resets have changed."""
         self._fresh: list[tuple[int, Any, list[int]]] = []
-        """Sights of lanes that begin an episode, and `_reset_marks` there."""
+        """Sights of lanes that may begin an episode, and `_reset_marks` there."""
         self._readers: dict[int, tuple[np.random.Generator, Callable[[], Any]]] = {}
-        self._counters = {at for at, name in enumerate(self._names) if _counts(name)}
-        """Sights that are named like counters, or were another whole number than 0 before."""
-        self._learning = _CALLS_TO_LEARN
         self.remember()
 
     def _values(self) -> list[Any]:
@@ -78,13 +74,10 @@ class OutsideSteps:
             contents = [_content(*of) for _, *of in self._arrays]
             self._written = [*map(or_, self._written, map(ne, contents, self._contents))]
             self._contents = contents
-        if self._learning:
-            self._learning -= 1
-            self._counters |= {at for at, n in enumerate(before) if type(n) is int and n}
         # A reset at the start of an episode leaves the counter of steps as it is.
         self._fresh = []
         if any(map(is_, before, _ZEROS)):
-            zeros = [at for at in self._counters if before[at] is _ZERO]
+            zeros = (at for at, value in enumerate(before) if value is _ZERO)
             self._fresh = [(at, *self._reset_marks(at)) for at in zeros]
 
     def _reset_marks(self, at: int) -> tuple[Any, list[int]]:

@@ -145,6 +145,33 @@ def test_a_lane_that_begins_an_episode_shows_another_reset_by_what_it_draws() ->
     run.collector.shutdown()
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lane_whose_episodes_have_one_step_shows_another_reset(
+    way: str, mode: AutoresetMode
+) -> None:
+    class Bandit(gym.Env[Any, Any]):
+        observation_space = gym.spaces.Box(0, 2, (1,), np.float64)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            self.pulls, self.arm = 0, self.np_random.random(1)
+            return self.arm.copy(), {}
+
+        def step(self, action: Any) -> Any:
+            self.pulls += 1
+            return self.arm + 1, 0.0, True, False, {}
+
+    env = SyncVectorEnv([Bandit] * 3, autoreset_mode=mode)
+    run = Run(env, way)
+    run.go_on()
+    lane_of(env).reset()
+    with pytest.raises(StateError, match="lane 1"):
+        run.go_on(1)
+    run.collector.shutdown()
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LANES)
 def test_other_uses_of_environments_are_no_steps(name: str, way: str) -> None:
