@@ -133,8 +133,8 @@ def groups_of(env: Any) -> Iterator[Sequence[Any]]:
     lanes = lanes_of(env)
     if lanes < 2:
         return
-    own = getattr(env, "envs", None) if isinstance(env, SyncVectorEnv) else None
-    if isinstance(own, list) and not _held(own):
+    own = getattr(env, "envs", None) if isinstance(env, (SyncVectorEnv, System)) else None
+    if isinstance(own, (list, tuple)) and len(own) == lanes and not _held(own):
         yield own  # of objects that are no subclass of an environment
     for value in _values(env):
         held = _held(value)

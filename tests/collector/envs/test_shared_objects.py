@@ -24,6 +24,7 @@ from tallyroll.collector import (
     SyncCollector,
     evaluate,
 )
+from tallyroll.collector.envs.systems.pettingzoo import PettingZooSystem
 from tallyroll.collector.errors import EnvironmentRefused, StateError
 
 from oracles import OracleEnv, check_rows, length_of
@@ -102,6 +103,25 @@ class Joined(VectorEnv[Any, Any, Any]):
         return (*map(np.concatenate, list(zip(*results, strict=True))[:4]), {})
 
 
+class Herd:
+    """One agent of a PettingZoo environment that inherits from none of its classes."""
+
+    possible_agents: ClassVar[list[str]] = ["agent_0"]
+    metadata: ClassVar[dict[str, Any]] = {"name": "herd"}
+    render_mode = None
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        self._inner, self.agents = env, list(self.possible_agents)
+
+    def observation_space(self, agent: str) -> Any:
+        """Return the space of the agent."""
+        return self._inner.observation_space
+
+    def action_space(self, agent: str) -> Any:
+        """Return the space of the agent."""
+        return self._inner.action_space
+
+
 class View(gym.Env[Any, Any]):
     """One lane of a simulator of many, which all views have."""
 
@@ -145,6 +165,7 @@ SHARED: dict[str, Callable[[], Any]] = {
     "no environment's class": lambda: lanes_of(Plain),
     "vectors of one vector": lambda: Joined(*[SyncVectorEnv([single] * 2)] * 2),
     "vectors of one lane": lambda: Joined(*_joined(single())),
+    "agents of no class of PettingZoo": lambda: _herds(single()),
     "SerialEnv": lambda: in_serial(lambda one: one),
     "SerialEnv of wrappers": lambda: in_serial(lambda one: TimeLimit(one, 50)),
     "TransformedEnv": lambda: TransformedEnv(in_serial(lambda one: one), StepCounter()),
@@ -153,6 +174,10 @@ SHARED: dict[str, Callable[[], Any]] = {
     ),
     "GymWrapper": lambda: GymWrapper(lanes_of(Holder, autoreset_mode=AutoresetMode.DISABLED)),
 }
+
+
+def _herds(one: OracleEnv) -> Any:
+    return PettingZooSystem([Herd(one) for _ in range(3)])
 
 
 def _joined(one: OracleEnv) -> list[Any]:
