@@ -21,7 +21,17 @@ from random_spaces import Key
 
 Sink = Literal["", "memmap", "h5", "zarr", "ring", "buffer", "buffer on disk", "memory and disk"]
 Phase = Literal[
-    "", "stop", "resume", "state", "seed", "append", "weights", "interrupt", "in turn", "change"
+    "",
+    "stop",
+    "resume",
+    "state",
+    "seed",
+    "append",
+    "weights",
+    "interrupt",
+    "in turn",
+    "change",
+    "outside",
 ]
 Copy = Literal["", "memmap", "h5", "zarr", "larger ring"]
 
@@ -202,6 +212,7 @@ def refusals(config: Configuration) -> list[str]:
         "the policy returns less than at first": config.policy is not None
         and config.policy.since > 1
         and config.policy.habit in ("select", "deletes"),
+        "the program stepped a lane": config.phase == "outside",
         "user code raises": config.fault is not None,
         "the policy raises": config.policy is not None and config.policy.habit == "raises",
         "a part cannot be stepped": config.surplus == "never_step"

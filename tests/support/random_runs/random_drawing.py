@@ -64,7 +64,7 @@ def configuration(number: int) -> Configuration:
 def twin(config: Configuration) -> Configuration | None:
     """A configuration without bad habits whose data must be the same, bit for bit."""
     env, lane = config.env, config.env.lane
-    if lane.self_reset or lane.spoil or config.phase or config.mode == "async":
+    if lane.self_reset or lane.spoil or env.shared or config.phase or config.mode == "async":
         return None
     if "norm" in env.transforms and config.workers:  # statistics of each worker, or of all
         return None

@@ -67,6 +67,10 @@ class EnvKind:
     tensors: Reuse = ""
     """A TorchRL environment returns the same tensors again and again."""
     transforms: tuple[str, ...] = ()
+    shared: tuple[int, ...] = ()
+    """Lanes that have one object."""
+    shared_wrapped: bool = False
+    """Each of these wraps it in a wrapper of its own."""
 
     @property
     def is_vector(self) -> bool:
@@ -277,9 +281,22 @@ def _transform(name: str, world: World) -> Transform:
     return CatFrames(N=2, dim=-1, in_keys=["observation"], out_keys=["stacked"])
 
 
+_SHARED: dict[tuple[str, int], gym.Env[Any, Any]] = {}
+
+
+def _lane(kind: EnvKind, world: World, run: int, lane: int) -> gym.Env[Any, Any]:
+    if lane not in kind.shared:
+        return one_lane(kind.lane, world, run, lane)
+    key = world.token, run
+    if key not in _SHARED:
+        _SHARED[key] = one_lane(kind.lane, world, run, lane)
+    env = _SHARED[key]
+    return wrappers.TimeLimit(env, 500) if kind.shared_wrapped else env
+
+
 def lane_of_torch(kind: EnvKind, world: World, run: int, lane: int) -> EnvBase:
     """One lane as a TorchRL environment of batch size []."""
-    env = one_lane(kind.lane, world, run, lane)
+    env = _lane(kind, world, run, lane)
     if kind.tensors or kind.system == "one":
         return TorchLanes([env], flat=True, tensors=kind.tensors)
     if kind.auto_reset:
@@ -302,15 +319,15 @@ def make_env(
     lanes = kind.lanes if lanes is None else lanes
     each = range(first, first + lanes)
     if kind.is_vector:
-        makes = [partial(one_lane, kind.lane, world, run, lane) for lane in each]
+        makes = [partial(_lane, kind, world, run, lane) for lane in each]
         return _vector(kind, makes, options, world)
     if kind.system == "pettingzoo":
-        return PettingZooSystem([Herd(one_lane(kind.lane, world, run, i), i) for i in each])
+        return PettingZooSystem([Herd(_lane(kind, world, run, i), i) for i in each])
     env: EnvBase
     if kind.flat:
         env = lane_of_torch(kind, world, run, first)
     elif kind.system == "torch":
-        envs = [one_lane(kind.lane, world, run, lane) for lane in each]
+        envs = [_lane(kind, world, run, lane) for lane in each]
         env = TorchLanes(envs, flat=False, tensors=kind.tensors, agents=kind.lane.agents)
     else:
         torch_makes = [partial(lane_of_torch, kind, world, run, lane) for lane in each]
@@ -324,12 +341,13 @@ def make_env(
 def _vector(kind: EnvKind, makes: list[Any], options: dict[str, Any], world: World) -> Any:
     mode = AutoresetMode(kind.mode)
     vector: VectorEnv[Any, Any, Any]
+    seen: dict[str, Any] = {"observation_mode": "different"} if kind.lane.wider else {}
     if kind.system == "native":
         vector = NativeVector([make() for make in makes])
     elif kind.system == "async":
-        vector = AsyncVectorEnv(makes, autoreset_mode=mode, context="fork")
+        vector = AsyncVectorEnv(makes, autoreset_mode=mode, context="fork", **seen)
     else:
-        vector = SyncVectorEnv(makes, autoreset_mode=mode, copy=kind.copy)
+        vector = SyncVectorEnv(makes, autoreset_mode=mode, copy=kind.copy, **seen)
     if kind.vector_statistics:
         vector = wrappers.vector.RecordEpisodeStatistics(vector)
     if not kind.adapter:

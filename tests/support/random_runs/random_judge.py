@@ -14,6 +14,7 @@ from random_several import check_several
 from tensordict import TensorDictBase
 
 from tallyroll.collector import CollectorError, split_trajectories
+from tallyroll.collector.errors import EnvironmentRefused, StateError
 from tallyroll.storage import StorageError, verify
 
 from random_configurations import Configuration, refusals
@@ -36,8 +37,13 @@ SELF_RESETS_SEEN = 16
 def judge(config: Configuration, outcome: Outcome) -> list[str]:
     """Everything that is wrong with what came of a configuration."""
     verdict = Verdict()
+    if config.env.shared:
+        _shared(outcome, verdict)
+        return verdict.found
     _errors(config, outcome, verdict)
     for run in outcome.runs:
+        refused = isinstance(run.error, StateError)
+        verdict(refused or not run.stepped, f"a lane was stepped, and it ended with {run.error!r}")
         for batch, copy in zip(run.batches, run.copies, strict=True):
             meddled = "batch" in config.meddles
             verdict(meddled or _same(batch, copy), "a batch changed after it was yielded")
@@ -123,6 +129,14 @@ def other_rows(outcome: Outcome, other: Outcome) -> list[str]:
         )
         verdict(same, f"other rows are stored: {len(mine)} and {len(theirs)}")
     return verdict.found
+
+
+def _shared(outcome: Outcome, verdict: Verdict) -> None:
+    """Lanes that share an object are refused before any row is there."""
+    refused = isinstance(outcome.error, EnvironmentRefused)
+    verdict(refused, f"lanes share an object, and it ended with {outcome.error!r}")
+    rows = sum(run.rows for run in outcome.runs) + sum(map(len, outcome.stored))
+    verdict(not rows, f"lanes share an object, and there are {rows} rows")
 
 
 # --- errors ---------------------------------------------------------------------------------------

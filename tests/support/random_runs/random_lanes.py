@@ -152,6 +152,8 @@ class LaneKind:
     """Infos have a mask of legal actions in three of four steps; nothing is legal at the end."""
     mask_extra: int = 0
     """The mask has so many values more than the action."""
+    wider: bool = False
+    """The bounds of lane k are k + 1 times those of lane 0."""
     bound: bool = True
     """Actions have to be legal by the mask."""
     lengths: tuple[tuple[int, ...], ...] = ((5,),)
@@ -198,6 +200,9 @@ class Lane(gym.Env[Any, Any]):
     def __init__(self, kind: LaneKind, run: int, lane: int) -> None:
         self.kind, self.run, self.lane = kind, run, lane
         self.observation_space, self.action_space = kind.observation_space(), kind.action_space()
+        if kind.wider:
+            space: Any = self.observation_space
+            self.observation_space = Box(space.low * (lane + 1), space.high * (lane + 1))
         self.lengths = kind.lengths[lane % len(kind.lengths)]
         self.episode, self.at, self.steps, self.resets = -1, 0, 0, 0
         self.salt, self.over = 0, True
@@ -226,7 +231,7 @@ class Lane(gym.Env[Any, Any]):
         if self._spoilt("nan"):
             observation = np.full_like(observation, np.nan)
         elif self._spoilt("range"):
-            observation = np.full_like(observation, 101)
+            observation = np.full_like(observation, 101 * (self.lane + 1 if self.kind.wider else 1))
         ends = self.kind.ends
         odd = (self.lane + self.episode) % 2
         terminated = ends in ("terminated", "both") or (ends == "mixed" and odd == 0)

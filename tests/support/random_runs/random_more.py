@@ -8,7 +8,7 @@ from random_faults import FaultKind, Where
 from random_several import SeveralKind
 
 import random_spaces as sp
-from random_configurations import Configuration
+from random_configurations import Configuration, refusals
 from random_drawing import Draw, configuration
 from random_environments import EnvKind
 from random_lanes import LaneKind
@@ -29,7 +29,8 @@ def extended(number: int) -> Configuration:
     config = _resets(Draw(number, 17), _consistent(config))
     config = _several(Draw(number, 19), config)
     config = _fault(Draw(number, 37), replace(config, saves=Draw(number, 31).chance(25)))
-    return replace(config, looks=Draw(number, 41).chance(20))
+    config = _others(Draw(number, 43), replace(config, looks=Draw(number, 41).chance(20)))
+    return _wider(Draw(number, 47), config)
 
 
 def _consistent(config: Configuration) -> Configuration:
@@ -344,6 +345,34 @@ def _fault(draw: Draw, config: Configuration) -> Configuration:
         draw.chance(70),
     )
     return with_fault(replace(config, meddles=(), resets="", total_episodes=None), fault)
+
+
+def _others(draw: Draw, config: Configuration) -> Configuration:
+    """Lanes that share an object, or a lane that the program steps, in some plain runs."""
+    env, lane = config.env, config.env.lane
+    if config.phase or config.fault or env.lanes == 1 or refusals(config) or not draw.chance(50):
+        return config
+    if env.system not in ("sync", "native", "torch", "serial", "pettingzoo") or config.uses_files:
+        return config
+    if draw.chance(50):
+        lanes = tuple(draw.rng.permutation(env.lanes)[: draw.number(2, env.lanes)].tolist())
+        env = replace(env, shared=lanes, shared_wrapped=draw.chance(50))
+        return replace(config, env=env, saves=False)
+    outer = env.adapter or env.transforms or env.system in ("serial", "pettingzoo")
+    if outer or config.workers or not config.total_frames or config.reset_at_each_iter:
+        return config
+    if lane.masked or lane.mask_in_infos or config.max_frames_per_traj:
+        return config
+    return replace(config, phase="outside", phase_after=draw.number(1, 3), given="object")
+
+
+def _wider(draw: Draw, config: Configuration) -> Configuration:
+    """Bounds that differ from lane to lane, in some of Gymnasium's vectors."""
+    lane = config.env.lane
+    plain = lane.observation == "float32" and not (lane.names or lane.wrappers or lane.masked)
+    if config.env.system not in ("sync", "async") or not plain or not draw.chance(25):
+        return config
+    return replace(config, env=replace(config.env, lane=replace(lane, wider=True)))
 
 
 def with_fault(config: Configuration, fault: FaultKind) -> Configuration:

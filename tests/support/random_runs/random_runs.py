@@ -57,6 +57,8 @@ class Run:
     """The policy was changed."""
     first_version: int = 0
     """Version of the policy's weights, when the run began."""
+    stepped: bool = False
+    """The program stepped or reset a lane, and rows were left to collect."""
     interrupted: bool = False
     ended_by_interrupt: bool = False
     """True if it did not go on, and its message said how to."""
@@ -269,11 +271,29 @@ class _Runner:
                 elif config.phase == "weights":
                     collector.update_policy_weights_()
                     run.updated_at = run.rows
+                elif config.phase == "outside" and run.rows < (config.total_frames or 0):
+                    self._step_outside()
+                    run.stepped = True
                 elif config.phase == "seed":
                     collector.set_seed(config.seed // 2)
                 elif config.phase == "change" and config.policy is not None:
                     CHANGES[config.policy.change](self.policy, config.policy_keys)
                     run.changed = True
+
+    def _step_outside(self) -> None:
+        """Reset all lanes or one, or step one, as the program would."""
+        rng = np.random.default_rng([43, self.config.number])
+        env = next(each for each in self.to_close if not isinstance(each, Meddler))
+        way = rng.choice(["reset", "reset one", "step"])
+        if way == "reset":
+            env.reset()
+            return
+        envs = env.envs if self.config.env.system == "torch" else env.unwrapped.envs
+        lane = envs[int(rng.integers(len(envs)))]
+        if way == "step" and not lane.unwrapped.over:
+            lane.step(lane.action_space.sample())
+        else:
+            lane.reset()
 
     def _by_calls(self, collector: Collector) -> Iterator[TensorDictBase]:
         """Return rows that calls of `collect` stored, as batches; some of them are batches."""
