@@ -121,6 +121,9 @@ class Herd:
         """Return the space of the agent."""
         return self._inner.action_space
 
+    def close(self) -> None:
+        """Close nothing."""
+
 
 class View(gym.Env[Any, Any]):
     """One lane of a simulator of many, which all views have."""
