@@ -125,7 +125,7 @@ def masking(*, infos: bool, observations: bool) -> Decision:
         return Decision("infos", "an action_mask is in the infos of the first reset")
     if observations:
         return Decision("observations", "an observation has an action_mask")
-    return Decision("none")
+    return Decision("none", "no action_mask is an observation, or at the root of the first infos")
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,9 @@ def test_openings_keep_to_masks_and_policies_need_not() -> None:
     assert int(random.sum()) == 80 + 7
     with SyncCollector(Masked, nothing, frames_per_batch=4, total_frames=8) as collector:
         assert collector.plan.masks.way == "none"
+        assert "no action_mask is an observation, or at the root of the first infos" in str(
+            collector.plan
+        )
 
 
 def best(observation: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
