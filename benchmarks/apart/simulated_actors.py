@@ -254,7 +254,7 @@ class Simulation:
         self.made += frames
         self.count(index, lease, frames)
         entry = LedgerEntry(slots=frames, executed=frames)
-        return m.Filled(frames, entry, [0], 0, None)
+        return m.Filled(frames, entry, [0], 0)
 
     def kept(self, link: SimLink, lease: m.Lease) -> Kept:
         """Say that the rows of a lease are stored."""

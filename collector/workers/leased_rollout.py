@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
-from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies, openings_of
@@ -13,7 +12,7 @@ from tallyroll.collector.rollout.filling import SLOTS_AT_ONCE, Filling
 from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.central import NoActions
-from tallyroll.collector.workers.messages import Lease
+from tallyroll.collector.workers.messages import Filled, Lease
 from tallyroll.storage.rows.keys import Key
 
 
@@ -41,6 +40,9 @@ class LeasedRollout:
         self._driver, self._policy = driver, policy
         several = isinstance(policy, SeveralPolicies)
         self._openings = openings_of(policy)
+        self._lease: Lease | None = None
+        self._completed = 0
+        """Episodes of the budget that were completed before the lease."""
         self._filling = (FillingOfSeveral if several else Filling)(
             driver,
             policy,
@@ -67,14 +69,9 @@ class LeasedRollout:
         else:
             self._openings.left[:] = frames
 
-    def lease(self, lease: Lease, slots: int) -> tuple[LedgerEntry, int, int]:
-        """Fill a segment of at most ``slots`` slots.
-
-        Returns:
-            What happened, the slots that were filled, and the episodes completed.
-        """
+    def lease(self, lease: Lease, slots: int) -> None:
+        """Fill a segment of at most ``slots`` slots."""
         driver, filling, base = self._driver, self._filling, lease.base
-        filling.take_entry()  # what a lease counted that raised is lost
         driver.slab.carry_root(driver.used, base)
         driver.used = base
         driver.board[COUNTED] = counted_word(base, 0)
@@ -83,17 +80,26 @@ class LeasedRollout:
             filling.restart()
             if filling.gate is not None:
                 filling.gate = EpisodeBudget(0, driver.run_lanes)
+        self._completed = 0 if filling.gate is None else filling.gate.completed
+        self.random_frames = lease.random_frames
+        self._lease = lease
         if filling.restarting and not driver.stopping:
             filling.begin()
-        self.random_frames = lease.random_frames
-        completed = 0
         if filling.gate is not None:
             filling.gate.total += lease.tickets
-            completed = -filling.gate.completed
         self._fill(lease, base + slots)
-        if filling.gate is not None:
-            completed += filling.gate.completed
-        return filling.take_entry(), driver.used - base, completed
+
+    def take_filled(self) -> Filled | None:
+        """Return what the lease brought, once; None if not all slots that it filled are counted.
+
+        After an error these are the slots that were complete before it.
+        """
+        driver, filling, lease = self._driver, self._filling, self._lease
+        entry, self._lease = filling.take_entry(), None
+        if lease is None or driver.board[COUNTED] != counted_word(driver.used, entry.executed):
+            return None
+        completed = 0 if filling.gate is None else filling.gate.completed - self._completed
+        return Filled(driver.used - lease.base, entry, self.random_frames, completed)
 
     def _fill(self, lease: Lease, limit: int) -> None:
         """Fill slots up to ``limit``, until there are as many transitions as the lease is for."""

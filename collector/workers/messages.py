@@ -15,7 +15,8 @@ The parent asks, a worker answers each question once, in their order::
     Reach  -> Reached    call methods, or attributes, of lanes' environments
     Close  ->            the end
 
-Any question may be answered by :class:`Raised` instead, and none is answered after that. Where the
+Any question may be answered by :class:`Raised` instead, and none is answered after that; for a
+:class:`Lease` it has the part that was filled before, whose rows lie in their place. Where the
 parent acts (``policy_placement="central"``), :class:`Steps` and :class:`Lease` have other answers
 before their own, and nothing else is asked meanwhile::
 
@@ -198,7 +199,7 @@ class Filled:
     """``[policy]``: of the lease's ``random_frames`` the number that were not made."""
     completed: int
     """Episodes that were completed with this lease."""
-    state: bytes | None
+    state: bytes | None = None
 
 
 Value = tuple[NDArray[Any], torch.dtype]
@@ -275,3 +276,5 @@ class Raised:
     """The policy was choosing actions."""
     error: bytes | None = field(repr=False)
     """The exception itself, where it can be pickled."""
+    filled: Filled | None = field(default=None, repr=False)
+    """The part of a lease that was complete before the error; None: no lease was begun."""

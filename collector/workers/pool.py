@@ -206,6 +206,7 @@ class WorkerPool:
         if isinstance(answer, m.Raised):
             self._changed, member.asked = True, 0
             member.failed = failures.worker_error(member, answer)
+            member.complete = answer.filled
             return member, member.failed
         member.state = getattr(answer, "state", None) or member.state
         return member, answer
@@ -282,6 +283,7 @@ class WorkerPool:
         member.link = self.transport.start(member.index)
         member.asked, member.since = 1, time.monotonic()
         member.ended, member.ready, member.failed = False, False, None
+        member.complete = None
 
     @property
     def is_closed(self) -> bool:

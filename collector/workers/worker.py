@@ -281,14 +281,19 @@ class Worker:
         by_policy, first = self.policy is not None, self._first_lane
         return ranges_of(self.env, policy=by_policy, lost_finals=lost, first_lane=first)
 
-    def lease(self, message: m.Lease) -> m.Filled | Kept:
+    def lease(self, message: m.Lease) -> m.Filled | m.Raised | Kept:
         """Fill a segment with as many transitions as the lease is for, or store so many."""
         self.doing = "stepping"
         if self._shard is not None:
             kept = self._shard.collect(message.number, message.frames)
             return replace(kept, state=self._state())
-        entry, used, completed = self.rollout.lease(message, self._slots)
-        return m.Filled(used, entry, self.rollout.random_frames, completed, self._state())
+        try:
+            self.rollout.lease(message, self._slots)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
+            return replace(report_of(error, self.doing), filled=self.rollout.take_filled())
+        filled = self.rollout.take_filled()
+        assert filled is not None
+        return replace(filled, state=self._state())
 
     def look(self, message: Look) -> Seen:
         """Look for shards on the disks of this node."""

@@ -198,12 +198,13 @@ class _Channel:
     def answered(self, question: object, given: Given, content: object) -> Answer:
         """The answer, with the rows that it is about."""
         own = self.own
-        if own is None or isinstance(content, (m.Raised, m.Wanted, Ended)):
+        filled = content.filled if isinstance(content, m.Raised) else content
+        if own is None or filled is None or isinstance(filled, (m.Wanted, Ended)):
             return Answer(content)
         if isinstance(content, m.Bound):
             return Answer(m.Bound({**content.decisions, "sends": own.sends}))
-        if isinstance(question, m.Lease) and isinstance(content, m.Filled):
-            first, stop = question.base, question.base + content.used
+        if isinstance(question, m.Lease) and isinstance(filled, m.Filled):
+            first, stop = question.base, question.base + filled.used
         elif isinstance(question, (m.Begin, m.Steps)):
             assert given.filled is not None
             first, stop = given.filled, own.board(0)[FILLED]

@@ -132,13 +132,15 @@ class Leases(LeasedAtRandom):
         failed = []
         for member, answer in events:
             self._hungry.add(member.index)
-            if isinstance(answer, m.Filled):
-                self._queue.came(self._budget.take_back(member, answer), answer.entry)
+            failure = None if isinstance(answer, m.Filled) else answer
+            filled, member.complete = member.complete if failure else answer, None
+            if filled is not None:
+                self._queue.came(self._budget.take_back(member, filled), filled.entry)
                 if self._budget.complete:
                     self._worker_pool.halt()
-            else:
+            if failure is not None:
                 self._queue.count(self._budget.lose(member))
-                failed.append((member, answer))
+                failed.append((member, failure))
         return failed
 
     # --- blocks, as a collector takes them --------------------------------------------------------

@@ -103,7 +103,19 @@ ASYNC = {**THREADS, "mode": "async"}
         ([First, First], [First, Second], {**THREADS, "num_envs": None}),
         (First, Second, {**ASYNC, "sharded": True}),
     ],
-    ids=str,
+    ids=[
+        "class",
+        "lambdas",
+        "wrapper",
+        "vectors",
+        "async vectors",
+        "async vectors of functions",
+        "threads",
+        "processes",
+        "async",
+        "one of several factories",
+        "sharded",
+    ],
 )
 def test_other_classes_warn_once(tmp_path: Path, before: Any, after: Any, more: Any) -> None:
     if isinstance(before, list):
