@@ -129,7 +129,7 @@ def _places_of(env: Any, first: int = 0) -> Iterator[tuple[str, list[Any]]]:
     """Yield the name of each lane or vector of ``env``, and the environments there."""
     layers = _layers_of(env)
     for each in layers:
-        for group in groups_of(each):
+        for group in [each.envs] if isinstance(each, SyncVectorEnv) else groups_of(each):
             for item in group:
                 yield from _places_of(item, first)
                 first += lanes_of(item)

@@ -246,3 +246,62 @@ def test_attributes_that_steps_and_resets_assign() -> None:
     assert "step_in_episode" in state_names(OracleTorchEnv)[1]
     assert "state" in state_names(type(gym.make("CartPole-v1").unwrapped))[0]
     assert state_names(SerialEnv) == ((), ())
+
+
+class Counting(gym.Env[Any, Any]):
+    """Counts its steps, and all else that it does."""
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    observation_space = gym.spaces.Box(-1, 2000, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+    render_mode = "rgb_array"
+
+    def __init__(self, length: int = 7) -> None:
+        self.length, self.goal = length, 0.0
+        self.moves, self.steps, self.total, self.frames, self.since, self.ticks = [0] * 6
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.moves = self.steps = self.frames = self.since = 0
+        self.goal = self.np_random.random()
+        return np.full(1, self.goal), {}
+
+    def step(self, action: Any) -> Any:
+        self.moves += 1
+        self.steps += 1
+        self.total += 1
+        self.since += 1
+        self.render()
+        return np.full(1, self.goal + self.moves), 0.0, self.moves == self.length, False, {}
+
+    def render(self) -> Any:
+        self.frames += 1
+        return np.full((2, 2, 3), self.np_random.integers(9), np.uint8)
+
+    def draw_goal(self) -> None:
+        self.goal, self.since = self.np_random.random(), 0
+
+
+LONE: dict[str, Callable[[Any], Any]] = {
+    "vector": lambda make: SyncVectorEnv([make]),
+    "factory": lambda make: make,
+    "GymWrapper": lambda make: GymWrapper(make()),
+}
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "reset": lambda env: env.reset(),
+    "step": lambda env: env.step(1),
+    "unwrapped step": lambda env: env.unwrapped.step(1),
+}
+
+
+@pytest.mark.parametrize("way", ["iterating", "collect"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", LONE)
+def test_a_step_of_the_only_lane_is_seen_by_its_own_counter(name: str, step: str, way: str) -> None:
+    env = Counting(length=50)
+    run = Run(LONE[name](lambda: env), way)
+    run.go_on(1)
+    STEPS[step](env)
+    with pytest.raises(StateError, match="lane 0"):
+        run.go_on(1)
+    run.collector.shutdown()
