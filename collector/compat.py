@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import gc
 import os
+import sys
 import threading
 from functools import partial
 from importlib import import_module
@@ -126,15 +127,37 @@ def set_info_merge(env: VectorEnv, merge: Any) -> None:
 
 
 def lane_in(frame: FrameType, *kinds: type) -> int | None:
-    """The lane that a `SyncVectorEnv`, or an object of ``kinds``, steps or resets in ``frame``.
+    """Return the lane that a vector, or an object of ``kinds``, steps or resets in ``frame``.
 
-    It is in a variable ``i`` there; None in another frame.
+    It is in a variable there; None in another frame.
     """
-    from gymnasium.vector import SyncVectorEnv
+    from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
     names = frame.f_locals
-    lane = names.get("i") if isinstance(names.get("self"), (SyncVectorEnv, *kinds)) else None
+    owner = names.get("self")
+    package = sys.modules.get("stable_baselines3.common.vec_env")
+    if isinstance(owner, AsyncVectorEnv):
+        name = {"step_wait": "env_idx", "_raise_if_errors": "index"}.get(frame.f_code.co_name, "i")
+    elif package is not None and isinstance(owner, package.DummyVecEnv):
+        name = "env_idx"
+    else:
+        name = "i" if isinstance(owner, (SyncVectorEnv, *kinds)) else ""
+    lane = names.get(name)
     return lane if isinstance(lane, int) else None
+
+
+def is_waiting(vector: Any) -> bool:
+    """Return whether ``vector`` is an `AsyncVectorEnv` that waits for the results of a call."""
+    from gymnasium.vector.async_vector_env import AsyncState, AsyncVectorEnv
+
+    return isinstance(vector, AsyncVectorEnv) and vector._state is not AsyncState.DEFAULT
+
+
+def trace_of_process(frame: FrameType) -> str:
+    """Return the traceback in a lane's process of the error that `AsyncVectorEnv` raises again."""
+    names = frame.f_locals
+    raises = frame.f_code.co_name == "_raise_if_errors"
+    return str(names.get("trace", "")) if raises else ""
 
 
 _SAYS_WHY_SECONDS: Final = 5.0
@@ -189,6 +212,15 @@ def state_reader(generator: np.random.Generator) -> Callable[[], Any]:
 
 
 # --- TorchRL --------------------------------------------------------------------------------------
+
+
+def gym_like_info(frame: FrameType) -> Any:
+    """Return what a reset of `GymWrapper` in ``frame`` took for an info; None where that is one."""
+    name, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+    if (name, function) != ("torchrl.envs.gym_like", "_reset"):
+        return None
+    info = frame.f_locals.get("info")
+    return None if isinstance(info, dict) else info
 
 
 def step_mdp(env: EnvBase, td: TensorDictBase) -> TensorDictBase:

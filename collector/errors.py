@@ -9,6 +9,7 @@
     ├── EnvironmentRefused           an environment that cannot be driven truly
     │   ├── EnvironmentUnknown       a storage does not tell how it is made again
     │   └── SilentReset              it resets itself within step: found while collecting
+    ├── EnvironmentDied              a process of a vector environment exited or was killed
     ├── SpaceError                   a space that has no column layout
     ├── PolicyError                  what the policy returned is not an action of this environment
     ├── TransitionError              what the environment returned differs from what it declared
@@ -33,6 +34,7 @@ __all__ = [
     "ArgumentError",
     "CollectorError",
     "EnvCallError",
+    "EnvironmentDied",
     "EnvironmentRefused",
     "EnvironmentUnknown",
     "ItemsDiffer",
@@ -85,6 +87,21 @@ class SilentReset(EnvironmentRefused):
     Raised while collecting, before the batch that shows it is stored; the message names the rows
     that are stored already.
     """
+
+
+class EnvironmentDied(CollectorError):
+    """A process of an ``AsyncVectorEnv`` or a ``SubprocVecEnv`` exited or was killed.
+
+    ``lanes`` are those of the processes that ended, numbered over the run. ``exitcodes`` say how
+    (negative: the signal; None: not known). The cause is the exception of the vector. Rows that
+    were committed before are unharmed. The other processes of the vector are ended, too.
+    """
+
+    def __init__(
+        self, message: str, *, lanes: Sequence[int] = (), exitcodes: Sequence[int | None] = ()
+    ) -> None:
+        super().__init__(message)
+        self.lanes, self.exitcodes = list(lanes), list(exitcodes)
 
 
 class SpaceError(CollectorError):

@@ -22,6 +22,7 @@ from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import CreateEnv, Made, make_env
 from tallyroll.collector.envs.driven.outside_steps import OutsideSteps
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
+from tallyroll.collector.envs.failures import env_code
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome
 from tallyroll.collector.envs.reaching.environments import reach_env
 from tallyroll.collector.errors import EnvironmentRefused, StateError
@@ -191,7 +192,7 @@ class SyncCollector(Collector):
         self._begin_run(lanes, self._environments(self.env))
         options = self._options
         take_over(self.env, made.instance, self._lost_env)
-        first = first_reset(self.env)
+        first = first_reset(self.env, options.first_lane)
         plan = plan_slab(self.env, self._policy, first, options)
         if plan.arrivals and options.total_episodes is not None and options.init_random_frames:
             raise EnvironmentRefused(
@@ -233,7 +234,7 @@ class SyncCollector(Collector):
 
     def _close_source(self) -> None:
         if self._owns_env:
-            with admitted(), user_code("closing the environment"):
+            with admitted(), env_code("closing the environment"):
                 self.env.close(raise_if_closed=False)
 
     def _lost_env(self) -> None:

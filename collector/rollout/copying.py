@@ -11,6 +11,7 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.envs.driven.step_then_reset import way_of
 from tallyroll.collector.envs.driven.traits import system_of
+from tallyroll.collector.envs.failures import explain
 from tallyroll.collector.policies.random_actions import action_keys
 from tallyroll.collector.rollout.lanes import Lanes, LanesOfKey, changed, stopped
 from tallyroll.collector.rollout.reset_columns import ResetColumns
@@ -39,6 +40,7 @@ class CopiedLanes(Lanes):
         if (base := system_of(env)) is not None:
             base.stepper.board = board
         self._squeeze = not env.batch_size
+        self._lane = slab.first_lane if slab.lanes == 1 else None
         self._views = {
             key: (column[:, 0] if self._squeeze else column).unbind(0)
             for key, column in slab.columns.items()
@@ -120,7 +122,8 @@ class CopiedLanes(Lanes):
             try:
                 td, following = self._way(td, partial(_copy, views=self._after, at=at))
             except BaseException as error:
-                raised = stopped(error) if isinstance(error, ENDS) else error
+                found = stopped(error) if isinstance(error, ENDS) else explain(error, self._lane)
+                raised = found or error
                 raised.add_note(f"tallyroll: raised by step call {at} of the block being collected")
                 if raised is error:
                     raise

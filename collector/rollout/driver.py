@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
+from tallyroll.collector.envs.failures import env_code
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions
 from tallyroll.collector.rollout.actor import Actor
@@ -19,7 +20,6 @@ from tallyroll.collector.rollout.os_signals import pausable
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import FILLED, HALT, PAUSE, STOP
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
@@ -226,7 +226,8 @@ class LocalDriver(Driver):
         """Start every lane's next trajectory."""
         first, self._first = self._first, None
         if first is None:
-            with user_code("a reset of the environment"):
+            lane = self.slab.first_lane if self.lanes == 1 else None
+            with env_code("a reset of the environment", lane):
                 first = self.stepped.env.reset()
         self.stepped.begin(self.used, first)
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.compat import lane_in
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
-from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
+from tallyroll.collector.envs.failures import explain, lane_of
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import PolicyError, TransitionError, ValueRefused
 from tallyroll.collector.rollout.reset_columns import ResetColumns
@@ -218,6 +217,8 @@ class SystemLanes(Lanes):
         """Return the error to raise for that of a step, with a note of the actions."""
         if isinstance(error, ENDS):
             error = stopped(error, self.stepper.system.first_lane)
+        else:
+            error = explain(error) or error
         self.say_actions(error)
         return error
 
@@ -248,16 +249,6 @@ class SystemLanes(Lanes):
         transitions = next_step_transitions(ended, self.pending)
         self.pending[:stepped] = ended[-1, :stepped]
         return transitions
-
-
-def lane_of(error: BaseException) -> int | None:
-    """Return the lane that a Gymnasium SyncVectorEnv was stepping or resetting in ``error``."""
-    trace = error.__traceback__
-    while trace is not None:
-        if (lane := lane_in(trace.tb_frame, LanesInTurn)) is not None:
-            return lane
-        trace = trace.tb_next
-    return None
 
 
 def stopped(error: BaseException, first_lane: int = 0) -> Exception:

@@ -23,6 +23,7 @@ from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import make_env
 from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.envs.driven.statistics import StatisticsWatch
+from tallyroll.collector.envs.failures import env_code, lane_of
 from tallyroll.collector.envs.reaching.travelling import answers_of
 from tallyroll.collector.errors import CollectorError, EnvironmentRefused, UserStopIteration
 from tallyroll.collector.policies.policy import Policy
@@ -31,7 +32,6 @@ from tallyroll.collector.policies.several.policies import SeveralPolicies, polic
 from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.rollout.actor import raised_by_policy
 from tallyroll.collector.rollout.driver import LocalDriver
-from tallyroll.collector.rollout.lanes import lane_of
 from tallyroll.collector.rollout.slab_plan import SlabPlan, make_driver, plan_slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.central import AskingPolicy, NoActions
@@ -170,7 +170,7 @@ class Worker:
         seeds = seed_env(self.env, message.seed, message.incarnation, lanes, asked=message.asked)
         if self.plan is None:
             watch = StatisticsWatch(self.env)
-            self._first = first_reset(self.env)
+            self._first = first_reset(self.env, message.first_lane)
             self._statistics = watch.found()
             # Not before: buffers of some transforms (CatFrames) are made by the first reset.
             self._has_state = bool(self.env.state_dict())
@@ -320,7 +320,8 @@ class Worker:
             if self._shard is not None:
                 self._shard.close()
         finally:
-            self.env.close(raise_if_closed=False)
+            with env_code("closing the environment"):
+                self.env.close(raise_if_closed=False)
 
 
 def report_of(error: BaseException, doing: str) -> m.Raised:

@@ -20,6 +20,7 @@ from tallyroll.collector.envs.closing import closing_on_error
 from tallyroll.collector.envs.driven.instances import objects_of, require_own_objects
 from tallyroll.collector.envs.driven.packages import VERSIONS, packages_of
 from tallyroll.collector.envs.driven.traits import chain, system_of
+from tallyroll.collector.envs.failures import death_of, env_code
 from tallyroll.collector.envs.gymnasium import make as of_gymnasium
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.stepping.restarts import Make
@@ -30,7 +31,6 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named, Rename, new_name, renamed, require_names
-from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.keys import Key, as_key
 
 CreateEnv: TypeAlias = str | EnvBase | VectorEnv | System | Callable[[], Any]
@@ -76,7 +76,7 @@ def make_env(create: CreateEnv, options: Options) -> Made:
         ArgumentError: an unknown id, or arguments that do not fit the kind of ``create``.
         EnvironmentRefused: an environment that would lose or invent transitions.
     """
-    with user_code("create_env_fn"):
+    with env_code("create_env_fn"):
         return _by_name(create, options) if isinstance(create, str) else _made_of(create, options)
 
 
@@ -123,16 +123,24 @@ def processes_guarded() -> Iterator[None]:
     """Explain, around the making of an environment, why its processes cannot start.
 
     Raises:
-        EnvironmentRefused: they imported the main module and came here too, or ended at once.
+        EnvironmentDied: a process of a vector ended meanwhile.
+        EnvironmentRefused: they imported the main module and came here too.
     """
     try:
         yield
-    except (EOFError, ConnectionError) as error:
-        raise EnvironmentRefused(
+    except (EOFError, OSError) as error:
+        text = (
             "the environment's own processes ended while it was made. If it starts some that "
             'import the main module, as AsyncVectorEnv does with context="spawn" or "forkserver", '
             f"{_GUARD}"
-        ) from error
+        )
+        died = death_of(error)
+        if died is not None:
+            died.add_note(text)
+            raise died from error
+        if not isinstance(error, (EOFError, ConnectionError)):
+            raise
+        raise EnvironmentRefused(text) from error
     except RuntimeError as error:
         if not is_starting():
             raise
@@ -231,9 +239,12 @@ def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> 
             f"got a single gymnasium environment, {made}; pass its id, or a function that makes "
             "one, and num_envs"
         )
+    is_old = any(each.__module__.partition(".")[0] == "gym" for each in type(made).__mro__)
+    way_out = "; wrap it in shimmy.GymV21CompatibilityV0(env=env), which is one" if is_old else ""
     raise ArgumentError(
         "create_env_fn: expected a Gymnasium id, a TorchRL EnvBase, a gymnasium VectorEnv or a "
         f"factory of one of them, got {'a factory of ' if factory else ''}{type(made).__name__}"
+        f"{' of gym' if is_old else ''}{way_out}"
     )
 
 

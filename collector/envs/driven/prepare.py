@@ -13,12 +13,12 @@ from torchrl.modules import set_exploration_modules_spec_from_env
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.driven.resets import give_resets
 from tallyroll.collector.envs.driven.traits import can_step_part, chain, runs_on_cpu, system_of
+from tallyroll.collector.envs.failures import env_code
 from tallyroll.collector.envs.probes.known_faults import refuse_known_faults
 from tallyroll.collector.envs.probes.probe import refuse_reused
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, NameRefused, ValueRefused
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.several.joint import Joint
-from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.keys import NEXT, as_key
 
 
@@ -126,9 +126,13 @@ def _give_reward_dtype(env: EnvBase, dtype: Any) -> None:
         )
 
 
-def first_reset(env: EnvBase) -> TensorDictBase:
-    """Reset ``env``; if that declares infos, its wrappers read their specs again."""
-    with user_code("the first reset of the environment"):
+def first_reset(env: EnvBase, first_lane: int = 0) -> TensorDictBase:
+    """Reset ``env``; if that declares infos, its wrappers read their specs again.
+
+    ``first_lane`` is the number of its first lane in the run.
+    """
+    lane = first_lane if env.batch_size.numel() == 1 else None
+    with env_code("the first reset of the environment", lane):
         first: TensorDictBase = env.reset()
         for each in chain(env):
             each.empty_cache()
@@ -166,7 +170,7 @@ def seed_env(
                 "them (def make(seeds): …), or leave seed and resume out"
             )
         return []
-    with user_code("set_seed of the environment"):
+    with env_code("set_seed of the environment", lanes[0] if len(lanes) == 1 else None):
         env.set_seed(seeds[0])
     return seeds if len(seeds) == 1 else []
 

@@ -12,6 +12,7 @@ from torchrl.data import Unbounded
 
 from tallyroll.collector.compat import OBSERVATIONS, own_observations
 from tallyroll.collector.envs.exact import terminated_of, truncated_of
+from tallyroll.collector.envs.failures import watch_processes
 from tallyroll.collector.envs.frame_skips import product, ticks_of_layer
 from tallyroll.collector.envs.gymnasium.given_resets import KEPT, GivenResets, takes_resets
 from tallyroll.collector.envs.gymnasium.info_masks import InfoMasks, masks_declared
@@ -75,6 +76,7 @@ class GymnasiumSystem(System):
         infos: Sequence[Info] = (),
         reset_masks: bool | None = None,
     ) -> None:
+        watch_processes(env.unwrapped)
         self._rules = rules = VectorRules.of(env, reset_slots, reset_masks, bool(infos))
         self.env, self.reached = env, reached_vector(env)
         self.autoreset, self.forgets_resets = rules.autoreset, rules.forgets_resets

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.compat import count_true, seed_next_reset
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.failures import require_infos, watch_processes
 from tallyroll.collector.envs.frame_skips import product, ticks_of_layer, ticks_of_objects
 from tallyroll.collector.envs.gymnasium.given_resets import GivenResets
 from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
@@ -73,6 +74,8 @@ class Sb3System(TellingSystem):
                 "SuperSuit's vectors are wrong where agents die unevenly; pass the PettingZoo "
                 "environment itself"
             )
+        *_, inner = layers(env)
+        watch_processes(inner)
         self.env, self.reached = env, reached_sb3(env)
         spec = env.get_attr("spec", 0)[0] if env.has_attr("spec") else None
         self._id = getattr(spec, "id", None)
@@ -84,7 +87,6 @@ class Sb3System(TellingSystem):
         self._lent, self._lent_obs = _Lent(), _LentObs()
         package = sys.modules["stable_baselines3.common.vec_env"]
         self._copies = type(env) is package.DummyVecEnv
-        *_, inner = layers(env)
         given = takes_resets(inner, package.DummyVecEnv)
         self._given = GivenResets(self, inner if given else None)
         how = {"reset_seeds": given, "options": given, "resets": "all"}
@@ -135,8 +137,13 @@ class Sb3System(TellingSystem):
             )
         if seeds is not None:
             seed_next_reset(self.env, seeds)
-        with self._given.begin():
-            obs = self.env.reset()
+        try:
+            with self._given.begin():
+                obs = self.env.reset()
+        except (KeyError, IndexError, TypeError, ValueError):
+            require_infos(self._reset_infos, self.first_lane)
+            raise
+        require_infos(self._reset_infos, self.first_lane)
         values = [get(obs) for get in self._getters]
         if not self._looks:
             return values
