@@ -186,7 +186,7 @@ class _Head:
                 yield pile.dtype.newbyteorder("<"), (length, *pile.shape), stored.each
 
     def require_possible(self) -> None:
-        """Raise ValueError if so many rows cannot have arrays as long as these.
+        """Raise ValueError if the arrays are longer than the rows allow.
 
         Some of the arrays are copied, and a sparse file may be as long as any.
         """
@@ -197,7 +197,7 @@ class _Head:
                 most = self.blocks if stored.each else _MOST_EACH * (self.rows + self.cells)
                 possible &= length <= most
         if not possible:
-            raise ValueError(f"{self.rows} rows cannot have so many blocks, lanes or numbers")
+            raise ValueError(f"its arrays are longer than {self.rows} rows allow")
 
     def nbytes(self, begin: int) -> int:
         """Return the bytes of a file whose arrays begin there."""

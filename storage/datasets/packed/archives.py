@@ -65,7 +65,7 @@ class Archive(ABC):
         return None
 
     def read_index(self, owner: Owner, rows: int, *, whole: bool) -> KeptBlocks | None:
-        """Return the index of trajectories of so many rows, None without one.
+        """Return the index of trajectories, which has at most ``rows`` rows; None without one.
 
         Raise as `read_index` does.
         """

@@ -242,7 +242,7 @@ class Layout:
         if len({*shown}) < len(shown) or [n for n, later in shown if not later] != [
             *range(len(self.states))
         ]:
-            raise ValueError("states are not those of one column each, and of one that comes next")
+            raise ValueError("each states need one column, and at most one next column")
 
     def _check_states(self, each: StatesLayout) -> None:
         for number in (each.n, each.states, each.axis):

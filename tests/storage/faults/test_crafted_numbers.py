@@ -372,7 +372,7 @@ REWINDS = 264  # the place of the header's count of them
 def test_a_rewind_with_a_number_that_it_cannot_have(
     name: str, number: int, bases: Path, tmp_path: Path
 ) -> None:
-    """A writer finishes the rewind, and must not make a list with so many entries."""
+    """A writer finishes the rewind, and must not make a list of that length."""
     shutil.copytree(bases / name, tmp_path / "work")
     path = tmp_path / "work" / name
     with open_storage(path) as storage:

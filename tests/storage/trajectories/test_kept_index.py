@@ -266,7 +266,7 @@ def test_a_sparse_file_of_more_numbers_than_its_rows_have(
         file.truncate(head.nbytes(begin))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for whole in (False, True):
-        with pytest.raises(UnusableIndex, match="cannot have so many"):
+        with pytest.raises(UnusableIndex, match="rows allow"):
             read_index(inside, path, owner, lambda: ROWS, whole=whole)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 

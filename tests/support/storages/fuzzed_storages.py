@@ -94,7 +94,7 @@ def make_sound(folder: Path) -> dict[str, Path]:
 
 
 def _put_beside(storage: DiskStorage) -> None:
-    """Write an overlay, priorities and statistics beside the rows."""
+    """Write the files of an overlay, of priorities and of statistics."""
     storage.overlay("note", torch.float32)[:10] = torch.ones(10)
     sampler = PrioritizedSampler(storage)
     sampler.update_priority(sampler.sample(8), torch.rand(8))
