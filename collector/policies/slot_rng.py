@@ -85,8 +85,11 @@ class SlotRng:
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
         plain = "generator" not in state  # as earlier versions saved it
+        taken = 0 if plain else int(state["taken"])
+        if not 0 <= taken <= _MOST_SLOTS:  # as many would be drawn
+            raise ValueError(f"taken: expected 0 to {_MOST_SLOTS} slots, got {taken}.")
         self._generator.bit_generator.state = state if plain else state["generator"]
-        self._drop(0 if plain else int(state["taken"]))
+        self._drop(taken)
 
     def return_to(
         self, state: Mapping[str, Any], draws: Sequence[Draw], slots: int, width: int

@@ -53,14 +53,13 @@ def copy_overlays(source: FileReader, target: Overlays, *, exactly: bool) -> Non
 def _copy(source: FileReader, file: OverlayFile, target: FileReader, into: OverlayFile) -> None:
     into.put(np.empty(0, np.int64), np.empty(0))  # it forgets rows that were taken back
     step = max(1, _CHUNK_NBYTES // max(1, file.kept.column.row_nbytes))
-    for start in range(0, max(file.room, into.room), step):
-        found = [each.rows_in(start, start + step) for each in (file, into)]
-        rows = np.unique(np.concatenate(found))
-        first = max(source.span.start, target.span.start)
-        stop = min(source.head, target.head)
-        rows = rows[(rows >= first) & (rows < stop)]
-        if len(rows):
-            into.put(rows, file.take(rows))
+    for each in (into, file):  # a row that only the target has a value of gets the fill
+        for start, stop in each.stretches(step):
+            rows = each.rows_in(start, stop)
+            first = max(source.span.start, target.span.start)
+            rows = rows[(rows >= first) & (rows < min(source.head, target.head))]
+            if len(rows):
+                into.put(rows, file.take(rows))
 
 
 class RowsOf(Protocol):

@@ -21,7 +21,6 @@ _COUNT: Final = 2**_COUNT_BITS - 1
 MOST_ROWS: Final = 2**38
 """Rows that a word can name."""
 _PATIENCE_SECONDS: Final = 1.0
-_AT_ONCE: Final = 2**16
 
 
 class Torn(Exception):
@@ -79,10 +78,8 @@ def put(entries: np.ndarray, slots: np.ndarray, rows: np.ndarray, values: np.nda
 def clear(entries: np.ndarray, first: int) -> None:
     """Make entries of the rows from number ``first`` on, those of no row."""
     words = entries["word"]
-    for start in range(0, len(words), _AT_ONCE):
-        part = words[start : start + _AT_ONCE]
-        gone = np.flatnonzero((part >> _COUNT_BITS) > first)
-        part[gone] = (part[gone] + 1) & _COUNT
+    gone = np.flatnonzero((words >> _COUNT_BITS) > first)
+    words[gone] = (words[gone] + 1) & _COUNT
 
 
 def rows_in(entries: np.ndarray, start: int, stop: int) -> np.ndarray:

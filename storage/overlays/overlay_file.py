@@ -7,6 +7,7 @@ import os
 import platform
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,7 @@ from tallyroll.storage.files.lock import WriterLock, is_held
 from tallyroll.storage.files.mapping import Access, map_file
 from tallyroll.storage.files.paths import FULL, OTHER_KINDS, failed, translated
 from tallyroll.storage.files.rewind_history import least_kept
+from tallyroll.storage.files.safe_files import data_in
 from tallyroll.storage.overlays import entries
 from tallyroll.storage.overlays.header import (
     DROPPED,
@@ -46,6 +48,7 @@ from tallyroll.storage.rows.steadily import steadily
 
 _BLOCK_NBYTES: Final = 2**20
 _FEWEST: Final = 1024
+_AT_ONCE: Final = 2**16
 _ORDERED: Final = ("x86_64", "AMD64")
 """Processors on which a reader sees stores in the order in which a writer made them."""
 
@@ -266,10 +269,18 @@ class OverlayFile:
         """Return the numbers of the rows in the entries ``[start, stop)``; -1 for none."""
         return entries.rows_in(self._mapped(), start, stop)
 
-    @property
-    def room(self) -> int:
-        """The number of entries."""
-        return len(self._mapped())
+    def stretches(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of at most ``most`` entries that have all rows: holes in the file have none.
+
+        A damaged file may be sparse, and as long as a file system allows.
+        """
+        room, size, done = len(self._mapped()), self._dtype.itemsize, 0
+        with translated(self.path):
+            for begin, stop in data_in(self._file, HEADER_NBYTES):
+                start = max(done, (begin - HEADER_NBYTES) // size)
+                done = min(room, -(-(stop - HEADER_NBYTES) // size))
+                for first in range(start, done, most):
+                    yield first, min(first + most, done)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -307,7 +318,9 @@ class OverlayFile:
     def _forget_rewound(self) -> None:
         now = self._reader.rewinds
         if (limit := self._limit()) is not None:
-            entries.clear(self._mapped(), limit)
+            mapped = self._mapped()
+            for start, stop in self.stretches(_AT_ONCE):
+                entries.clear(mapped[start:stop], limit)
             self._words[REWINDS] = now
 
     def _with_room(self, slots: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.index import TrajectoryIndex
-from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex, read_index
+from tallyroll.storage.trajectories.lane_file import Owner, read_index
 
 Mode: TypeAlias = Literal["create", "append", "read"]
 
@@ -261,12 +261,8 @@ class FileReader(RowReader):
 
     def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
         owner = Owner(self.id, self.ring, self.rewinds)
-        found = read_index(self.format.inside, self.format.index_path, owner, whole=whole)
-        if found is not None and found.seen > (head := self.running().counts.head):
-            raise UnusableIndex(
-                f"{self.format.index_path} is of {found.seen} rows, and there are {head}."
-            )
-        return found
+        files, counts = self.format, self.running().counts
+        return read_index(files.inside, files.index_path, owner, lambda: counts.head, whole=whole)
 
     def event_faults(self) -> Iterator[str]:
         _ = self.manifest

@@ -23,6 +23,8 @@ from tallyroll.storage.files.safe_files import Inside
 _NAME: Final = b"tallyroll drawn "
 _BLOCK: Final = struct.Struct("<32s64s4QI")
 _MAGIC: Final = _NAME + b"1\n"
+MOST: Final = 2**53
+"""More rows than are ever drawn or written: sums of a few such counts have a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ def _unpacked(block: bytes, owner: str) -> Counts:
         raise ValueError("its checksum does not fit")
     if whose.rstrip(b"\0") != owner.encode():
         raise ValueError("it is of another storage")
+    if max(told) >= MOST:
+        raise ValueError("its counts cannot be")
     return Counts(*told)
 
 

@@ -12,12 +12,11 @@ from typing import Any, Final
 from tallyroll.storage.errors import RateStalled, ReadOnlyStorage, StateMismatch
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.replay.disk_storage import storage_of_rows
-from tallyroll.storage.sampling.drawn_file import Counts, DrawnFile
+from tallyroll.storage.sampling.drawn_file import MOST, Counts, DrawnFile
 from tallyroll.storage.sampling.drawn_from import require_storage
 
 _PAUSES: Final = (0.00005, 0.005)
 """Seconds between two looks: the first pause, and the longest one."""
-_MOST: Final = 2**53
 
 
 class RateLimit:
@@ -67,7 +66,7 @@ class RateLimit:
         require_storage(storage, "RateLimit", "TorchRL's are in the memory of one process.")
         self.storage = storage
         self.samples_per_insert = _above_0("samples_per_insert", samples_per_insert)
-        if type(min_rows) is not int or not 1 <= min_rows < _MOST:
+        if type(min_rows) is not int or not 1 <= min_rows < MOST:
             raise ValueError(f"min_rows is a number of rows of at least 1, got {min_rows!r}.")
         self.min_rows = min_rows
         self.slack = None if slack is None else _above_0("slack", slack)
@@ -140,7 +139,7 @@ class RateLimit:
             StateMismatch: it is no state of a rate limit, or of rows that are not there.
         """
         first_row, drawn = (state.get(name, -1) for name in ("first_row", "drawn"))
-        if any(type(each) is not int or not 0 <= each < _MOST for each in (first_row, drawn)):
+        if any(type(each) is not int or not 0 <= each < MOST for each in (first_row, drawn)):
             raise StateMismatch("this state is none of a rate limit: it has no counts of rows.")
         if first_row > (head := self.storage.head):
             raise StateMismatch(
@@ -280,5 +279,5 @@ def _above_0(name: str, value: Any) -> float:
 
 
 def _require_count(rows: Any) -> None:
-    if type(rows) is not int or not 1 <= rows < _MOST:
+    if type(rows) is not int or not 1 <= rows < MOST:
         raise ValueError(f"expected a number of rows of at least 1, got {rows!r}.")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +46,8 @@ _MARK: Final = b"done"
 _END: Final = len(_MARK) + 4
 _INT64: Final = np.dtype("<i8")
 _PIECE: Final = 2**24
+_MOST_EACH: Final = 2**7
+"""More numbers than an array of a shelf has for each row and cell."""
 CHECKED: Final = 2**24
 """The checksum of a file of more bytes is left to `verify`: that takes longer than to map it."""
 
@@ -116,7 +118,7 @@ def _content(line: bytes, state: BlockState) -> Iterator[Any]:
 
 
 def read_index(
-    inside: Inside, path: Path, owner: Owner, *, whole: bool = False
+    inside: Inside, path: Path, owner: Owner, head: Callable[[], int], *, whole: bool = False
 ) -> KeptBlocks | None:
     """Return the blocks in a file that is mapped; None without one, or of before a rewind.
 
@@ -124,6 +126,7 @@ def read_index(
         inside: the directory of the file.
         path: the file.
         owner: what it is to be of.
+        head: returns the number of rows ever committed, of which others may be writing some.
         whole: compare the checksum however large the file is.
 
     Raises:
@@ -142,6 +145,9 @@ def read_index(
                 return None
             if (says.id, says.ring) != (owner.id, owner.ring):
                 raise ValueError("it is of another storage")
+            if says.rows > (rows := head()):
+                raise ValueError(f"it is of {says.rows} rows, and there are {rows}")
+            says.require_possible()
             size = os.fstat(file).st_size
             if (needed := says.nbytes(begin)) != size:
                 raise ValueError(f"it has {size} bytes, and {needed} are needed")
@@ -178,6 +184,20 @@ class _Head:
             for length, stored in zip(lengths, _stored(key), strict=True):
                 pile = stored.pile
                 yield pile.dtype.newbyteorder("<"), (length, *pile.shape), stored.each
+
+    def require_possible(self) -> None:
+        """Raise ValueError if the arrays are longer than the rows allow.
+
+        Some of the arrays are copied, and a sparse file may be as long as any.
+        """
+        possible = max(self.blocks, self.lanes) <= self.rows
+        possible &= self.cells <= self.blocks * self.lanes
+        for key, lengths in self.shelves:
+            for length, stored in zip(lengths, _stored(key), strict=True):
+                most = self.blocks if stored.each else _MOST_EACH * (self.rows + self.cells)
+                possible &= length <= most
+        if not possible:
+            raise ValueError(f"its arrays are longer than {self.rows} rows allow")
 
     def nbytes(self, begin: int) -> int:
         """Return the bytes of a file whose arrays begin there."""

@@ -31,8 +31,8 @@ def check_overlays(reader: FileReader, findings: Findings) -> bool:
 
 
 def _check(reader: FileReader, file: OverlayFile, findings: Findings) -> None:
-    for start in range(0, file.room, _AT_ONCE):
-        rows, most = file.rows_in(start, start + _AT_ONCE), file.most_rows
+    for start, stop in file.stretches(_AT_ONCE):
+        rows, most = file.rows_in(start, stop), file.most_rows
         slots = np.arange(start, start + len(rows))
         lie = rows % reader.ring if reader.ring else rows
         wrong = (rows < -1) | ((rows >= 0) & ((lie != slots) | (rows >= most)))

@@ -64,8 +64,11 @@ class Archive(ABC):
         """Return the table of episodes, None without one; raise as `read_table` does."""
         return None
 
-    def read_index(self, owner: Owner, *, whole: bool) -> KeptBlocks | None:
-        """Return the index of trajectories, None without one; raise as `read_index` does."""
+    def read_index(self, owner: Owner, rows: int, *, whole: bool) -> KeptBlocks | None:
+        """Return the index of trajectories, which has at most ``rows`` rows; None without one.
+
+        Raise as `read_index` does.
+        """
         return None
 
     def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
@@ -102,8 +105,8 @@ class ZarrArchive(Archive):
     def read_episodes(self, dtype: np.dtype[Any], rows: int) -> np.ndarray | None:
         return read_table(self.inside, self.ours / EPISODES, dtype, rows)
 
-    def read_index(self, owner: Owner, *, whole: bool) -> KeptBlocks | None:
-        return read_index(self.inside, self.ours / INDEX, owner, whole=whole)
+    def read_index(self, owner: Owner, rows: int, *, whole: bool) -> KeptBlocks | None:
+        return read_index(self.inside, self.ours / INDEX, owner, lambda: rows, whole=whole)
 
     def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
         for place, wanted in documents(layout, manifest).items():

@@ -238,6 +238,11 @@ class Layout:
             self._check_states(each)
         for place, column in zip(self.columns, schema.columns, strict=True):
             self._check_column(place, column)
+        shown = sorted((p.states, p.is_next) for p in self.columns if p.states is not None)
+        if len({*shown}) < len(shown) or [n for n, later in shown if not later] != [
+            *range(len(self.states))
+        ]:
+            raise ValueError("each states need one column, and at most one next column")
 
     def _check_states(self, each: StatesLayout) -> None:
         for number in (each.n, each.states, each.axis):
@@ -247,7 +252,7 @@ class Layout:
             if each.states != self.rows:
                 raise ValueError("there are not as many states as rows")
         else:
-            breaks = self.arrays[each.breaks]
+            breaks = self.arrays[_place(each.breaks)]
             require_array(self.arrays, each.breaks, breaks.rows, "int64", ())
             if each.states != self.rows + breaks.rows or breaks.rows > self.rows:
                 raise ValueError("there are not as many states as rows and breaks")
@@ -263,9 +268,9 @@ class Layout:
             raise ValueError("the frames are not those of the states")
 
     def _check_column(self, place: ColumnLayout, column: Column) -> None:
+        if type(place.is_next) is not bool or (place.array is None) == (place.states is None):
+            raise ValueError("a column comes from nowhere, or from two places")
         if place.states is None:
-            if place.array is None:
-                raise ValueError("a column comes from nowhere")
             dtype, shape = column.numpy_dtype.name, column.shape
             require_array(self.arrays, place.array, self.rows, dtype, shape)
             return

@@ -28,7 +28,7 @@ from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
 from tallyroll.storage.trajectories.index import TrajectoryIndex
-from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex
+from tallyroll.storage.trajectories.lane_file import Owner
 
 CACHE_NBYTES: Final = 2**29
 """The bytes of decompressed chunks that a reader keeps, where a tenth of the memory is as much."""
@@ -181,10 +181,7 @@ class PackedReader(RowReader):
         return self._archive.read_episodes(dtype, self.span.stop)
 
     def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
-        found = self._archive.read_index(Owner(self.id, 0, 0), whole=whole)
-        if found is not None and found.seen > self.layout.rows:
-            raise UnusableIndex(f"the index of {self.path} is of more rows than there are.")
-        return found
+        return self._archive.read_index(Owner(self.id, 0, 0), self.layout.rows, whole=whole)
 
     def made_wrongly(self) -> Iterator[str]:
         return self._archive.shown_wrongly(self.layout, self._manifest)

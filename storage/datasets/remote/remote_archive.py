@@ -118,9 +118,11 @@ class RemoteArchive(Archive):
         with self._copied(EPISODES, min(_TABLE_LIMIT, rows * dtype.itemsize + 2**17)) as copy:
             return None if copy is None else read_table(*copy, dtype, rows)
 
-    def read_index(self, owner: Owner, *, whole: bool) -> KeptBlocks | None:
+    def read_index(self, owner: Owner, rows: int, *, whole: bool) -> KeptBlocks | None:
         with self._copied(INDEX, _TABLE_LIMIT) as copy:
-            return None if copy is None else read_index(*copy, owner, whole=whole)
+            if copy is None:
+                return None
+            return read_index(*copy, owner, lambda: rows, whole=whole)
 
     def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
         for place, wanted in documents(layout, manifest).items():

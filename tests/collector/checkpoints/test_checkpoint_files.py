@@ -32,11 +32,12 @@ from tensordict.nn import TensorDictModule
 from tallyroll.collector import SyncCollector, load_checkpoint, save_checkpoint
 from tallyroll.collector.batches.state.checkpoints import folder
 from tallyroll.collector.batches.state.checkpoints.plain import from_plain, to_plain
-from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
 from tallyroll.storage import MemmapStorage
 from tallyroll.storage.errors import StorageError, StorageFull
 from tallyroll.storage.files.manifest import sealed
 
+from hostile_kit import in_a_child
 from killed_storages_kit import Told, forked, in_a_process, lines_of, oracle
 
 KILLS = int(os.environ.get("TALLYROLL_KILLS", "50"))
@@ -469,6 +470,67 @@ def test_damage_is_told(how: str, match: str, tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "c", net=net)
     assert net.weight.tolist() == before
     load_checkpoint(tmp_path / "c" / "000001-at-0", net=net)
+
+
+IMPOSSIBLE: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "NumPy's generator": (("generators", "numpy", 2), 2**30),
+    "a part's MT19937": (("parts", 0, 2, "state", "pos"), -(2**30)),
+    "a part's Philox": (("parts", 1, 2, "buffer_pos"), -(2**30)),
+    "Python's generator": (("generators", "python", 1), (1,) * 624 + (2**26,)),
+    "torch's generator": (("generators", "torch"), torch.zeros(7, dtype=torch.uint8)),
+    "slots of actions": (("collector", "generators", "actions", "taken"), 2**40),
+    "a count": (("collector", "ledger", "slots"), float("nan")),
+    "a large count": (("collector", "ledger", "slots"), 2**62),
+    "the next id": (("collector", "next_id"), 2**63 - 1),
+    "the seed": (("collector", "seed"), -1),
+    "open trajectories": (("collector", "open"), 1.5),
+}
+
+
+def replaced(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """Return a value with another one at a place in it."""
+    if not place:
+        return new
+    items = value.copy() if isinstance(value, dict) else list(value)
+    items[place[0]] = replaced(items[place[0]], place[1:], new)
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_numbers_that_nothing_can_go_on_from(name: str, tmp_path: Path) -> None:
+    """Generators would read outside of their numbers, or draw 2**40 times; rows stay."""
+    with MemmapStorage(tmp_path / "rows") as storage:
+        options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 20, "total_frames": 80}
+        collector = SyncCollector("CartPole-v1", seed=0, storage=storage, **options)
+        next(iter(collector))
+        parts = {
+            kind.__name__: np.random.Generator(kind(1))
+            for kind in (np.random.MT19937, np.random.Philox)
+        }
+        path = save_checkpoint(tmp_path / "saved", collector=collector, **parts)
+        assert path is not None
+        next(iter(collector))
+        collector.shutdown()
+    state = torch.load(path / folder.STATE, weights_only=True)
+    torch.save(replaced(state, *IMPOSSIBLE[name]), path / folder.STATE)
+    found = json.loads((path / folder.ABOUT).read_text())
+    found |= {"nbytes": (path / folder.STATE).stat().st_size}
+    found |= {"sha256": folder._sha256(path / folder.STATE)}
+    found.pop("crc32")
+    (path / folder.ABOUT).write_text(json.dumps(sealed(found)))
+
+    def load() -> int:
+        with MemmapStorage(tmp_path / "rows", mode="append") as storage:
+            collector = SyncCollector(
+                "CartPole-v1", seed=0, storage=storage, resume=True, **options
+            )
+            with pytest.raises((StateError, LedgerError)):
+                load_checkpoint(path, collector=collector, **parts)
+            head: int = storage.head
+            collector.shutdown()
+        return head
+
+    assert in_a_child(load, seconds=60) == 40
 
 
 def test_where_nothing_is(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -30,6 +31,9 @@ from tallyroll.storage.datasets.exchange.door import source_errors
 from tallyroll.storage.engine.memory_left import library_memory
 from tallyroll.storage.errors import NotEnoughMemory
 from tallyroll.storage.files.safe_files import data_in
+from tallyroll.storage.verification.soundness.repairing import thrift
+
+from hostile_kit import in_a_child
 
 SCRIPT = Path(__file__).parents[2] / "support" / "storages" / "exchanges" / "changed_sources.py"
 FIRST = int(os.environ.get("TALLYROLL_CHANGED_FROM", "0"))
@@ -75,6 +79,39 @@ def test_tasks_of_lerobot_without_their_numbers(tmp_path: Path) -> None:
     found = verify_dataset(tmp_path / "it").findings
     assert any(each.check == "tasks" and "task_index" in each.message for each in found), found
     assert repair(tmp_path / "it", tmp_path / "repaired").rows > 0
+
+
+@pytest.mark.parametrize("way", ["verify", "repair", "import"])
+def test_sizes_of_parquet_that_do_not_fit(way: str, tmp_path: Path) -> None:
+    """The library ends the process where some are read, so that it is asked for others."""
+    pytest.importorskip("av")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from lerobot_recordings import sound_v3
+
+    sound_v3(tmp_path / "it")
+    for file in (tmp_path / "it").rglob("*.parquet"):
+        parquet.write_table(parquet.read_table(file), file)  # with sizes
+        content = file.read_bytes()
+        begin = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+        footer = thrift.Reader(content[begin:-8]).struct()
+        for group in footer[4][1][1]:
+            for chunk in group[1][1][1]:
+                chunk[3][1][16] = thrift.STRUCT, {3: (thrift.LIST, (thrift.I64, [1] * 9))}
+        end = thrift.written(footer)
+        file.write_bytes(content[:begin] + end + len(end).to_bytes(4, "little") + b"PAR1")
+
+    def use() -> bool:
+        with contextlib.suppress(StorageError):
+            if way == "verify":
+                return bool(verify_dataset(tmp_path / "it").findings)
+            if way == "repair":
+                repair(tmp_path / "it", tmp_path / "repaired")
+            else:
+                import_dataset(tmp_path / "it", tmp_path / "imported", "lerobot")
+            return False
+        return True
+
+    assert in_a_child(use)
 
 
 @pytest.mark.parametrize(

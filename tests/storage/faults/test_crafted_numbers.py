@@ -26,6 +26,7 @@ from tallyroll.collector.errors import StateError
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import CorruptStorage, StateMismatch
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, word_of
+from tallyroll.storage.files.manifest import sealed
 from tallyroll.storage.formats.hdf5.user_block import (
     USER_BLOCK_NBYTES,
     newest_manifest,
@@ -33,7 +34,18 @@ from tallyroll.storage.formats.hdf5.user_block import (
 )
 from tallyroll.storage.stores.rewinds import require_kept, take_back
 
-from hostile_kit import GIB, KINDS, ROWS, WAYS, collect, in_a_child, told_or_done
+from hostile_kit import (
+    GIB,
+    KINDS,
+    ROWS,
+    WAYS,
+    collect,
+    in_a_child,
+    inspect,
+    look,
+    read,
+    told_or_done,
+)
 
 MORE = int(os.environ.get("TALLYROLL_NUMBERS", "1"))
 TRIALS = 2
@@ -360,7 +372,7 @@ REWINDS = 264  # the place of the header's count of them
 def test_a_rewind_with_a_number_that_it_cannot_have(
     name: str, number: int, bases: Path, tmp_path: Path
 ) -> None:
-    """Decided and not finished: the next writer would make a list of so many."""
+    """A writer finishes the rewind, and must not make a list of that length."""
     shutil.copytree(bases / name, tmp_path / "work")
     path = tmp_path / "work" / name
     with open_storage(path) as storage:
@@ -435,6 +447,46 @@ def test_no_ids_are_left(recorded: bool, bases: Path, tmp_path: Path) -> None:
             ids[:ROWS] = 2**63 - 1
     with pytest.raises(StateError, match="no room for more after it"):
         collect(path, 2 * ROWS, resume=True)
+
+
+@pytest.fixture(scope="module")
+def packed(bases: Path) -> Path:
+    pytest.importorskip("zstandard")
+    pytest.importorskip("google_crc32c")
+    path = bases / "packed"
+    with open_storage(bases / "rows" / "rows") as storage:
+        storage.pack(path)
+    return path
+
+
+@pytest.mark.parametrize("part", ["arrays", "states", "columns", "rows", "first", "old_rows"])
+def test_numbers_of_how_rows_are_packed(part: str, packed: Path, tmp_path: Path) -> None:
+    """Each number of the layout in the manifest, with a checksum that fits."""
+    found = json.loads((packed / "tallyroll" / "manifest.json").read_bytes())
+    found.pop("crc32")
+    shutil.copytree(packed, tmp_path / "packed")
+    place = tmp_path / "packed" / "tallyroll" / "manifest.json"
+    draw, many = random.Random(part), part in ("arrays", "states", "columns")
+    values = [2**26, 2**31, 2**40, 2**62, 2**63, -1, 1.5, float("nan"), True, "x", None, {}]
+
+    def trials() -> list[str]:
+        wrong = []
+        for number in range((20 if many else 6) * MORE):
+            value = json.loads(json.dumps(found["packed"]))
+            if many:
+                each = draw.choice(value[part])
+                name = draw.choice(sorted(each))
+                each[name] = draw.choice(values)
+            else:
+                value[part] = values[number % len(values)]
+            place.write_text(json.dumps(sealed({**found, "packed": value})))
+            for way in (read, look, inspect):
+                if fault := told_or_done(way, tmp_path / "packed"):
+                    wrong.append(f"{part} {value[part]!r:.200}, {way.__name__}:\n{fault}")
+        return wrong
+
+    wrong = in_a_child(trials, seconds=100 * MORE, nbytes=3 * GIB // 2)
+    assert not wrong, "\n\n".join(wrong[:5])
 
 
 @pytest.mark.parametrize("shape", [[1] * 64, [1] * 63 + [2]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.overlays import header
 from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.stores.rewinds import take_back
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 from formats_kit import KINDS
@@ -346,6 +348,29 @@ def test_a_file_that_cannot_be_used(damage: Any, message: str | None, tmp_path: 
         assert storage.overlays == []
         assert storage.overlay(name, torch.float32, fill=2)[0] == 2
     assert not [each for each in verify(path).findings if each.check == "overlays"]
+
+
+def test_a_sparse_file_with_room_for_very_many_rows(tmp_path: Path) -> None:
+    """Its entries are few: neither `verify`, a copy nor a rewind reads the hole of two GiB."""
+    path = tmp_path / "rows"
+    with made(path) as storage:
+        storage.overlay("x", torch.float32)[:] = 1.0
+    changed(2048, (2**27).to_bytes(8, "little"))(path / "x.overlay")
+    os.truncate(path / "x.overlay", 4096 + 2**27 * 16)
+    changed(4096 + 2**26 * 16, (2**62).to_bytes(8, "little"))(path / "x.overlay")
+    started = time.process_time()
+    (found,) = (each for each in verify(path).findings if each.check == "overlays")
+    assert found.places[0].what == f"entry {2**26}"
+    with open_storage(path) as reader:
+        reader.dumps(tmp_path / "dumped")
+    with MemmapStorage(tmp_path / "loaded") as copy:
+        copy.loads(tmp_path / "dumped")
+        assert copy.overlay("x")[:].tolist() == [1.0] * 20
+    with MemmapStorage(path, mode="append") as storage:
+        take_back(storage.writer, 10, None)
+        storage.overlay("x")[0] = 2.0
+        assert storage.overlay("x")[:].tolist() == [2.0, *[1.0] * 9]
+    assert time.process_time() - started < 2
 
 
 def test_one_of_another_storage(tmp_path: Path) -> None:

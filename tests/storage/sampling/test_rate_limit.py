@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tallyroll.storage import MemmapStorage, RateLimit, ZarrStorage, open_storage
 from tallyroll.storage.errors import RateStalled, StateMismatch
+from tallyroll.storage.sampling.drawn_file import Counts, _packed
 from tallyroll.storage.stores.rewinds import take_back
 from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
@@ -220,6 +221,8 @@ def test_a_forked_child_does_not_share_the_lock(tmp_path: Path) -> None:
         (b"tallyroll drawn 2\n".ljust(132, b"\0"), "another version"),
         (None, "its checksum does not fit"),
         ("other", "it is of another storage"),
+        ((0, 2**64 - 1, 2**64 - 1, 0), "its counts cannot be"),
+        ((2**63, 0, 0, 0), "its counts cannot be"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_begun_anew(
@@ -237,11 +240,14 @@ def test_a_file_that_cannot_be_used_is_begun_anew(
             content[100] ^= 1
         elif content == "other":
             content = other.writer.files.drawn_path.read_bytes()
+        elif isinstance(content, tuple):
+            content = _packed(str(storage.reader.id), Counts(*content))
         path.write_bytes(content)  # type: ignore[arg-type]
         limit = RateLimit(storage, 1.0)
         with pytest.warns(UserWarning, match=why):
             limit.wait_to_insert(1)
         limit.wait_to_insert(1)  # and is used from there on
+        assert limit.drawn == 0
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "folder"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import zlib
@@ -38,7 +39,7 @@ from tallyroll.storage.trajectories.row_index import RowIndex
 from lane_model import Model
 
 TRIED = int(os.environ.get("TALLYROLL_KEPT", "12"))
-LENGTH = 3
+LENGTH, ROWS = 3, 300
 KINDS = {"rows": MemmapStorage, "rows.h5": H5Storage, "rows.zarr": ZarrStorage}
 
 
@@ -56,7 +57,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def model_of(seed: int, rows: int = 300, lanes: int | None = None) -> Model:
+def model_of(seed: int, rows: int = ROWS, lanes: int | None = None) -> Model:
     """Rows of every kind of block, in time."""
     rng = np.random.default_rng(seed)
     model = Model.random(
@@ -115,7 +116,7 @@ def test_it_goes_on_from_the_file_as_if_it_had_seen_all_rows(tmp_path: Path) -> 
         if not before.in_blocks:
             continue
         write_index(inside, path, owner, before.state(), synced=False)
-        kept = read_index(inside, path, owner, whole=True)
+        kept = read_index(inside, path, owner, lambda: ROWS, whole=True)
         assert kept is not None
         assert kept.seen == before.in_blocks
         assert kept.state().is_as(before.state())
@@ -168,10 +169,10 @@ def test_damage_is_found_by_its_checksum_or_by_the_rows_and_nothing_is_read_beyo
             path.write_bytes(hurt)
             if hurt != sound:
                 with pytest.raises(UnusableIndex, match="checksum"):
-                    read_index(inside, path, owner)
+                    read_index(inside, path, owner, lambda: ROWS)
             path.write_bytes(mended(bytes(hurt), begin))
             try:
-                kept = read_index(inside, path, owner)
+                kept = read_index(inside, path, owner, lambda: ROWS)
             except UnusableIndex:
                 continue
             assert kept is not None
@@ -231,20 +232,43 @@ def test_a_file_that_is_cut_short_or_too_long_or_says_too_much_is_not_used(tmp_p
     for content in hurt:
         path.write_bytes(content)
         with pytest.raises(UnusableIndex):
-            read_index(inside, path, owner)
+            read_index(inside, path, owner, lambda: ROWS)
     path.write_bytes(sound.replace(b"trajectories 1", b"trajectories 2", 1))
     with pytest.raises(UnusableIndex, match="version 2, and this Tallyroll reads 1"):
-        read_index(inside, path, owner)
+        read_index(inside, path, owner, lambda: ROWS)
     path.write_bytes(sound)
     for other in (Owner("y", 0, 0), Owner("x", 7, 0)):
         with pytest.raises(UnusableIndex, match="of another storage"):
-            read_index(inside, path, other)
-    assert read_index(inside, path, Owner("x", 0, 1)) is None
-    assert read_index(inside, tmp_path / "none", owner) is None
+            read_index(inside, path, other, lambda: ROWS)
+    assert read_index(inside, path, Owner("x", 0, 1), lambda: ROWS) is None
+    assert read_index(inside, tmp_path / "none", owner, lambda: ROWS) is None
     path.rename(tmp_path / "other")
     path.symlink_to("other")
     with pytest.raises(UnusableIndex, match="cannot be read"):
-        read_index(inside, path, owner)
+        read_index(inside, path, owner, lambda: ROWS)
+
+
+@pytest.mark.parametrize(("name", "more"), [("blocks", 2**26), ("lanes", 2**25), ("cells", 2**27)])
+def test_a_sparse_file_of_more_numbers_than_its_rows_have(
+    name: str, more: int, tmp_path: Path
+) -> None:
+    """Its arrays would be copied, or all of its bytes be read, before they are compared."""
+    inside, path, owner = Inside(tmp_path), tmp_path / "index", Owner("x", 0, 0)
+    index = extend(RowIndex(), model_of(1, lanes=5), ROWS, 50)
+    write_index(inside, path, owner, index.state(), synced=False)
+    content = path.read_bytes()
+    says = json.loads(content[content.index(b"{") : content.index(b"}\n") + 1])
+    line = json.dumps({**says, name: more}).encode() + b"\n"
+    start = content[: content.index(b"\n") + 1]
+    path.write_bytes(start + b"%08x %08x\n" % (len(line), zlib.crc32(line)) + line)
+    with open(path, "r+b") as file:
+        head, begin = lane_file._head(file.fileno())
+        file.truncate(head.nbytes(begin))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for whole in (False, True):
+        with pytest.raises(UnusableIndex, match="rows allow"):
+            read_index(inside, path, owner, lambda: ROWS, whole=whole)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 
 
 # --- beside the rows of a storage -----------------------------------------------------------------

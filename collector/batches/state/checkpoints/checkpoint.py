@@ -15,8 +15,10 @@ from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.state.checkpoints import folder, generators
 from tallyroll.collector.batches.state.checkpoints.plain import from_plain, to_plain
 from tallyroll.collector.batches.state.checkpoints.rows import RowsAt, copy_of_rows, restore_rows
+from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options.checks import positive
+from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.user_code import user_code
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.storages import DiskStorage
@@ -26,6 +28,8 @@ Rows: TypeAlias = Literal["rewind", "keep"]
 
 _ARGUMENTS = ("path", "collector", "storage", "every", "keep_last", "copy_rows", "rows")
 """Names of arguments of `save_checkpoint` or `load_checkpoint`, which no part can have."""
+_UNSOUND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+"""Errors of values that are none of a state, whatever finds them."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,14 @@ def load_checkpoint(
         raise _not_an_argument("rows", '"rewind" or "keep"', rows)
     chosen, about, plain = folder.read(place)
     state = from_plain(plain)
-    saved = _parts_of(state)
+    try:
+        saved = _parts_of(state)
+        _require_sound(state, saved)
+    except _UNSOUND as error:
+        raise StateError(
+            f"{chosen} is damaged: it has values that save_checkpoint never writes "
+            f"({error!r:.200}). Load an older checkpoint."
+        ) from error
     if missing := sorted(parts.keys() - saved.keys()):
         raise StateError(
             f"{chosen} has no {', '.join(missing)}; it has {', '.join(sorted(saved)) or 'no parts'}"
@@ -333,6 +344,26 @@ def _parts_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             for name, each in parts.items()
         }
     return {name: {"kind": kind, "state": each} for name, kind, each in parts}
+
+
+def _require_sound(state: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise an error of any kind for a state that nothing could go on from."""
+    generators.require(state["generators"])
+    for name, part in parts.items():
+        if not isinstance(name, str):
+            raise TypeError(f"a part called {name!r:.40}")
+        if part["kind"] == "numpy":
+            generators.require_bits(part["state"])
+    if (own := state["collector"]) is None:
+        return
+    ledger = Ledger()
+    ledger.load(own["ledger"])
+    ledger.check()
+    for name in ("seed", "next_id", "open"):
+        if type(own[name]) is not int or own[name] < 0 or (name != "seed" and own[name] >= 2**62):
+            raise ValueError(f"{name}: {own[name]!r:.40}")
+    torch.Generator().set_state(own["generators"]["torch"])
+    SlotRng().state = own["generators"]["actions"]
 
 
 def _path_of(path: PathLike | None, parts: dict[str, Any]) -> Path:

@@ -65,7 +65,14 @@ def from_plain(value: Any) -> Any:
     """
     try:
         return _Decoder().decode(value)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise StateError(
             f"the checkpoint holds a value that this Tallyroll cannot decode ({error!r:.200}). "
             "Use the Tallyroll that wrote it."

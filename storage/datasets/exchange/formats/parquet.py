@@ -160,10 +160,9 @@ def opened_parquet(file: IO[bytes], name: str, place: Path, stack: contextlib.Ex
         )
         meta = found.metadata
         for number in range(meta.num_row_groups):
-            group = meta.row_group(number)
-            for column in range(group.num_columns):
-                nbytes = group.column(column).total_uncompressed_size
-                require_memory(2 * nbytes, f"a group of {name}", "Write smaller row groups.")
+            # `column` of a row group would end the process where its statistics are damaged.
+            nbytes = meta.row_group(number).total_byte_size
+            require_memory(nbytes, f"a group of {name}", "Write smaller row groups.")
     except damage_of(arrow) as error:
         raise refused(place, f"{name}: {error}") from error
     stack.callback(found.close)
