@@ -41,7 +41,6 @@ MOVED = "ignore:tallyroll.* is tallyroll.* now:DeprecationWarning"
 pytestmark = pytest.mark.filterwarnings(MOVED)
 INSTALLED = Path(__file__).parents[1] / "data" / "third_party" / "installed"
 RUN: dict[str, Any] = {"frames_per_batch": 50, "total_frames": 170, "seed": 3}
-NAMES = ("exchange", "log_target", "reader", "sink", "system", "transport")
 
 
 def theirs(name: str) -> Any:
@@ -51,7 +50,7 @@ def theirs(name: str) -> Any:
         return import_module(f"my_{name}")
 
 
-my_exchange, my_log_target, my_reader, my_sink, my_system, my_transport = map(theirs, NAMES)
+my_system = theirs("system")
 
 
 @pytest.fixture(autouse=True)
@@ -117,14 +116,14 @@ def test_the_command_collects_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 class TestNpyReader(ReaderContract):
     def write_rows(self, source: DiskStorage, path: Path) -> None:
-        my_reader.write_npy(source, path)
+        theirs("reader").write_npy(source, path)
 
 
 # --- a sink ---------------------------------------------------------------------------------------
 
 
 def test_a_sink_gets_a_run_and_goes_on_with_it() -> None:
-    sink = my_sink.ListSink(500)
+    sink = theirs("sink").ListSink(500)
     with SyncCollector(partial(my_system.corridor, 3), storage=sink, **RUN) as collector:
         batches = list(collector)
         assert collector.ledger.stored == sink.reader.count == 170
@@ -152,9 +151,9 @@ def test_a_sink_gets_a_run_and_goes_on_with_it() -> None:
 def transport() -> Iterator[Any]:
     """Workers at pipes, of a server that has imported what they need."""
     warm_fork_server("my_transport", "my_system")
-    before = {*threading.enumerate()}
-    yield partial(my_transport.PipeTransport, start_method="forkserver")
-    assert not {each for each in threading.enumerate() if each.name.startswith("my_")} - before
+    before = threading.active_count()
+    yield partial(theirs("transport").PipeTransport, start_method="forkserver")
+    assert threading.active_count() <= before, "threads of links are left"
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -217,7 +216,7 @@ def test_the_command_exports_and_imports_it(tmp_path: Path) -> None:
 
 
 def test_a_target_of_logs_gets_rows(tmp_path: Path) -> None:
-    target = my_log_target.JsonLines(tmp_path / "log.jsonl")
+    target = theirs("log_target").JsonLines(tmp_path / "log.jsonl")
     with (
         SyncCollector(partial(my_system.corridor, 3), **RUN) as collector,
         RunLog(collector, target, every=50) as log,
