@@ -1,4 +1,4 @@
-"""Files that an earlier commit made: open them, compare them with its facts, and go on with them.
+"""Open files that an earlier commit made, compare them with its facts, and append to them.
 
 ``tests/data/made_before`` has them, with the script that made them. They are never made again.
 """
@@ -84,7 +84,7 @@ def need(kind: str) -> None:
 
 
 def digests(storage: DiskStorage, span: range) -> dict[str, str]:
-    """Return those of the bytes of each column."""
+    """Return the SHA-256 of the bytes of each column."""
     columns = storage.reader.copies(np.arange(span.start, span.stop))
     return {
         "/".join(key): hashlib.sha256(values.tobytes()).hexdigest()
@@ -251,7 +251,7 @@ def test_commands_read_them(
         assert f"sound; {facts['rows']} rows" in capsys.readouterr().out
 
 
-# --- beside the rows ------------------------------------------------------------------------------
+# --- overlays, priorities -------------------------------------------------------------------------
 
 
 def test_overlays_are_read_and_written(unpack: Callable[[str], Path]) -> None:

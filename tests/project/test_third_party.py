@@ -55,7 +55,7 @@ my_system = theirs("system")
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an installer leaves of a package with such entry points, in other processes too."""
+    """Install a package with their entry points, for other processes too."""
     monkeypatch.syspath_prepend(str(INSTALLED))
     paths = [str(INSTALLED), str(INSTALLED.parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
@@ -149,7 +149,7 @@ def test_a_sink_gets_a_run_and_goes_on_with_it() -> None:
 
 @pytest.fixture
 def transport() -> Iterator[Any]:
-    """Workers at pipes, of a server that has imported what they need."""
+    """A transport whose workers start in a fork server that imported its modules."""
     warm_fork_server("my_transport", "my_system")
     before = threading.active_count()
     yield partial(theirs("transport").PipeTransport, start_method="forkserver")

@@ -118,7 +118,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def make_storage(path: Path, kind: type[DiskStorage], options: dict[str, int]) -> None:
-    """Write a run, go on with it, and add another one with workers."""
+    """Write a run, resume it, and append a second run with workers."""
     make = partial(corridor, 3)
     with (
         kind(path, **options) as storage,
@@ -183,7 +183,7 @@ def make_shards(folder: Path) -> None:
 
 
 def make_overlaid(path: Path) -> dict[str, Any]:
-    """Write overlays of two dtypes and priorities beside the rows."""
+    """Write overlays of two dtypes and a file of priorities."""
     with MemmapStorage(path) as storage:
         with SyncCollector(partial(corridor, 3), storage=storage, total_frames=90, **RUN) as one:
             one.collect(90)
@@ -321,7 +321,9 @@ def main(out: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         facts = make(Path(scratch))
         parts: dict[str, list[Path]] = {}
-        for each in sorted(Path(scratch).iterdir()):  # of one storage files beside it, too
+        for each in sorted(
+            Path(scratch).iterdir()
+        ):  # a storage of one file has others with its name
             parts.setdefault(each.name.partition(".")[0], []).append(each)
         for name, places in parts.items():
             with tarfile.open(out / f"{name}.tar.gz", "w:gz") as archive:

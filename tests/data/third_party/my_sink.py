@@ -112,7 +112,7 @@ class ListSink:
         self.reader.newest = self.reader.count, bytes(payload)
 
     def require_schema(self, schema: Schema) -> None:
-        """Refuse other columns than those of the first run."""
+        """Refuse columns that differ from the first run's."""
         if found := self.reader.schema.differences(schema):
             raise SchemaMismatch("; ".join(found))
 

@@ -70,5 +70,5 @@ class Corridor(System):
 
 
 def corridor(num_envs: int = 1) -> Corridor:
-    """Make a system of so many lanes."""
+    """Make a system of ``num_envs`` lanes."""
     return Corridor(num_envs)

@@ -52,7 +52,7 @@ class PipeLink:
                 self.pipe.send(message)
 
     def read(self) -> None:
-        """Take what has come from the worker."""
+        """Take the messages of the worker."""
         try:
             while not self.cut and self.pipe.poll():
                 kind, content = self.pipe.recv()
