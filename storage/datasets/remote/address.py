@@ -12,7 +12,7 @@ from tallyroll.storage.errors import InvalidAddress
 _SCHEME: Final = "s3://"
 _COLLAPSED: Final = re.compile(r"s3:/+", re.IGNORECASE)
 _PATTERN: Final = re.compile(r"\*|\[!?.-.\]")
-"""Of names in brackets only ranges count: an object may be named "run[1]"."""
+"""Brackets count as a pattern only with a range: an object may be named "run[1]"."""
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _LONGEST: Final = 1024
 HOW: Final = (
