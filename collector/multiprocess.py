@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import ceil
-from typing import Any, NoReturn, Unpack, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
 
 import torch
 from gymnasium.vector import VectorEnv
@@ -55,12 +55,7 @@ from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.user_code import user_code
 from tallyroll.collector.workers.central import CentralPolicy, settle_here
 from tallyroll.collector.workers.leases.budget import LeaseBudget
-from tallyroll.collector.workers.leases.sharded import (
-    ShardedLeases,
-    lost_since,
-)
 from tallyroll.collector.workers.leases.source import Leases
-from tallyroll.collector.workers.leases.without_rows import GoesOnFromStorage
 from tallyroll.collector.workers.local.limits import require_guard
 from tallyroll.collector.workers.local.processes import ProcessTransport
 from tallyroll.collector.workers.local.threads import ThreadTransport
@@ -85,8 +80,9 @@ from tallyroll.collector.workers.worker_options import (
     WorkerOptions,
 )
 from tallyroll.storage import ways
-from tallyroll.storage.datasets.sharded.sink import ShardedWriter
-from tallyroll.storage.storages import ShardedStorage
+
+if TYPE_CHECKING:
+    from tallyroll.collector.workers.leases.sharded import ShardedLeases
 
 Factory = Callable[[], EnvBase | VectorEnv]
 _SEGMENTS = 2
@@ -296,6 +292,8 @@ class MultiprocessCollector(Collector):
             **call,
         )
         if self._options.sharded:
+            from tallyroll.collector.workers.leases.sharded import GoesOnFromStorage
+
             self._restarting = cast(Restarting, GoesOnFromStorage())
 
     def _transport_call(self) -> dict[str, Any]:
@@ -374,15 +372,11 @@ class MultiprocessCollector(Collector):
 
     # --- rows in shards of the workers ------------------------------------------------------------
 
-    @property
-    def _sink(self) -> ShardedWriter:
-        storage = self._writer.storage
-        assert isinstance(storage, ShardedStorage)
-        return storage.writer
-
     def _look_for_shards(self) -> None:
         """Collect rows again whose shards are gone since."""
-        if lost := lost_since(self._startup, self._sink):
+        from tallyroll.collector.workers.leases.sharded import lost_since
+
+        if lost := lost_since(self._startup, self._writer.storage):
             shown = "; ".join(lost[:3]) + ("" if len(lost) <= 3 else f"; and {len(lost) - 3} more")
             warnings.warn(
                 f"{len(lost)} shards are lost, whose rows are collected again: {shown}",
@@ -398,10 +392,12 @@ class MultiprocessCollector(Collector):
             raise ArgumentError("sharded=True does not go with several policies; give one")
 
     def _sharded_leases(self) -> ShardedLeases:
+        from tallyroll.collector.workers.leases.sharded import ShardedLeases
+
         frames = ceil(self.frames_per_batch / self.num_workers)
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
         self._make_place(plan.slots(most, frames, slabs=self.num_workers), 1)
-        return ShardedLeases(self._worker_pool, self._startup, self._sink, frames)
+        return ShardedLeases(self._worker_pool, self._startup, self._writer.storage, frames)
 
     # --- workers, weights, seeds, state -----------------------------------------------------------
 

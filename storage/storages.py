@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from tallyroll.storage.datasets.joined.members import PathLike, expanded, is_pattern
-from tallyroll.storage.datasets.joined.union import MemberIds, UnionReader
-from tallyroll.storage.datasets.remote.address import reopened_as, s3_path
-from tallyroll.storage.datasets.remote.options import S3Options
-from tallyroll.storage.datasets.sharded.files import ShardedFiles
-from tallyroll.storage.datasets.sharded.reader import ShardedReader
-from tallyroll.storage.datasets.sharded.sink import ShardedWriter
-from tallyroll.storage.errors import NotAStorage, ReadOnlyStorage, StorageMissing
-from tallyroll.storage.files.paths import refuse_impossible, refuse_nothing, translated, user_path
+from tallyroll.storage.errors import NotAStorage, ReadOnlyStorage, StorageError, StorageMissing
+from tallyroll.storage.files.manifest import SHARDED, parse_manifest
+from tallyroll.storage.files.paths import (
+    is_address,
+    is_pattern,
+    refuse_impossible,
+    refuse_nothing,
+    translated,
+    user_path,
+)
+from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.by_name import FILES, format_at
 from tallyroll.storage.formats.hdf5.format import H5Format
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.formats.zarr.format import ZarrFormat, refuse_newer_group
 from tallyroll.storage.readers.file_reader import Mode
-from tallyroll.storage.readers.registry import reader_at
+from tallyroll.storage.readers.registry import open_by, reader_at
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.replay.disk_storage import DiskStorage
 from tallyroll.storage.replay.tensor_storage import AsTensorStorage
-from tallyroll.storage.rows.keys import Keys
 from tallyroll.storage.stores.row_writer import NoWriter
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "DiskStorage",
     "H5Storage",
     "MemmapStorage",
-    "ShardedStorage",
     "ZarrStorage",
     "open_storage",
     "storage_class",
@@ -88,7 +87,7 @@ class ZarrStorage(DiskStorage):
     _format_class = ZarrFormat
 
 
-class _ReaderStorage(DiskStorage):
+class ReaderStorage(DiskStorage):
     """A storage over a registered reader of another format: read, and never written."""
 
     def __init__(self, reader: RowReader, mode: Mode, **reopening: Any) -> None:
@@ -98,59 +97,11 @@ class _ReaderStorage(DiskStorage):
         AsTensorStorage.__init__(self)
         self.path, self.mode, self.reader, self.writer = reader.path, mode, reader, NoWriter(reader)
         self._fit_ring()
-        self._reopening = {"path": reopened_as(reader.path), **reopening}
+        self._reopening = {"path": os.path.abspath(reader.path), **reopening}
 
     def __reduce__(self) -> tuple[Any, ...]:
         function, (_, state) = super().__reduce__()
         return function, (partial(open_storage, **self._reopening), state)
-
-
-class UnionStorage(_ReaderStorage):
-    """Several storages as one, to read: see `open_storage`."""
-
-    reader: UnionReader
-
-    def reopen_by(self, places: Sequence[Path], **options: Any) -> None:
-        """Be pickled as these paths, with the rows that are there now."""
-        spans = [each.span for each in self.reader.members]
-        paths = [reopened_as(each) for each in places]
-        self._reopening = {"path": paths, "spans": spans, **options}
-
-
-class ShardedStorage(DiskStorage):
-    """A storage of which workers write the rows, each to a shard of its own: see `open_storage`.
-
-    A collector with ``sharded=True`` makes it of a path. It takes a run, and no rows; they are
-    read by `open_storage`.
-
-    Args:
-        path: a directory.
-        mode: ``"create"`` or ``"append"``.
-
-    Raises:
-        StorageExists, DirectoryNotEmpty, StorageMissing, NotAStorage: something else is there, or
-            nothing.
-        StorageLocked: another process writes its run.
-    """
-
-    writer: ShardedWriter
-
-    def __init__(
-        self, path: str | os.PathLike[str], *, mode: Literal["create", "append"] = "create"
-    ) -> None:
-        AsTensorStorage.__init__(self)
-        self.path, self.mode = user_path(path), mode
-        self.writer = ShardedWriter(self.path.absolute(), mode)
-        self.reader = self.writer.reader
-        self._reopening = {"path": str(self.path.absolute())}
-
-    def reserve(self, rows: int) -> None:
-        """Do nothing: workers reserve space where they are."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows that count."""
-        return self.head * self.schema.row_nbytes if self.head else 0
 
 
 FORMATS: Mapping[str, type[DiskStorage]] = {
@@ -164,7 +115,7 @@ _OTHER_ZARR = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
 
 def open_storage(
-    path: PathLike | Sequence[PathLike],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     mode: Literal["append", "read"] = "read",
     **options: Any,
 ) -> DiskStorage:
@@ -205,80 +156,37 @@ def open_storage(
         ReadOnlyStorage: of several, with ``mode="append"``.
     """
     if not isinstance(path, str | os.PathLike):
-        return _union(path, mode, **options)
-    address = s3_path(path)
-    if address is None and is_pattern(user_path(path)):
-        return _union(path, mode, **options)
-    s3: S3Options | None = options.pop("s3", None)
-    if address is not None:
-        # Imported now, since it is rarely wanted.
-        from tallyroll.storage.datasets.remote.remote_archive import opened
-
-        _require_reading(str(address), mode)
-        return _ReaderStorage(opened(address, s3 or S3Options()), mode, s3=s3)
+        return cast(DiskStorage, open_by("several", path, mode, options))
+    if is_address(path):
+        return cast(DiskStorage, open_by("address", path, mode, options))
     place = user_path(path)
+    if is_pattern(place):
+        return cast(DiskStorage, open_by("several", path, mode, options))
+    options.pop("s3", None)
     try:
         with translated(place):
             name = _name_at(place)
         return FORMATS[name](place, mode=mode, **options)
     except NotAStorage:
         if is_sharded(place):
-            return _sharded(ShardedFiles(place.absolute()), place, mode, **options)
+            return cast(DiskStorage, open_by("sharded", place, mode, options))
         if (reader := reader_at(place)) is None:
             raise
-    return _ReaderStorage(reader, mode)
-
-
-def _sharded(
-    files: ShardedFiles, path: Path, mode: Mode, *, accept_copy: bool = False
-) -> UnionStorage:
-    reader = ShardedReader(files, path, accept_copy=accept_copy)
-    try:
-        found = UnionStorage(reader, mode)
-    except BaseException:
-        reader.close()
-        raise
-    # As these shards with these rows: when it is opened again, more may count.
-    found.reopen_by([each.path for each in reader.members], accept_copy=accept_copy)
-    return found
-
-
-def _union(
-    path: PathLike | Sequence[PathLike],
-    mode: Mode,
-    *,
-    columns: Keys | None = None,
-    ids: MemberIds = "offset",
-    spans: Sequence[range] | None = None,
-    **options: Any,
-) -> UnionStorage:
-    places = expanded(path)
-    given = [path] if isinstance(path, str | os.PathLike) else path
-    _require_reading(", ".join(map(str, given)), mode)
-    with ExitStack() as stack:
-        members = [stack.enter_context(open_storage(place, **options)) for place in places]
-        reader = UnionReader(
-            [each.reader for each in members],
-            Path(", ".join(str(each) for each in given)),
-            columns=columns,
-            ids=ids,
-            spans=spans,
-            owners=members,
-        )
-        found = UnionStorage(reader, mode)
-        if ids == "keep":
-            _ = reader.ids_moved_by
-        stack.pop_all()
-    found.reopen_by(places, columns=columns, ids=ids, **options)
-    return found
+    return ReaderStorage(reader, mode)
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Return whether a sharded storage is at ``path``."""
-    return ShardedFiles.stand_at(user_path(path).absolute())
+    """Return True if a sharded storage is at ``path``."""
+    root = user_path(path).absolute()
+    manifest = root / "manifest.json"
+    try:
+        content = Inside(root).read(manifest, 2**25)
+        return bool(parse_manifest(content, manifest)["format"] == SHARDED)
+    except (OSError, StorageError):  # the call that opens it raises them
+        return False
 
 
-def _require_reading(path: str, mode: Mode) -> None:
+def require_reading(path: str, mode: Mode) -> None:
     """Raise `ReadOnlyStorage` before anything is opened that is read only."""
     if mode != "read":
         raise ReadOnlyStorage(

@@ -28,13 +28,9 @@ from tallyroll.collector.options.sharding import Shard, ShardOfRun, shard_of_run
 from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.collector.policies.several.entries import are_several
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
+from tallyroll.storage.datasets.sharded.sharded_storage import ShardedStorage
 from tallyroll.storage.package.near_names import did_you_mean
-from tallyroll.storage.storages import (
-    DiskStorage,
-    ShardedStorage,
-    is_sharded,
-    storage_class,
-)
+from tallyroll.storage.storages import DiskStorage, is_sharded, storage_class
 
 
 @dataclass(frozen=True)

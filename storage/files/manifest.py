@@ -31,6 +31,8 @@ _MOST_ROWS = 2**48 - 1
 _FIELDS = {"format": str, "format_version": int, "id": str, "created": str, "runs": list}
 
 
+SHARDED: Final = "tallyroll.sharded"
+"""The format of a storage whose workers write the rows, each to a shard of its own."""
 UNVERSIONED: Final = "unversioned_weights"
 """The field of a run's entry that notes weights which changed without a new policy version."""
 

@@ -34,6 +34,7 @@ OTHER_KINDS = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLI
 _SCHEMES = "s3a?|gc?s|az|abfss?|adl|wasbs?|r2|oss|hdfs|hf|dbfs|memory|file|ftps?|https?"
 _ADDRESS = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+)://|({_SCHEMES}):/", re.IGNORECASE)
 """The beginning of an address; `pathlib` keeps one of the slashes."""
+_SIGNS = re.compile(r"[*?[]")
 _UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
 
 
@@ -52,6 +53,19 @@ def user_path(path: str | os.PathLike[str]) -> Path:
             "rows to s3://BUCKET/KEY, and open_storage reads them there."
         )
     return Path(os.path.expanduser(path))
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Return True if ``path`` begins as an address does, such as ``s3://``."""
+    return _ADDRESS.match(os.fspath(path)) is not None
+
+
+def is_pattern(path: object) -> bool:
+    """Return True if a path is to be matched with files: nothing has it as its name."""
+    if not isinstance(path, str | os.PathLike):
+        return False
+    text = os.fspath(path)
+    return isinstance(text, str) and bool(_SIGNS.search(text)) and not os.path.lexists(text)
 
 
 def refuse_nothing(path: Path, what_to_do: str) -> None:

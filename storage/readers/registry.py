@@ -1,17 +1,39 @@
-"""Readers of other formats than ours, found among the installed packages."""
+"""Readers of other storages than our three formats: of extensions, and of installed packages."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any, Final
 
 from tallyroll.storage.readers.row_reader import RowReader
 
 GROUP = "tallyroll.readers"
 """The group of entry points, each of them a subclass of `RowReader`."""
+
+_OPENERS: Final = {
+    "address": "tallyroll.storage.datasets.remote.remote_archive",
+    "several": "tallyroll.storage.datasets.joined.union_storage",
+    "sharded": "tallyroll.storage.datasets.sharded.sharded_storage",
+}
+"""The modules of extensions whose function ``open_at`` opens storages of a kind."""
+
+
+def open_by(kind: str, path: Any, mode: str, options: Mapping[str, Any]) -> Any:
+    """Return the storage at ``path`` that an extension opens.
+
+    Args:
+        kind: ``"address"``, ``"several"`` (a list of paths, or a pattern) or ``"sharded"``.
+        path: as `open_storage` has it.
+        mode: as `open_storage` has it.
+        options: further arguments of `open_storage`.
+    """
+    return import_module(_OPENERS[kind]).open_at(path, mode, **options)
 
 
 def reader_at(path: Path) -> RowReader | None:

@@ -11,8 +11,6 @@ from tallyroll.storage.errors import NotInitialised, StateMismatch
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.files.rewind_history import with_history_of
 from tallyroll.storage.formats.base import Format
-from tallyroll.storage.overlays.beside import Overlays
-from tallyroll.storage.overlays.copying import copy_overlays
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.stores.opened_files import OpenedFiles
@@ -60,6 +58,9 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         with closing(RowWriter(opened)) as copy:
             _bring_up(copy, source)
             if isinstance(source, FileReader):
+                from tallyroll.storage.overlays.beside import Overlays
+                from tallyroll.storage.overlays.copying import copy_overlays
+
                 with closing(Overlays(target)) as overlays:
                     copy_overlays(source, overlays, exactly=True)
 
@@ -84,6 +85,8 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
                 if not target.initialised or _behind(target, copy):
                     _bring_up(writer, copy)
                 if storage.mode != "read":
+                    from tallyroll.storage.overlays.copying import copy_overlays
+
                     copy_overlays(copy, storage.overlay_files, exactly=False)
 
 

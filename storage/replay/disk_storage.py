@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.datasets.card.face import HasCard
-from tallyroll.storage.datasets.copies_face import HasCopies
-from tallyroll.storage.datasets.exchange.face import HasExports
-from tallyroll.storage.datasets.packed.face import HasPacking
-from tallyroll.storage.datasets.statistics.face import HasStatistics
-from tallyroll.storage.datasets.training.face import HasTraining
-from tallyroll.storage.datasets.views.chosen_rows import ChosenRows
-from tallyroll.storage.datasets.views.splitting import split
-from tallyroll.storage.datasets.views.trajectories import StoredTrajectories
-from tallyroll.storage.datasets.views.view_reader import ViewReader
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.errors import (
@@ -44,12 +34,28 @@ from tallyroll.storage.replay.loader import Loader, Make
 from tallyroll.storage.replay.tensor_storage import IN_PLACE, AsTensorStorage
 from tallyroll.storage.rows.indexing import consecutive
 from tallyroll.storage.rows.keys import Key, Keys, as_key
-from tallyroll.storage.rows.progress import MoreDone
+from tallyroll.storage.rows.progress import MoreDone, Progress
 from tallyroll.storage.stores.rewinds import require_kept
 from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.stores.temporary import TemporaryFolder
 from tallyroll.storage.trajectories.id_checks import Ids
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+    from tallyroll.storage.datasets.card.page import Card
+    from tallyroll.storage.datasets.copying import CopyReport
+    from tallyroll.storage.datasets.exchange.exporting import Cuts, ExportReport
+    from tallyroll.storage.datasets.exchange.following import Follow
+    from tallyroll.storage.datasets.packed.column_writers import FrameStack
+    from tallyroll.storage.datasets.packed.packing import Format, PackReport
+    from tallyroll.storage.datasets.statistics.normaliser import Normaliser
+    from tallyroll.storage.datasets.statistics.statistics import Statistics
+    from tallyroll.storage.datasets.training.row_dataset import Last, RowDataset
+    from tallyroll.storage.datasets.views.trajectories import StoredTrajectories
+    from tallyroll.storage.datasets.views.view_reader import ViewReader
 
 _IDS = ("check", "renumber", "fresh")
 
@@ -61,16 +67,7 @@ def _extend_fixed(append: Callable[..., range]) -> Callable[..., range]:
     return extend_fixed
 
 
-class DiskStorage(
-    RowStore,
-    HasCard,
-    HasCopies,
-    HasExports,
-    HasPacking,
-    HasStatistics,
-    HasTraining,
-    AsTensorStorage,
-):
+class DiskStorage(RowStore, AsTensorStorage):
     """Rows on disk, growing or a ring, that survive the end of the process in any way.
 
     A row is in the storage for good once `extend` has returned. Other processes
@@ -107,6 +104,9 @@ class DiskStorage(
         OpenError: the path cannot be opened or created so (its subclasses say why).
         CorruptStorage: the files are damaged.
     """
+
+    sharded: ClassVar[bool] = False
+    """True if workers write the rows, each to a shard of its own."""
 
     _default_checkpointer = DiskStorageCheckpointer
 
@@ -284,11 +284,15 @@ class DiskStorage(
         Raises:
             ColumnsMissing: there is no overlay of that name.
         """
-        return _Overlaid(self, names)
+        from tallyroll.storage.overlays.overlaid_storage import OverlaidStorage
+
+        return OverlaidStorage(self, names)
 
     @property
     def trajectories(self) -> StoredTrajectories[DiskStorage]:
         """The trajectories that the rows belong to, by id."""
+        from tallyroll.storage.datasets.views.trajectories import StoredTrajectories
+
         return StoredTrajectories(self.reader, self, self._over)
 
     def split(self, *, seed: int = 0, **shares: float) -> dict[str, DiskStorage]:
@@ -308,11 +312,328 @@ class DiskStorage(
                 have no trajectory.
             ColumnsMissing: the rows do not say which trajectory they belong to.
         """
+        from tallyroll.storage.datasets.views.splitting import split
+
         parts = split(self.trajectories, shares, seed)
         return {name: self._over(reader) for name, reader in parts.items()}
 
     def _over(self, reader: ViewReader) -> DiskStorage:
-        return _View(self, reader)
+        from tallyroll.storage.datasets.views.view_storage import ViewStorage
+
+        return ViewStorage(self, reader)
+
+    # --- extensions -------------------------------------------------------------------------------
+
+    def copy_to(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        columns: Keys | None = None,
+        drop: Keys = (),
+        sort: bool = False,
+        format: str | None = None,
+        follow: bool = False,
+        stop: Callable[[], bool] | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> CopyReport:
+        """Write the committed rows to a new storage of any format, which is there whole or not.
+
+        Rows get numbers from 0, in their order. Its manifest says from which rows of which
+        storages they are, and which runs made them. Overlays go along, with the values that they
+        have when their rows are copied; of several storages, one that keeps something else than
+        the first of its name is left out, and the report names it. Another process may write to
+        this storage meanwhile: the rows that are committed now are copied.
+
+        Args:
+            path: where it will be; nothing may be there.
+            columns: those that are wanted, overlays too; None: all.
+            drop: those that are not.
+            sort: one trajectory after the other, in the order of their first rows.
+            format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``; None: by the suffix of ``path``.
+            follow: go on with the rows that a process adds, until it closes the storage or
+                ``stop`` returns True. Batches are copied whole.
+            stop: asked now and then with ``follow``.
+            dry_run: return what would be done, and write nothing.
+            progress: called now and then with the bytes that were copied, and with all.
+
+        Raises:
+            OpenError: ``path`` is taken, or cannot be written; or another process copies to it.
+            StorageFull: the rows do not fit on the disk.
+            ColumnsMissing: there is no such column.
+            Overrun: a ring's writer overwrites rows before they are copied.
+            StateMismatch: rows are taken back meanwhile.
+            DamagedOverlay: an overlay cannot be used; ``drop`` leaves it out.
+            ValueError: an argument is none of its values.
+        """
+        from tallyroll.storage.datasets.copying import copy
+
+        self.reader.require_open()
+        return copy(
+            self.reader,
+            path,
+            columns=columns,
+            drop=drop,
+            sort=sort,
+            format=format,
+            follow=follow,
+            stop=stop,
+            dry_run=dry_run,
+            progress=progress,
+        )
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        kind: str,
+        *,
+        columns: Keys | None = None,
+        cuts: Cuts = "keep",
+        follow: Follow | None = None,
+        options: object = None,
+        progress: Progress | None = None,
+    ) -> ExportReport:
+        """Write the committed rows in a format of another library, there whole or not at all.
+
+        Whatever the format cannot hold is counted in the report. `import_dataset` reads it back.
+        Another process may write to this storage meanwhile: the rows that are committed now are
+        exported. Of chosen trajectories: ``storage.trajectories.where(...).export(...)``.
+
+        Args:
+            path: where it will be, a file or a folder as the format has it; nothing may be there.
+                With ``follow`` a folder of versions; those of this storage may be there.
+            kind: the format: ``"d4rl"``, ``"hf"``, ``"lerobot"``, ``"minari"``, ``"npz"``,
+                ``"parquet"``, ``"rlds"``, ``"torchrl"``, or one that another package brings.
+            columns: those that are wanted, overlays too, which become columns; None: all but
+                overlays.
+            cuts: what becomes of trajectories that neither ended nor were truncated: ``"keep"``,
+                they are written as they are; ``"drop"``, they are left out; ``"truncate"``, their
+                last rows are written as truncated.
+            follow: keep the export up until the process that writes to this storage closes it. Each
+                version is written beside the others, whole, and then the link ``current`` (with
+                the end of the format's files, as ``current.npz``) in the folder ``path`` is
+                replaced at once by one that leads to it. The version before the newest stays, and
+                older ones go: a reader resolves the link once, with `os.path.realpath`, and has
+                what it leads to until the second version after it. An error, a signal or a kill
+                leaves the last version, and the same call goes on with it.
+            options: choices of the format, as `LeRobotOptions`; None: its defaults.
+            progress: called now and then with the bytes that were read, and with all.
+
+        Raises:
+            InvalidSchema: the format cannot hold the columns.
+            MissingLibrary: a library is not installed.
+            OpenError: ``path`` is taken, or cannot be written; or another process writes to it.
+            StorageFull: the rows do not fit on the disk.
+            ColumnsMissing: there is no such column, or rows do not say whose they are.
+            Overrun: a ring's writer overwrites rows before they are written.
+            StateMismatch: rows are taken back meanwhile.
+            ValueError: an argument is none of its values.
+        """
+        from tallyroll.storage.datasets.exchange.following import export_storage
+
+        return export_storage(
+            self,
+            path,
+            kind,
+            columns=columns,
+            cuts=cuts,
+            follow=follow,
+            options=options,
+            progress=progress,
+        )
+
+    def pack(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: Format | None = None,
+        codecs: Mapping[str | Key, str] | str | None = None,
+        once: bool = True,
+        stacks: Sequence[FrameStack] | None = None,
+        progress: Progress | None = None,
+    ) -> PackReport:
+        """Write the committed rows to a new storage, compressed, in the order of trajectories.
+
+        They get new numbers; `old_rows` of the packed storage has those of now. All bits of all
+        rows are kept. It is there when the call returns, whole; if it fails, or the process is
+        killed, nothing is at ``path``.
+
+        Args:
+            path: where it will be.
+            format: ``"zarr"``, a directory that zarr-python, TensorStore and xarray read, or
+                ``"hdf5"``, a file that h5py reads; None: HDF5 if ``path`` ends in ``.h5`` or
+                ``.hdf5``, else Zarr.
+            codecs: a codec for each column that is named, or for all: ``"zstd:3"``,
+                ``"shuffle:5"`` (zstd after a shuffle of bytes, for numbers), ``"none"``; of HDF5
+                ``"gzip:4"``.
+            once: store an observation once that one row ends and the next begins with, and each
+                frame of a stack once.
+            stacks: columns that are stacks of frames; None looks which are.
+            progress: called now and then with the rows that are packed, and with all.
+
+        Raises:
+            OpenError: ``path`` is taken, or cannot be written; or another process packs to it.
+            StorageFull: they do not fit on the disk.
+            Overrun: a ring's writer overwrites rows before they are packed.
+            MissingLibrary: the extra ``pack``, or ``hdf5``, is not installed.
+            ValueError: an argument is none of its values.
+        """
+        from tallyroll.storage.datasets.packed.packing import pack
+
+        self.reader.require_open()
+        return pack(
+            self.reader,
+            path,
+            format=format,
+            codecs=codecs,
+            once=once,
+            stacks=stacks,
+            progress=progress,
+        )
+
+    def old_rows(self, index: Any = slice(None)) -> np.ndarray:
+        """Return the numbers that rows had in the storage that was packed, int64.
+
+        Raises:
+            NotAStorage: this storage is not packed.
+        """
+        from tallyroll.storage.datasets.packed.packed_reader import old_rows
+
+        return old_rows(self.reader, index)
+
+    def statistics(
+        self, keys: Keys | None = None, *, keep: bool = True, progress: Progress | None = None
+    ) -> Statistics:
+        """Return mean, deviation, extremes, quantiles and the share of NaNs of each column.
+
+        One pass in bounded memory, in float64. They are kept in a file beside the rows, and later
+        only rows that came since are read; not those of a ring, a view, several storages or files
+        of others. A file that is damaged, or of other rows, is counted again from the rows.
+
+        Args:
+            keys: of the columns; None: all but complex ones.
+            keep: use the file, and write it, where it can be written.
+            progress: called now and then with the bytes that were read, and with all.
+
+        Raises:
+            ColumnsMissing: a column that is not there.
+            ValueError: a column of complex numbers.
+            NotInitialised: there is no schema yet.
+        """
+        from tallyroll.storage.datasets.statistics.statistics import statistics_of
+
+        return statistics_of(self.reader, keys, progress, keep=keep)
+
+    def normaliser(
+        self, key: str | Key, *, eps: float = 1e-6, clip: float | None = 10.0, keep: bool = True
+    ) -> Normaliser:
+        """Return a transform with the mean and the deviation that a column has in these rows.
+
+        Args:
+            key: of the column, such as ``"observation"``.
+            eps, clip: as `Normaliser`.
+            keep: as `statistics`.
+
+        Raises:
+            ColumnsMissing: there is no such column.
+            ValueError: the column has no finite mean, or ``eps`` or ``clip`` is no number above 0.
+        """
+        from tallyroll.storage.datasets.statistics.normaliser import normaliser_of
+
+        return normaliser_of(self, key, eps=eps, clip=clip, keep=keep)
+
+    def dataset(
+        self,
+        columns: Keys | None = None,
+        *,
+        slice_len: int | None = None,
+        short: Last = "pad",
+        where: str | None = None,
+        transform: Callable[[TensorDict], Any] | None = None,
+    ) -> RowDataset:
+        """Return the rows of this moment as a map-style dataset of PyTorch.
+
+        Args:
+            columns: those that are wanted, overlays among them; None: all.
+            slice_len: items are pieces of trajectories of so many rows, from the first row of each
+                on, which have each row once: TensorDicts [slice_len] that end as
+                `Trajectories.sample_slices` says. None: items are rows.
+            short: what becomes of the last piece of a trajectory, if it has fewer rows: ``"pad"``,
+                it has zeros at its end, and ``("collector", "mask")`` is True where there is a
+                row; ``"skip"``, it is no item.
+            where: an expression: only rows of trajectories for which it holds, see
+                `StoredTrajectories.where`.
+            transform: a function of a batch of items, in the process that reads it.
+
+        Raises:
+            ColumnsMissing: a column that is not there; with ``slice_len``, the rows do not say
+                which trajectory they belong to.
+            InvalidExpression: ``where`` is no condition on trajectories.
+            ValueError: an argument is none of its values.
+        """
+        from tallyroll.storage.datasets.training.row_dataset import dataset_of
+
+        return dataset_of(
+            self, columns, slice_len=slice_len, short=short, where=where, transform=transform
+        )
+
+    def to_pandas(self, columns: Keys | None = None) -> pd.DataFrame:
+        """Return the rows as a table of pandas, which the extra ``pandas`` installs.
+
+        A column is named as its key, joined by dots, as ``next.reward``. One with several numbers
+        a row becomes as many, ``observation.0``, ``observation.1`` and so on.
+
+        Args:
+            columns: those that are wanted; None: all with at most 64 numbers a row.
+
+        Raises:
+            MissingLibrary: pandas is not installed.
+            ColumnsMissing: there is no such column.
+            ValueError: a column that was asked for has more numbers a row than that.
+        """
+        from tallyroll.storage.datasets.training.tables import data_frame
+
+        return data_frame(self.reader if columns is None else self.reader_with(columns), columns)
+
+    def to_arrow(self, columns: Keys | None = None) -> pa.Table:
+        """Return the rows as a table of Arrow, which the extra ``arrow`` installs.
+
+        A column is named as its key, joined by dots. One with several numbers a row is a list of
+        fixed size, whose field has the shape in its metadata, as JSON. bfloat16 becomes float32.
+
+        Args:
+            columns: those that are wanted; None: all.
+
+        Raises:
+            MissingLibrary: pyarrow is not installed.
+            ColumnsMissing: there is no such column.
+            ValueError: a column of complex numbers, which Arrow has not.
+        """
+        from tallyroll.storage.datasets.training.tables import arrow_table
+
+        return arrow_table(self.reader if columns is None else self.reader_with(columns), columns)
+
+    def card(self, *, licence: str | None = None, progress: Progress | None = None) -> Card:
+        """Return the card of the rows: a page for a hub, with its facts.
+
+        ``str(card)`` is Markdown, with the front matter that the Hugging Face Hub reads: columns,
+        counts, how to load it, the runs that made it with their seeds, policies and versions, kept
+        statistics, the licence, and the hash of the content, for which all rows are read.
+
+        Args:
+            licence: such as ``"apache-2.0"``; None: unknown.
+            progress: called now and then with the bytes that were read, and with all.
+
+        Raises:
+            NotInitialised: there is no schema yet.
+            Overrun: a ring's writer overwrites rows while they are read.
+        """
+        from tallyroll.storage.datasets.card.storage_card import card_of
+
+        self.reader.require_open()
+        return card_of(self.reader, licence, progress)
+
+    # --- replay buffers ---------------------------------------------------------------------------
 
     def loader(
         self,
@@ -510,88 +831,7 @@ class DiskStorage(
         )
 
 
-_OVERLAID = "together with overlays", "whose with_overlays was called"
-
-
-class _Overlaid(DiskStorage):
-    """The rows of a storage, read together with overlays."""
-
-    def __init__(self, rows: DiskStorage, names: tuple[str | Key, ...]) -> None:
-        AsTensorStorage.__init__(self)
-        if not names:
-            raise TypeError("with_overlays: expected the names of one or more overlays, got none.")
-        for name in names:
-            rows.overlay(name, writable=False)
-        reader = rows.reader_with([*rows.reader.keys, *names])
-        self.of_rows, self._names = rows, names
-        self.path, self.mode, self.reader = rows.path, rows.mode, reader
-        self.writer = _WritesElsewhere(reader, *_OVERLAID)
-        self.overlay_files = rows.overlay_files
-        self._fit_ring()
-
-    def close(self) -> None:
-        """Do nothing: the storage that has the rows closes them."""
-
-    def flush(self) -> None:
-        """Flush the storage that has the rows."""
-        self.of_rows.flush()
-
-    def drop_overlay(self, name: str | Key) -> None:
-        """Refuse: it may be one of those that are read here."""
-        _WritesElsewhere(self.reader, *_OVERLAID).refuse()
-
-    def dumps(self, path: Any) -> None:
-        """Write a checkpoint of the storage that has the rows, overlays included."""
-        self.of_rows.dumps(path)
-
-    def with_overlays(self, *names: str | Key) -> DiskStorage:
-        """Return the rows with these overlays, too."""
-        return self.of_rows.with_overlays(*self._names, *names)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _with_overlays, (self.of_rows, self._names)
-
-
-class _View(DiskStorage):
-    """Rows of chosen trajectories of a storage, which has to stay open."""
-
-    reader: ViewReader
-
-    def __init__(self, rows: DiskStorage, reader: ViewReader) -> None:
-        AsTensorStorage.__init__(self)
-        self.of_rows = rows
-        self.path, self.mode, self.reader = reader.path, "read", reader
-        self.writer = _WritesElsewhere(reader, "as a view", "that it is of")
-
-    def close(self) -> None:
-        """Do nothing: the storage that has the rows closes them."""
-
-    @property
-    def closed(self) -> bool:
-        """True if the storage that has the rows was closed."""
-        return self.of_rows.closed
-
-    def _over(self, reader: ViewReader) -> DiskStorage:
-        return _View(self.of_rows, reader)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _view_of, (self.of_rows, self.reader.picked, self.reader.lines)
-
-
-def _view_of(rows: DiskStorage, picked: ChosenRows, lines: np.ndarray | None) -> DiskStorage:
-    return _View(rows, ViewReader(rows.reader, picked, lines))
-
-
-def storage_of_rows(storage: DiskStorage) -> DiskStorage:
-    """Return the storage that has the rows, where overlays are read together with them."""
-    return storage.of_rows if isinstance(storage, _Overlaid) else storage
-
-
-def _with_overlays(rows: DiskStorage, names: tuple[str | Key, ...]) -> DiskStorage:
-    return rows.with_overlays(*names)
-
-
-class _WritesElsewhere(NoWriter):
+class WritesElsewhere(NoWriter):
     """Refuses to write through a storage that reads the rows of another one."""
 
     def __init__(self, reader: RowReader, how: str, whose: str) -> None:
@@ -599,6 +839,7 @@ class _WritesElsewhere(NoWriter):
         self._how, self._whose = how, whose
 
     def refuse(self) -> NoReturn:
+        """Raise `ReadOnlyStorage`."""
         raise ReadOnlyStorage(
             f"{self.reader.path} is read here {self._how}, and nothing is written. "
             f"Write to the storage {self._whose}."

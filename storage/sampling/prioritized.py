@@ -28,9 +28,9 @@ from tallyroll.storage.errors import (
     StateMismatch,
 )
 from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.overlays.overlaid_storage import storage_of_rows
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.replay.disk_storage import storage_of_rows
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.sampling.drawn_from import (

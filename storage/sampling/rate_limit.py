@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tallyroll.storage.errors import RateStalled, ReadOnlyStorage, StateMismatch
+from tallyroll.storage.overlays.overlaid_storage import storage_of_rows
 from tallyroll.storage.readers.file_reader import FileReader
-from tallyroll.storage.replay.disk_storage import storage_of_rows
 from tallyroll.storage.sampling.drawn_file import MOST, Counts, DrawnFile
 from tallyroll.storage.sampling.drawn_from import require_storage
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 
 from tallyroll.storage.engine.commit_engine import Durability
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import told, user_path
 from tallyroll.storage.formats.base import Format
-from tallyroll.storage.overlays.face import HasOverlays
 from tallyroll.storage.readers.file_reader import FileReader, Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Key, Keys, as_key
@@ -24,9 +25,17 @@ from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
 
+if TYPE_CHECKING:
+    from tallyroll.storage.overlays.beside import Overlays
+    from tallyroll.storage.overlays.overlay import Overlay
+    from tallyroll.storage.overlays.storage_overlays import StorageOverlays
 
-class RowStore(HasOverlays):
+
+class RowStore:
     """Rows on disk; the arguments are those of `DiskStorage`."""
+
+    mode: Mode
+    reader: RowReader
 
     _format_class: ClassVar[type[Format]]
 
@@ -45,14 +54,14 @@ class RowStore(HasOverlays):
         _check_rows("capacity", capacity)
         _check_rows("max_size", max_size)
         self.path = user_path(path)
-        self.mode: Mode = mode
+        self.mode = mode
         if max_size is not None and not self._format_class.rings:
             raise ValueError(
                 f"max_size={max_size} asks for a ring, and {type(self).__name__} keeps every row. "
                 "Use MemmapStorage(path, max_size=...), or leave it out."
             )
         files = FileReader(self._format_class(self.path.absolute()), self.path, mode)
-        self.reader: RowReader = files
+        self.reader = files
         opened = OpenedFiles(
             files,
             capacity=capacity or 0,
@@ -109,14 +118,16 @@ class RowStore(HasOverlays):
 
         Another thread's write is finished first.
         """
-        self._close_overlays()
+        if "_overlays" in self.__dict__:
+            self._overlays.close()
         self.writer.close()
 
     def flush(self) -> None:
         """Show all committed rows to other libraries; with durability="power", sync them too."""
         self.writer.flush()
-        if isinstance(self.writer, RowWriter) and self.writer.durability == "power":
-            self._flush_overlays()
+        syncs = isinstance(self.writer, RowWriter) and self.writer.durability == "power"
+        if syncs and "_overlays" in self.__dict__:
+            self._overlays.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -259,6 +270,74 @@ class RowStore(HasOverlays):
             ColumnsMissing: a column that is not there.
         """
         return (self.reader if keys is None else self.reader_with(keys)).in_order(keys)
+
+    def overlay(
+        self,
+        name: str | Key,
+        dtype: torch.dtype | np.dtype[Any] | str | None = None,
+        shape: Sequence[int] | int = (),
+        fill: bool | int | float | complex = 0,
+        *,
+        writable: bool | None = None,
+    ) -> Overlay:
+        """Return a column beside the rows that may be written again; make it if there is none.
+
+        Its values are in a file of their own, and rows are read as before: with its values by
+        ``get(index, keys=[..., name])``, `column`, `n_step`'s ``reward_key``, and
+        `DiskStorage.with_overlays` for slices and replay buffers. It has one writer at a time,
+        from the first value that is set until the storage is closed.
+
+        Args:
+            name: a name, or a tuple of names, that is no column of the rows.
+            dtype: of the values. None opens one that is there, whatever it keeps.
+            shape: of one row's value.
+            fill: the number that rows without a value have.
+            writable: whether values may be set here. None: unless the storage was opened with
+                mode="read". There, True writes to the overlay, and never to rows.
+
+        Raises:
+            SchemaMismatch: there is one of another dtype, shape or fill.
+            InvalidSchema: a column has that name, or the overlay cannot be beside the rows.
+            ColumnsMissing: there is none, and ``dtype`` is None.
+            DamagedOverlay: its file cannot be used; `drop_overlay` removes it.
+            ReadOnlyStorage: there is none, and it is not ``writable``.
+            NotInitialised: the storage has no schema yet.
+        """
+        return self._overlays.overlay(name, dtype, shape, fill, writable)
+
+    @property
+    def overlays(self) -> list[str | Key]:
+        """The names of all overlays: of one that has several, a tuple."""
+        return self._overlays.names()
+
+    def drop_overlay(self, name: str | Key) -> None:
+        """Remove an overlay and its values. A damaged one can be removed, too.
+
+        Raises:
+            ColumnsMissing: there is none of that name.
+            StorageLocked: another process writes to it.
+            ReadOnlyStorage: the storage was opened with mode="read".
+        """
+        self._overlays.drop(name)
+
+    def reader_with(self, keys: Keys) -> RowReader:
+        """Return the reader of the rows, together with those of ``keys`` that are overlays."""
+        wanted = (keys,) if isinstance(keys, str) else tuple(keys)
+        known = self.reader.keys
+        if all(as_key(each) in known for each in wanted):
+            return self.reader
+        return self._overlays.reader_with(wanted)
+
+    @property
+    def overlay_files(self) -> Overlays:
+        """The files of the overlays."""
+        return self._overlays.files
+
+    @cached_property
+    def _overlays(self) -> StorageOverlays:
+        from tallyroll.storage.overlays.storage_overlays import StorageOverlays
+
+        return StorageOverlays(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, mode={self.mode!r}, {_state_of(self)})"

@@ -11,11 +11,12 @@ import torch
 
 from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.keys import NEXT, Key, spell
+from tallyroll.storage.rows.row_words import batches, words
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.columns import floats_of
 from tallyroll.storage.verification.findings import Findings
 from tallyroll.storage.verification.lane_checks import CheckedRows, RowPairs
-from tallyroll.storage.verification.value_checks import batches, rows_with, words, zero_rows
+from tallyroll.storage.verification.value_checks import rows_with, zero_rows
 
 _FLAGS = {"done", "terminated", "truncated", "reward"}
 _FEW_VALUES, _SHARE = 16, 1 / 4

@@ -29,7 +29,7 @@ from tallyroll.storage.verification.findings import Findings, NumberedRows
 from tallyroll.storage.verification.lane_checks import CheckedRows, LaneChecks
 from tallyroll.storage.verification.observation_checks import ObservationChecks, observations_of
 from tallyroll.storage.verification.record_checks import RunEntry
-from tallyroll.storage.verification.self_resets.checks import ResetChecks
+from tallyroll.storage.verification.reset_checks import ResetChecks
 from tallyroll.storage.verification.value_checks import (
     SpaceChecks,
     UnwrittenRows,

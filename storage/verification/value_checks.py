@@ -11,13 +11,12 @@ import torch
 
 from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.keys import NEXT, Key, spell
+from tallyroll.storage.rows.row_words import batches, words
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.rows.spaces import NO_SPACE, Space, space_of
 from tallyroll.storage.verification.findings import Findings, NumberedRows, Place
 from tallyroll.storage.verification.lane_checks import CheckedRows
 
-_BATCH_NBYTES = 2**22
-"""Rows are looked at in batches that stay in the processor's cache."""
 _FEW_WORDS = 16
 _LONG_RUN = 1024
 
@@ -25,21 +24,6 @@ _LONG_RUN = 1024
 def holds_numbers(column: Column) -> bool:
     """Return whether the column's values can be NaN."""
     return column.dtype.is_floating_point or column.dtype.is_complex
-
-
-def batches(rows: int, row_nbytes: int) -> Iterator[slice]:
-    """Slices of ``rows`` rows, each small enough for the cache."""
-    step = max(1, _BATCH_NBYTES // row_nbytes)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
-
-
-def words(rows: np.ndarray) -> np.ndarray:
-    """C-contiguous ``rows`` [n, ...] as unsigned integers [n, k], as wide as they can be."""
-    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
-    octets = flat.view(np.uint8)
-    width = next(each for each in (8, 4, 2, 1) if octets.shape[1] % each == 0)
-    return octets.view(f"u{width}")
 
 
 def zero_rows(rows: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from tallyroll.collector.batches.rows.rows import Part
 from tallyroll.collector.batches.rows.slab_rows import SlabPart
 from tallyroll.collector.errors import SilentReset
 from tallyroll.storage.rows.keys import DONE, LANE, NEXT, NEXT_VALID, STEP, TERMINATED, Key
-from tallyroll.storage.verification.self_resets.detection import (
+from tallyroll.storage.trajectories.self_resets import (
     Ends,
     SelfResets,
     Verdict,

@@ -40,12 +40,7 @@ from tallyroll.storage.rows.batch_check import BatchCheck
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key
 from tallyroll.storage.rows.row_refs import RowRefs
-from tallyroll.storage.storages import (
-    DiskStorage,
-    ShardedStorage,
-    is_sharded,
-    storage_class,
-)
+from tallyroll.storage.storages import DiskStorage, is_sharded, storage_class
 from tallyroll.storage.stores.row_sink import RowSink
 
 StorageLike = str | Path | RowSink
@@ -102,9 +97,9 @@ class BatchWriter:
                 raise ArgumentError(
                     f"storage: {storage} is a sharded storage; give sharded=True to go on with it"
                 )
-            kind = ShardedStorage if sharded else storage_class(storage)
+            kind = _sharded_class() if sharded else storage_class(storage)
             self._opened = storage = opened_target(storage, resume, frames, kind)
-        elif sharded is not isinstance(storage, ShardedStorage):
+        elif sharded is not getattr(storage, "sharded", False):
             raise ArgumentError(
                 f"storage: expected a path with sharded=True, and only then a ShardedStorage, got "
                 f"{storage!r:.200}"
@@ -318,3 +313,9 @@ def _array(column: torch.Tensor | RowRefs) -> Any:
         return column
     column = column.cpu()
     return (column.view(torch.uint16) if column.dtype is torch.bfloat16 else column).numpy()
+
+
+def _sharded_class() -> type[DiskStorage]:
+    from tallyroll.storage.datasets.sharded.sharded_storage import ShardedStorage
+
+    return ShardedStorage

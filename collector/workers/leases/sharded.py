@@ -6,25 +6,28 @@ they count once the storage has noted that, in one line for all answers that cam
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import add, attrgetter
-from typing import Self
+from typing import NoReturn, Self
 
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, Seen
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry, post
 from tallyroll.collector.counting.shards import first_id
+from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.rollout.os_signals import call_waiting, pausable, waits
+from tallyroll.collector.rollout.source import Held
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_in
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.leases.without_rows import WithoutRows
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import Event, WorkerPool
 from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
 from tallyroll.storage.datasets.sharded.acknowledged import SUMS, KeptShard
+from tallyroll.storage.datasets.sharded.sharded_storage import ShardedStorage
 from tallyroll.storage.datasets.sharded.sink import ShardedWriter
 
 _sums_of = attrgetter(*SUMS)
@@ -53,13 +56,52 @@ class _Part:
     """Its part of the counts that are sums over rows."""
 
 
+class WithoutRows:
+    """The part of `ShardedLeases` that refuses what needs rows; the run goes on."""
+
+    _run: RunState
+
+    def batch(self, size: int | None = None) -> NoReturn:
+        """Refuse: no row comes here."""
+        self._refuse("its rows stay in the shards; call collect(n), and open the storage to read")
+
+    def discard(self, *_: object) -> None:
+        """Do nothing, before `restart_lanes` refuses."""
+
+    def restart_lanes(self, *_: object) -> NoReturn:
+        """Refuse."""
+        self._refuse("workers number their rows; give seed= to another collector")
+
+    @contextmanager
+    def still(self) -> Iterator[Sequence[Held]]:
+        """Refuse: a call between rows of several shards has no place among them."""
+        self._refuse("calls of environments have no place among rows of several shards")
+        yield ()
+
+    def leave(self) -> None:
+        """Do nothing: no policy acts here."""
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._run.intact = True  # the run goes on
+        raise ArgumentError(f"sharded=True: {why}")
+
+
+class GoesOnFromStorage:
+    """In the place of `Restarting`: a sharded run goes on from its storage alone."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StateError(
+            "sharded=True: the run goes on from its storage, by resume=True, and has no other state"
+        )
+
+
 class ShardedLeases(WithoutRows):
     """Lets workers store exactly so many transitions, and notes which of them count.
 
     Args:
         pool: the workers.
         startup: replaces one that failed.
-        sink: the storage, which notes what counts.
+        storage: the sharded storage, whose writer notes what counts.
         frames: transitions a lease.
     """
 
@@ -67,10 +109,10 @@ class ShardedLeases(WithoutRows):
     counts = Decision("by workers", "they keep their rows")
 
     def __init__(
-        self, pool: WorkerPool, startup: WorkerStartup, sink: ShardedWriter, frames: int
+        self, pool: WorkerPool, startup: WorkerStartup, storage: object, frames: int
     ) -> None:
         self._worker_pool, self._startup = pool, startup
-        self._sink, self._frames = sink, frames
+        self._sink, self._frames = _writer_of(storage), frames
         self._parts: dict[int, _Part] = {}
         """The shard of each worker that has one, by its index."""
         self._unleased = self._numbered = self._size = 0
@@ -280,8 +322,9 @@ class ShardedLeases(WithoutRows):
         run.writer.finish(run.ledger, held)
 
 
-def lost_since(startup: WorkerStartup, sink: ShardedWriter) -> list[str]:
+def lost_since(startup: WorkerStartup, storage: object) -> list[str]:
     """Let rows of shards that no node has any more count no more; return what is lost."""
+    sink = _writer_of(storage)
     names = {
         str(sink.files.place_of(each.name)): each.name
         for each in sink.reader.said.shards
@@ -293,3 +336,8 @@ def lost_since(startup: WorkerStartup, sink: ShardedWriter) -> list[str]:
     return sink.lose_missing(
         (names[path], *found) for answer in answers for path, found in answer.shards.items()
     )
+
+
+def _writer_of(storage: object) -> ShardedWriter:
+    assert isinstance(storage, ShardedStorage)
+    return storage.writer

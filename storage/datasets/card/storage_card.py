@@ -24,7 +24,7 @@ with open_storage({path!r}) as storage:
 
 
 def card_of(reader: RowReader, licence: str | None, progress: Progress | None) -> Card:
-    """Return the card of the rows of this moment; see `HasCard.card`."""
+    """Return the card of the rows of this moment; see `DiskStorage.card`."""
     total, done = len(reader) * reader.schema.row_nbytes, 0
 
     def tell(nbytes: int) -> None:

@@ -72,7 +72,7 @@ def export(
     progress: Progress | None = None,
     title: str | None = None,
 ) -> ExportReport:
-    """Write rows in a format of other libraries; see `HasExports.export`.
+    """Write rows in a format of other libraries; see `DiskStorage.export`.
 
     ``title`` is the name that the export has within; None: that of its path.
     """

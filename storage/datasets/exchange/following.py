@@ -20,6 +20,7 @@ from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import Keys
 from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.stores.row_store import RowStore
 from tallyroll.storage.user_code import user_callback
 
 _LOOK_SECONDS: Final = 0.1
@@ -46,6 +47,37 @@ class Follow:
     def __post_init__(self) -> None:
         if not 0 <= self.every < math.inf:
             raise ValueError(f"every: expected seconds, 0 or more, got {self.every!r:.80}.")
+
+
+def export_storage(
+    storage: RowStore,
+    path: str | os.PathLike[str],
+    kind: str,
+    *,
+    columns: Keys | None,
+    cuts: Cuts,
+    follow: Follow | None,
+    options: object,
+    progress: Progress | None,
+) -> ExportReport:
+    """Export the rows of a storage as `DiskStorage.export` does."""
+    storage.reader.require_open()
+    named = (columns,) if isinstance(columns, str) else columns or ()
+    reader = storage.reader_with([*storage.reader.keys, *named]) if named else storage.reader
+    if follow is None:
+        return export(
+            reader, path, kind, columns=columns, cuts=cuts, options=options, progress=progress
+        )
+    return export_followed(
+        reader,
+        path,
+        kind,
+        follow,
+        columns=columns,
+        cuts=cuts,
+        options=options,
+        progress=progress,
+    )
 
 
 @user_callback("export")

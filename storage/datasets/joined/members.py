@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from tallyroll.storage.datasets.remote.address import s3_path
 from tallyroll.storage.errors import ColumnsMissing, RowsDoubled, SchemaMismatch, StorageMissing
-from tallyroll.storage.files.paths import user_path
+from tallyroll.storage.files.paths import is_pattern, user_path
 from tallyroll.storage.files.run_events import EVENTS, events_of
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.batch_dims import fitting
@@ -21,7 +21,6 @@ from tallyroll.storage.rows.schema import Column, Schema
 
 PathLike = str | os.PathLike[str]
 
-_SIGNS: Final = re.compile(r"[*?[]")
 _ROWS_OF_RUN: Final = ("first_row", "first_row_of_run")
 _OF_ITS_BEGINNING: Final = "lane_seeds"
 _MOST_NAMED: Final = 8
@@ -46,14 +45,6 @@ class Member:
     def moved_by(self) -> int:
         """The difference of a row's number in the union from that in the storage."""
         return self.rows.start - self.span.start
-
-
-def is_pattern(path: object) -> bool:
-    """Return whether a path is to be matched with files: nothing has it as its name."""
-    if not isinstance(path, str | os.PathLike):
-        return False
-    text = os.fspath(path)
-    return isinstance(text, str) and bool(_SIGNS.search(text)) and not os.path.lexists(text)
 
 
 def expanded(paths: PathLike | Sequence[PathLike]) -> list[Path]:

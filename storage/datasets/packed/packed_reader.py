@@ -21,9 +21,9 @@ from tallyroll.storage.datasets.packed.columns import (
 )
 from tallyroll.storage.datasets.packed.layout import Layout
 from tallyroll.storage.engine.memory_left import available_bytes, is_little
-from tallyroll.storage.errors import CorruptStorage, InvalidSchema
+from tallyroll.storage.errors import CorruptStorage, InvalidSchema, NotAStorage
 from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import RowReader, numbers_of
 from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
@@ -200,3 +200,10 @@ class PackedReader(RowReader):
                 states.tables()
             except CorruptStorage as error:
                 yield "/".join(self.layout.arrays[states.layout.frames].path), str(error)
+
+
+def old_rows(reader: RowReader, index: Any) -> np.ndarray:
+    """Return the numbers that rows had before they were packed, as `DiskStorage.old_rows` does."""
+    if not isinstance(reader, PackedReader):
+        raise NotAStorage(f"{reader.path} is not packed, and its rows have their own numbers.")
+    return reader.old_rows(numbers_of(reader, index))

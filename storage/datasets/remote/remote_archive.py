@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,21 +19,36 @@ from tallyroll.storage.datasets.packed.documents import documents
 from tallyroll.storage.datasets.packed.layout import FORMAT, ArrayLayout, Layout
 from tallyroll.storage.datasets.packed.packed_reader import PackedReader
 from tallyroll.storage.datasets.packed.shards import ShardChunks
-from tallyroll.storage.datasets.remote.address import S3Path
+from tallyroll.storage.datasets.remote.address import S3Path, s3_path
 from tallyroll.storage.datasets.remote.objects import Objects
 from tallyroll.storage.datasets.remote.options import S3Options
 from tallyroll.storage.datasets.remote.push_plan import PLAN
 from tallyroll.storage.datasets.remote.ranges import ObjectFiles
 from tallyroll.storage.errors import CorruptStorage, DamagedTable, NotAStorage, StorageMissing
 from tallyroll.storage.files.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
+from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 from tallyroll.storage.formats.metadata_checks import differs
+from tallyroll.storage.readers.file_reader import Mode
+from tallyroll.storage.storages import ReaderStorage, require_reading
 from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex, read_index
 
 _THREADS: Final = 8
 _TABLE_LIMIT: Final = 2**32
+
+
+def open_at(
+    path: str | os.PathLike[str], mode: Mode, *, s3: S3Options | None = None, **_: object
+) -> ReaderStorage:
+    """Open the packed dataset at an address, to read; see `open_storage`."""
+    place = s3_path(path)
+    if place is None:
+        user_path(path)  # raises: the address is of another scheme
+        raise AssertionError
+    require_reading(str(place), mode)
+    return ReaderStorage(opened(place, s3 or S3Options()), mode, path=str(place), s3=s3)
 
 
 def opened(place: S3Path, options: S3Options) -> PackedReader:

@@ -22,14 +22,13 @@ from tallyroll.storage.datasets.sharded.acknowledged import (
     KeptShard,
     read_acknowledged,
 )
-from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageError, StorageMissing
-from tallyroll.storage.files.manifest import Manifest, parse_manifest, read_manifest
+from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageMissing
+from tallyroll.storage.files.manifest import SHARDED, Manifest, read_manifest
 from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.safe_files import Inside, close_all
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.readers.file_reader import FileReader
 
-FORMAT: Final = "tallyroll.sharded"
 _BEFORE: Final = "shards_before"
 """The field of a run's entry: how many shards there were when it began."""
 
@@ -44,16 +43,6 @@ class ShardedFiles:
         self.lock_path = root / "tallyroll.lock"
         self.shards_path = root / "shards"
 
-    @classmethod
-    def stand_at(cls, path: Path) -> bool:
-        """Return whether a sharded storage is there."""
-        files = cls(path)
-        try:
-            content = files.inside.read(files.manifest_path, 2**25)
-            return bool(parse_manifest(content, files.manifest_path)["format"] == FORMAT)
-        except (OSError, StorageError):  # which those say who open it
-            return False
-
     def manifest(self) -> Manifest:
         """Return the manifest.
 
@@ -65,8 +54,8 @@ class ShardedFiles:
         if not self.root.exists():
             raise StorageMissing(f"there is no storage at {self.root}. Give the path of one.")
         found = read_manifest(self.inside, self.manifest_path)
-        if found["format"] != FORMAT:
-            raise NotAStorage(f"{self.root} is of format {found['format']}, not {FORMAT}.")
+        if found["format"] != SHARDED:
+            raise NotAStorage(f"{self.root} is of format {found['format']}, not {SHARDED}.")
         return found
 
     def acknowledged(self) -> Acknowledged:

@@ -16,7 +16,6 @@ from tallyroll.storage.datasets.sharded.acknowledged import (
     KeptShard,
 )
 from tallyroll.storage.datasets.sharded.files import (
-    FORMAT,
     ShardedFiles,
     entries_in,
     entry_before,
@@ -31,7 +30,7 @@ from tallyroll.storage.errors import (
     StorageExists,
 )
 from tallyroll.storage.files.lock import WriterLock
-from tallyroll.storage.files.manifest import Manifest, new_manifest, run_of, write_manifest
+from tallyroll.storage.files.manifest import SHARDED, Manifest, new_manifest, run_of, write_manifest
 from tallyroll.storage.files.paths import make_directory, translated
 from tallyroll.storage.files.run_record import RunRecord, record_after, record_with_version
 from tallyroll.storage.readers.file_reader import Mode
@@ -240,7 +239,7 @@ class ShardedWriter(NoWriter):
             self._lock = WriterLock(self.files.inside, self.files.lock_path)
             self._refuse_existing()
             self.files.inside.remove(self.files.lines_path)
-        manifest = new_manifest(FORMAT, schema, [entry_before(run, 0)])
+        manifest = new_manifest(SHARDED, schema, [entry_before(run, 0)])
         self._write(manifest)
         self._open(manifest)
 

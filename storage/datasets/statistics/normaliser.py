@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import ObservationNorm
 
-from tallyroll.storage.rows.keys import Key, as_key
+from tallyroll.storage.replay.disk_storage import DiskStorage
+from tallyroll.storage.rows.keys import Key, as_key, spell
 
 
 class Normaliser(ObservationNorm):
@@ -67,3 +68,17 @@ class Normaliser(ObservationNorm):
         if (following := found.get(("next", *self.key), None)) is not None:
             found.set(("next", *self.key), self._apply_transform(following))
         return found
+
+
+def normaliser_of(
+    storage: DiskStorage, key: str | Key, *, eps: float, clip: float | None, keep: bool
+) -> Normaliser:
+    """Return the transform of one column, as `DiskStorage.normaliser` does."""
+    found = storage.statistics([as_key(key)], keep=keep)[as_key(key)]
+    mean, std = (torch.as_tensor(each).float() for each in (found.mean, found.std))
+    if not (mean.isfinite().all() and std.isfinite().all()):
+        raise ValueError(
+            f"normaliser: expected finite numbers in {spell(key)} of {storage.reader.path}, got "
+            "none, or infinite ones. See storage.statistics()."
+        )
+    return Normaliser(key, mean, std, eps=eps, clip=clip)

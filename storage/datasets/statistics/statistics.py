@@ -88,7 +88,7 @@ class Statistics(Mapping[str, ColumnStatistics]):
 def statistics_of(
     reader: RowReader, keys: Keys | None, progress: Progress | None, *, keep: bool = True
 ) -> Statistics:
-    """Return statistics of the rows of a reader; see `HasStatistics.statistics`."""
+    """Return statistics of the rows of a reader; see `DiskStorage.statistics`."""
     columns = _chosen(reader, keys)
     return steadily(reader, lambda: _statistics(reader, columns, progress, keep))
 

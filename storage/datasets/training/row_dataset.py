@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -12,13 +12,17 @@ from torch.utils.data import Dataset
 
 from tallyroll.storage.errors import IndexOutOfRange
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.keys import MASK, Key
+from tallyroll.storage.replay.disk_storage import DiskStorage
+from tallyroll.storage.rows.keys import MASK, Key, Keys, as_key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.stores.rewinds import require_kept
 from tallyroll.storage.trajectories.slice_columns import SliceColumns
-from tallyroll.storage.trajectories.windows import Slices
+from tallyroll.storage.trajectories.windows import Slices, check_positive
 from tallyroll.storage.user_code import user_callback
+
+Last = Literal["pad", "skip"]
+"""Ways to treat the piece at the end of a trajectory, if it is shorter than the others."""
 
 
 class RowDataset(Dataset[Any]):
@@ -162,3 +166,30 @@ def _pieces(reader: RowReader, length: int) -> tuple[np.ndarray, np.ndarray]:
         ends, counts = index.rows(reader).pieces(length, reader.span.start)
     order = ends.argsort(kind="stable")
     return ends[order], counts[order]
+
+
+def dataset_of(
+    storage: DiskStorage,
+    columns: Keys | None,
+    *,
+    slice_len: int | None,
+    short: Last,
+    where: str | None,
+    transform: Callable[[TensorDict], Any] | None,
+) -> RowDataset:
+    """Return the rows of a storage, or of a part, as `DiskStorage.dataset` does."""
+    if short not in get_args(Last):
+        raise ValueError(f"short is one of 'pad' and 'skip', got {short!r}.")
+    if slice_len is not None:
+        check_positive("slice_len", slice_len)
+    if where is not None:
+        storage = storage.trajectories.where(where)
+    keys = None
+    if columns is not None:
+        keys = [as_key(each) for each in ([columns] if isinstance(columns, str) else columns)]
+        storage.reader_with(keys).chosen(keys)
+    storage.reader.require_open()
+    pieces = None
+    if slice_len is not None:
+        pieces = Pieces(storage.reader, slice_len, short=short == "pad")
+    return RowDataset(storage, keys, pieces, transform)

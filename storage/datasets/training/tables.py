@@ -27,7 +27,7 @@ _MOST_NUMBERS: Final = 64
 
 
 def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
-    """Return rows as a table; see `HasTraining.to_pandas`."""
+    """Return rows as a table; see `DiskStorage.to_pandas`."""
     pandas = needed("pandas", "pandas", "a table needs")
     columns = _columns(reader, keys)
     large = [each for each in columns if math.prod(each.shape) > _MOST_NUMBERS]
@@ -47,7 +47,7 @@ def data_frame(reader: RowReader, keys: Keys | None) -> pd.DataFrame:
 
 
 def arrow_table(reader: RowReader, keys: Keys | None) -> pa.Table:
-    """Return rows as a table; see `HasTraining.to_arrow`."""
+    """Return rows as a table; see `DiskStorage.to_arrow`."""
     arrow = needed("pyarrow", "arrow", "a table needs")
     columns = _columns(reader, keys)
     for column in columns:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
-from tallyroll.storage.verification.self_resets.detection import (
+from tallyroll.storage.trajectories.self_resets import (
     Ends,
     SelfResets,
     Verdict,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tallyroll.storage.verification.self_resets.detection import (
+from tallyroll.storage.trajectories.self_resets import (
     Ends,
     Seen,
     SelfResets,

@@ -18,6 +18,7 @@ from tallyroll.storage.datasets.exchange.numbering import numbered, numbers
 from tallyroll.storage.datasets.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED, Key
+from tallyroll.storage.rows.row_words import words
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.verification.soundness import hdf5
 from tallyroll.storage.verification.soundness.checker import Gathered, Where
@@ -32,7 +33,6 @@ from tallyroll.storage.verification.soundness.repairing.hdf5 import (
 from tallyroll.storage.verification.soundness.repairing.losses import Losses
 from tallyroll.storage.verification.soundness.repairing.rows_repair import RowsRepair
 from tallyroll.storage.verification.soundness.values import LONG_RUN, zero_rows
-from tallyroll.storage.verification.value_checks import words
 
 _AFTER: Final = "next_observations"
 _NEEDED: Final = ("observation", "action")

@@ -26,6 +26,7 @@ from tallyroll.storage.datasets.exchange.formats.of_minari.pictures import Jpegs
 from tallyroll.storage.datasets.exchange.formats.parquet import damage_of
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.row_words import words
 from tallyroll.storage.verification.soundness.checker import Folder, Gathered, count_said
 from tallyroll.storage.verification.soundness.disk import Ranges, touches
 from tallyroll.storage.verification.soundness.lerobot.listing import opened_parquet
@@ -34,7 +35,6 @@ from tallyroll.storage.verification.soundness.repairing.minari_files import (
     Part,
     part_of,
 )
-from tallyroll.storage.verification.value_checks import words
 
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _HEAD: Final = struct.Struct("<Ii")

@@ -24,6 +24,7 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.memmap import place_of
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, spell
+from tallyroll.storage.rows.row_words import words
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.storages import open_storage
 from tallyroll.storage.trajectories.columns import WHOSE, missing
@@ -44,7 +45,6 @@ from tallyroll.storage.verification.soundness.repairing.working_copy import (
     working_copy,
 )
 from tallyroll.storage.verification.storage_checks import SlotColumn
-from tallyroll.storage.verification.value_checks import words
 
 _TRUSTED: Final = ("zeros", "ids", "steps", "lanes", "ends", "observations")
 """Checks whose rows are left out where there are no checksums."""

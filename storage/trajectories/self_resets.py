@@ -36,12 +36,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from tallyroll.storage.rows.row_words import batches, words
 from tallyroll.storage.trajectories.by_lane import LaneOrder, lane_order
-from tallyroll.storage.verification.findings import PLACES
-from tallyroll.storage.verification.value_checks import batches, words
 
 LEAST = 16
 """The least number of ends for a verdict, and four times that of observations in between."""
+PLACES = 5
+"""The most rows that a verdict names."""
 MOST_INNER = 1024
 """The most observations in mid-trajectory to compare, or `LEAST` a lane if that is more."""
 BITS = 1.5 * LEAST

@@ -11,14 +11,14 @@ from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.keys import COUNTERS, NEXT, Key, spell
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.by_lane import MOST_LANES
-from tallyroll.storage.verification.findings import Findings, Place
-from tallyroll.storage.verification.lane_checks import CheckedRows
-from tallyroll.storage.verification.record_checks import RunEntry
-from tallyroll.storage.verification.self_resets.detection import (
+from tallyroll.storage.trajectories.self_resets import (
     Ends,
     SelfResets,
     Verdict,
 )
+from tallyroll.storage.verification.findings import Findings, Place
+from tallyroll.storage.verification.lane_checks import CheckedRows
+from tallyroll.storage.verification.record_checks import RunEntry
 
 
 class ResetChecks:
