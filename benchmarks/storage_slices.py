@@ -46,8 +46,8 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, SliceSampler
 
 from tallyroll.storage import MemmapStorage, PrioritizedSampler, open_storage, ways
-from tallyroll.storage.datasets.packed.archives import ZarrArchive
-from tallyroll.storage.datasets.packed.packed_reader import PackedReader
+from tallyroll.storage.ext.packed.archives import ZarrArchive
+from tallyroll.storage.ext.packed.packed_reader import PackedReader
 from tallyroll.storage.sampling.trajectory_slices import TrajectorySliceSampler
 from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.row_index import RowIndex

@@ -3,27 +3,27 @@
 from tallyroll.collector.batches.layouts.trajectories import (
     split_trajectories as split_trajectories,
 )
-from tallyroll.collector.batches.logs.run_log import LogWarning as LogWarning
-from tallyroll.collector.batches.logs.run_log import RunLog as RunLog
-from tallyroll.collector.batches.state.checkpoints.checkpoint import Loaded as Loaded
-from tallyroll.collector.batches.state.checkpoints.checkpoint import (
-    load_checkpoint as load_checkpoint,
-)
-from tallyroll.collector.batches.state.checkpoints.checkpoint import (
-    save_checkpoint as save_checkpoint,
-)
 from tallyroll.collector.counting.episode_log import Episode as Episode
 from tallyroll.collector.counting.ledger import Ledger as Ledger
 from tallyroll.collector.envs.fixed_width import FixedWidth as FixedWidth
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv as GymnasiumVectorEnv
 from tallyroll.collector.errors import *  # noqa: F403
-from tallyroll.collector.evaluation.evaluating import Evaluation as Evaluation
-from tallyroll.collector.evaluation.evaluating import evaluate as evaluate
-from tallyroll.collector.evaluation.replaying.recovering import recover_env as recover_env
-from tallyroll.collector.evaluation.replaying.replay import replay as replay
-from tallyroll.collector.evaluation.replaying.report import ReplayReport as ReplayReport
-from tallyroll.collector.evaluation.reporting.report import RunsReport as RunsReport
-from tallyroll.collector.evaluation.reporting.report import report as report
+from tallyroll.collector.ext.checkpoints.checkpoint import Loaded as Loaded
+from tallyroll.collector.ext.checkpoints.checkpoint import (
+    load_checkpoint as load_checkpoint,
+)
+from tallyroll.collector.ext.checkpoints.checkpoint import (
+    save_checkpoint as save_checkpoint,
+)
+from tallyroll.collector.ext.evaluating import Evaluation as Evaluation
+from tallyroll.collector.ext.evaluating import evaluate as evaluate
+from tallyroll.collector.ext.logs.run_log import LogWarning as LogWarning
+from tallyroll.collector.ext.logs.run_log import RunLog as RunLog
+from tallyroll.collector.ext.replay.recovering import recover_env as recover_env
+from tallyroll.collector.ext.replay.replay import replay as replay
+from tallyroll.collector.ext.replay.report import ReplayReport as ReplayReport
+from tallyroll.collector.ext.report.report import RunsReport as RunsReport
+from tallyroll.collector.ext.report.report import report as report
 from tallyroll.collector.multiprocess import MultiprocessCollector as MultiprocessCollector
 from tallyroll.collector.multiprocess import RayCollector as RayCollector
 from tallyroll.collector.options.draws import choice as choice

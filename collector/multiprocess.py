@@ -82,7 +82,7 @@ from tallyroll.collector.workers.worker_options import (
 from tallyroll.storage import ways
 
 if TYPE_CHECKING:
-    from tallyroll.collector.workers.leases.sharded import ShardedLeases
+    from tallyroll.collector.ext.sharded_leases import ShardedLeases
 
 Factory = Callable[[], EnvBase | VectorEnv]
 _SEGMENTS = 2
@@ -292,7 +292,7 @@ class MultiprocessCollector(Collector):
             **call,
         )
         if self._options.sharded:
-            from tallyroll.collector.workers.leases.sharded import GoesOnFromStorage
+            from tallyroll.collector.ext.sharded_leases import GoesOnFromStorage
 
             self._restarting = cast(Restarting, GoesOnFromStorage())
 
@@ -374,7 +374,7 @@ class MultiprocessCollector(Collector):
 
     def _look_for_shards(self) -> None:
         """Collect rows again whose shards are gone since."""
-        from tallyroll.collector.workers.leases.sharded import lost_since
+        from tallyroll.collector.ext.sharded_leases import lost_since
 
         if lost := lost_since(self._startup, self._writer.storage):
             shown = "; ".join(lost[:3]) + ("" if len(lost) <= 3 else f"; and {len(lost) - 3} more")
@@ -392,7 +392,7 @@ class MultiprocessCollector(Collector):
             raise ArgumentError("sharded=True does not go with several policies; give one")
 
     def _sharded_leases(self) -> ShardedLeases:
-        from tallyroll.collector.workers.leases.sharded import ShardedLeases
+        from tallyroll.collector.ext.sharded_leases import ShardedLeases
 
         frames = ceil(self.frames_per_batch / self.num_workers)
         plan, most = self._startup.planned.plan, max(self._startup.lanes)
@@ -560,7 +560,7 @@ class RayCollector(MultiprocessCollector):
 
     def _transport_of(self, jobs: Sequence[bytes], options: Any) -> Transport[Any]:
         # Ray is an extra, and takes a second to import.
-        from tallyroll.collector.workers.ray.transport import RayTransport
+        from tallyroll.collector.ext.ray.transport import RayTransport
 
         return RayTransport(jobs, options.actors)
 

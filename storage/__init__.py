@@ -19,7 +19,7 @@ __all__ = [*_homes]
 _MOVED = {
     "base": "tallyroll.storage.storages",
     "checkpoint": "tallyroll.storage.replay.checkpoint",
-    "findings": "tallyroll.storage.verification.findings",
+    "findings": "tallyroll.storage.ext.verification.findings",
     "hdf5": "tallyroll.storage.storages",
     "keys": "tallyroll.storage.rows.keys",
     "manifest": "tallyroll.storage.files.manifest",

@@ -1,43 +1,55 @@
 """Public names, stated here alone (`package/public_names.py`). Every error is one."""
 
-from tallyroll.storage.datasets.card.export_card import export_card as export_card
-from tallyroll.storage.datasets.card.page import Card as Card
-from tallyroll.storage.datasets.copying import CopyReport as CopyReport
-from tallyroll.storage.datasets.exchange.exporting import ExportReport as ExportReport
-from tallyroll.storage.datasets.exchange.following import Follow as Follow
-from tallyroll.storage.datasets.exchange.formats.lerobot.options import (
+from tallyroll.storage.errors import *  # noqa: F403
+from tallyroll.storage.ext.card.export_card import export_card as export_card
+from tallyroll.storage.ext.card.page import Card as Card
+from tallyroll.storage.ext.copying import CopyReport as CopyReport
+from tallyroll.storage.ext.exchange.exporting import ExportReport as ExportReport
+from tallyroll.storage.ext.exchange.following import Follow as Follow
+from tallyroll.storage.ext.exchange.importing import ImportReport as ImportReport
+from tallyroll.storage.ext.exchange.importing import import_dataset as import_dataset
+from tallyroll.storage.ext.exchange.lerobot.options import (
     LeRobotOptions as LeRobotOptions,
 )
-from tallyroll.storage.datasets.exchange.importing import ImportReport as ImportReport
-from tallyroll.storage.datasets.exchange.importing import import_dataset as import_dataset
-from tallyroll.storage.datasets.packed.column_writers import FrameStack as FrameStack
-from tallyroll.storage.datasets.packed.packing import PackReport as PackReport
-from tallyroll.storage.datasets.remote.options import S3Options as S3Options
-from tallyroll.storage.datasets.remote.pulling import PullReport as PullReport
-from tallyroll.storage.datasets.remote.pulling import pull as pull
-from tallyroll.storage.datasets.remote.pushing import PushReport as PushReport
-from tallyroll.storage.datasets.remote.pushing import push as push
-from tallyroll.storage.datasets.statistics.normaliser import Normaliser as Normaliser
-from tallyroll.storage.datasets.statistics.statistics import (
+from tallyroll.storage.ext.overlays.overlay import Overlay as Overlay
+from tallyroll.storage.ext.packed.column_writers import FrameStack as FrameStack
+from tallyroll.storage.ext.packed.packing import PackReport as PackReport
+from tallyroll.storage.ext.remote.options import S3Options as S3Options
+from tallyroll.storage.ext.remote.pulling import PullReport as PullReport
+from tallyroll.storage.ext.remote.pulling import pull as pull
+from tallyroll.storage.ext.remote.pushing import PushReport as PushReport
+from tallyroll.storage.ext.remote.pushing import push as push
+from tallyroll.storage.ext.repair.repair import (
+    RepairReport as RepairReport,
+)
+from tallyroll.storage.ext.repair.repair import repair as repair
+from tallyroll.storage.ext.sampling.hindsight import HindsightSampler as HindsightSampler
+from tallyroll.storage.ext.sampling.mixed import MixedSampler as MixedSampler
+from tallyroll.storage.ext.sampling.prioritized import PrioritizedSampler as PrioritizedSampler
+from tallyroll.storage.ext.sampling.rate_limit import RateLimit as RateLimit
+from tallyroll.storage.ext.soundness.checking import verify_dataset as verify_dataset
+from tallyroll.storage.ext.statistics.normaliser import Normaliser as Normaliser
+from tallyroll.storage.ext.statistics.statistics import (
     ColumnStatistics as ColumnStatistics,
 )
-from tallyroll.storage.datasets.statistics.statistics import Statistics as Statistics
-from tallyroll.storage.datasets.training.epoch_batches import EpochBatches as EpochBatches
-from tallyroll.storage.datasets.training.row_dataset import RowDataset as RowDataset
-from tallyroll.storage.datasets.views.trajectories import (
+from tallyroll.storage.ext.statistics.statistics import Statistics as Statistics
+from tallyroll.storage.ext.training.epoch_batches import EpochBatches as EpochBatches
+from tallyroll.storage.ext.training.row_dataset import RowDataset as RowDataset
+from tallyroll.storage.ext.verification.content import content_hash as content_hash
+from tallyroll.storage.ext.verification.differences import Differences as Differences
+from tallyroll.storage.ext.verification.differences import DifferentRow as DifferentRow
+from tallyroll.storage.ext.verification.differences import diff as diff
+from tallyroll.storage.ext.verification.findings import Finding as Finding
+from tallyroll.storage.ext.verification.findings import Report as Report
+from tallyroll.storage.ext.verification.storage_checks import verify as verify
+from tallyroll.storage.ext.views.trajectories import (
     StoredTrajectories as StoredTrajectories,
 )
-from tallyroll.storage.errors import *  # noqa: F403
-from tallyroll.storage.overlays.overlay import Overlay as Overlay
 from tallyroll.storage.readers.reused_rows import ReusedRows as ReusedRows
 from tallyroll.storage.readers.row_reader import RowReader as RowReader
 from tallyroll.storage.replay.loader import Loader as Loader
 from tallyroll.storage.rows.schema import Schema as Schema
-from tallyroll.storage.sampling.hindsight import HindsightSampler as HindsightSampler
-from tallyroll.storage.sampling.mixed import MixedSampler as MixedSampler
 from tallyroll.storage.sampling.n_steps import n_step as n_step
-from tallyroll.storage.sampling.prioritized import PrioritizedSampler as PrioritizedSampler
-from tallyroll.storage.sampling.rate_limit import RateLimit as RateLimit
 from tallyroll.storage.sampling.trajectory_slices import (
     TrajectorySliceSampler as TrajectorySliceSampler,
 )
@@ -48,15 +60,3 @@ from tallyroll.storage.storages import ZarrStorage as ZarrStorage
 from tallyroll.storage.storages import open_storage as open_storage
 from tallyroll.storage.stores.row_sink import RowSink as RowSink
 from tallyroll.storage.trajectories.mapping import Trajectories as Trajectories
-from tallyroll.storage.verification.content import content_hash as content_hash
-from tallyroll.storage.verification.differences import Differences as Differences
-from tallyroll.storage.verification.differences import DifferentRow as DifferentRow
-from tallyroll.storage.verification.differences import diff as diff
-from tallyroll.storage.verification.findings import Finding as Finding
-from tallyroll.storage.verification.findings import Report as Report
-from tallyroll.storage.verification.soundness.checking import verify_dataset as verify_dataset
-from tallyroll.storage.verification.soundness.repairing.repair import (
-    RepairReport as RepairReport,
-)
-from tallyroll.storage.verification.soundness.repairing.repair import repair as repair
-from tallyroll.storage.verification.storage_checks import verify as verify

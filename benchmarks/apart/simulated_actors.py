@@ -46,7 +46,7 @@ from tallyroll.collector.workers.local.pipes import SharedPlace
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
 from tallyroll.collector.workers.worker import Worker
-from tallyroll.storage.datasets.sharded.files import ShardedFiles
+from tallyroll.storage.ext.sharded.files import ShardedFiles
 
 NOTICED = 5.0
 """Seconds until the end of an actor is known, as by its heartbeats."""

@@ -17,10 +17,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from tallyroll.collector.batches.logs.run_log import EVERY, RunLog
-from tallyroll.collector.batches.logs.target import LogTarget, open_target
 from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.batches.state.checkpoints.regular import RegularCheckpoints
 from tallyroll.collector.batches.stored.resume import has_begun, last_run_of
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.page import Page
@@ -29,6 +26,9 @@ from tallyroll.collector.cli.progress import Display, shown_progress
 from tallyroll.collector.cli.sharded import steps_of, wrong_sharded
 from tallyroll.collector.envs import registry
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.ext.checkpoints.regular import RegularCheckpoints
+from tallyroll.collector.ext.logs.run_log import EVERY, RunLog
+from tallyroll.collector.ext.logs.target import LogTarget, open_target
 from tallyroll.collector.multiprocess import MultiprocessCollector, RayCollector
 from tallyroll.collector.options.draws import Draw
 from tallyroll.collector.options.draws import parsed as parsed_draw

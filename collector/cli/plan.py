@@ -22,13 +22,13 @@ from tallyroll.collector.batches.state.provenance import SHARD
 from tallyroll.collector.batches.stored.resume import opened_or_created
 from tallyroll.collector.cli.output import CommandError, pasteable
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.evaluation.reporting.stored_runs import part as part
+from tallyroll.collector.ext.report.stored_runs import part as part
 from tallyroll.collector.options import MOST_LANES
 from tallyroll.collector.options.sharding import Shard, ShardOfRun, shard_of_run
 from tallyroll.collector.policies.sb3_models import as_policy
 from tallyroll.collector.policies.several.entries import are_several
 from tallyroll.storage import CorruptStorage, StorageExists, StorageMissing
-from tallyroll.storage.datasets.sharded.sharded_storage import ShardedStorage
+from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage
 from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.storages import DiskStorage, is_sharded, storage_class
 

@@ -1,23 +1,14 @@
-"""The contract of an environment system, as tests: subclass `SystemContract` and run pytest.
+"""Contracts to subclass; see `tallyroll.collector.ext.testing`."""
 
-    class TestMySystem(SystemContract):
-        def make(self, lanes, seeds):
-            return MySystem(lanes, seeds)
+import sys
+from contextlib import suppress
 
-It steps the system by hand, compares what it does with what it declares, and compares the rows that
-a collector makes of it, bit for bit, with another instance that is stepped by hand. Before it is
-imported, ``pytest.register_assert_rewrite("tallyroll.collector.testing")`` in a ``conftest.py``
-makes pytest say what differs.
-"""
+if "tallyroll.collector.ext.testing" not in sys.modules:
+    with suppress(ImportError):  # without pytest, the contracts say what to install
+        import pytest
 
-from tallyroll.collector.testing.ability_contract import AbilityContract
-from tallyroll.collector.testing.collected_contract import CollectedContract
-from tallyroll.collector.testing.declaration_contract import DeclarationContract
-from tallyroll.collector.testing.hand import Hand
-from tallyroll.collector.testing.reset_contract import ResetContract
+        # So that a failing contract shows values, as the caller's own tests do.
+        pytest.register_assert_rewrite("tallyroll.collector.ext.testing")
 
-__all__ = ["Hand", "SystemContract"]
-
-
-class SystemContract(DeclarationContract, ResetContract, AbilityContract, CollectedContract):
-    """Tests that every environment system passes. Subclass it, and say how yours is made."""
+from tallyroll.collector.ext.testing import *  # noqa: F403
+from tallyroll.collector.ext.testing import __all__ as __all__

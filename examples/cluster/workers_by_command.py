@@ -31,11 +31,11 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from tallyroll.collector import MultiprocessCollector
+from tallyroll.collector.ext.far.far_place import FarPlace
+from tallyroll.collector.ext.far.far_worker import Ended, FarWorker, Given
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.far.far_place import FarPlace
-from tallyroll.collector.workers.far.far_worker import Ended, FarWorker, Given
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
 

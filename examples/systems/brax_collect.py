@@ -23,7 +23,7 @@ from torchrl.data import Bounded
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.envs.systems.brax import BraxSystem
+from tallyroll.collector.ext.systems.brax import BraxSystem
 from tallyroll.storage import open_storage
 
 

@@ -17,9 +17,9 @@ GROUP = "tallyroll.readers"
 """The group of entry points, each of them a subclass of `RowReader`."""
 
 _OPENERS: Final = {
-    "address": "tallyroll.storage.datasets.remote.remote_archive",
-    "several": "tallyroll.storage.datasets.joined.union_storage",
-    "sharded": "tallyroll.storage.datasets.sharded.sharded_storage",
+    "address": "tallyroll.storage.ext.remote.remote_archive",
+    "several": "tallyroll.storage.ext.joined.union_storage",
+    "sharded": "tallyroll.storage.ext.sharded.sharded_storage",
 }
 """The modules of extensions whose function ``open_at`` opens storages of a kind."""
 

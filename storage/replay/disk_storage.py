@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-    from tallyroll.storage.datasets.card.page import Card
-    from tallyroll.storage.datasets.copying import CopyReport
-    from tallyroll.storage.datasets.exchange.exporting import Cuts, ExportReport
-    from tallyroll.storage.datasets.exchange.following import Follow
-    from tallyroll.storage.datasets.packed.column_writers import FrameStack
-    from tallyroll.storage.datasets.packed.packing import Format, PackReport
-    from tallyroll.storage.datasets.statistics.normaliser import Normaliser
-    from tallyroll.storage.datasets.statistics.statistics import Statistics
-    from tallyroll.storage.datasets.training.row_dataset import Last, RowDataset
-    from tallyroll.storage.datasets.views.trajectories import StoredTrajectories
-    from tallyroll.storage.datasets.views.view_reader import ViewReader
+    from tallyroll.storage.ext.card.page import Card
+    from tallyroll.storage.ext.copying import CopyReport
+    from tallyroll.storage.ext.exchange.exporting import Cuts, ExportReport
+    from tallyroll.storage.ext.exchange.following import Follow
+    from tallyroll.storage.ext.packed.column_writers import FrameStack
+    from tallyroll.storage.ext.packed.packing import Format, PackReport
+    from tallyroll.storage.ext.statistics.normaliser import Normaliser
+    from tallyroll.storage.ext.statistics.statistics import Statistics
+    from tallyroll.storage.ext.training.row_dataset import Last, RowDataset
+    from tallyroll.storage.ext.views.trajectories import StoredTrajectories
+    from tallyroll.storage.ext.views.view_reader import ViewReader
 
 _IDS = ("check", "renumber", "fresh")
 
@@ -284,14 +284,14 @@ class DiskStorage(RowStore, AsTensorStorage):
         Raises:
             ColumnsMissing: there is no overlay of that name.
         """
-        from tallyroll.storage.overlays.overlaid_storage import OverlaidStorage
+        from tallyroll.storage.ext.overlays.overlaid_storage import OverlaidStorage
 
         return OverlaidStorage(self, names)
 
     @property
     def trajectories(self) -> StoredTrajectories[DiskStorage]:
         """The trajectories that the rows belong to, by id."""
-        from tallyroll.storage.datasets.views.trajectories import StoredTrajectories
+        from tallyroll.storage.ext.views.trajectories import StoredTrajectories
 
         return StoredTrajectories(self.reader, self, self._over)
 
@@ -312,13 +312,13 @@ class DiskStorage(RowStore, AsTensorStorage):
                 have no trajectory.
             ColumnsMissing: the rows do not say which trajectory they belong to.
         """
-        from tallyroll.storage.datasets.views.splitting import split
+        from tallyroll.storage.ext.views.splitting import split
 
         parts = split(self.trajectories, shares, seed)
         return {name: self._over(reader) for name, reader in parts.items()}
 
     def _over(self, reader: ViewReader) -> DiskStorage:
-        from tallyroll.storage.datasets.views.view_storage import ViewStorage
+        from tallyroll.storage.ext.views.view_storage import ViewStorage
 
         return ViewStorage(self, reader)
 
@@ -366,7 +366,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             DamagedOverlay: an overlay cannot be used; ``drop`` leaves it out.
             ValueError: an argument is none of its values.
         """
-        from tallyroll.storage.datasets.copying import copy
+        from tallyroll.storage.ext.copying import copy
 
         self.reader.require_open()
         return copy(
@@ -429,7 +429,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             StateMismatch: rows are taken back meanwhile.
             ValueError: an argument is none of its values.
         """
-        from tallyroll.storage.datasets.exchange.following import export_storage
+        from tallyroll.storage.ext.exchange.following import export_storage
 
         return export_storage(
             self,
@@ -478,7 +478,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             MissingLibrary: the extra ``pack``, or ``hdf5``, is not installed.
             ValueError: an argument is none of its values.
         """
-        from tallyroll.storage.datasets.packed.packing import pack
+        from tallyroll.storage.ext.packed.packing import pack
 
         self.reader.require_open()
         return pack(
@@ -497,7 +497,7 @@ class DiskStorage(RowStore, AsTensorStorage):
         Raises:
             NotAStorage: this storage is not packed.
         """
-        from tallyroll.storage.datasets.packed.packed_reader import old_rows
+        from tallyroll.storage.ext.packed.packed_reader import old_rows
 
         return old_rows(self.reader, index)
 
@@ -520,7 +520,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             ValueError: a column of complex numbers.
             NotInitialised: there is no schema yet.
         """
-        from tallyroll.storage.datasets.statistics.statistics import statistics_of
+        from tallyroll.storage.ext.statistics.statistics import statistics_of
 
         return statistics_of(self.reader, keys, progress, keep=keep)
 
@@ -538,7 +538,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             ColumnsMissing: there is no such column.
             ValueError: the column has no finite mean, or ``eps`` or ``clip`` is no number above 0.
         """
-        from tallyroll.storage.datasets.statistics.normaliser import normaliser_of
+        from tallyroll.storage.ext.statistics.normaliser import normaliser_of
 
         return normaliser_of(self, key, eps=eps, clip=clip, keep=keep)
 
@@ -571,7 +571,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             InvalidExpression: ``where`` is no condition on trajectories.
             ValueError: an argument is none of its values.
         """
-        from tallyroll.storage.datasets.training.row_dataset import dataset_of
+        from tallyroll.storage.ext.training.row_dataset import dataset_of
 
         return dataset_of(
             self, columns, slice_len=slice_len, short=short, where=where, transform=transform
@@ -591,7 +591,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             ColumnsMissing: there is no such column.
             ValueError: a column that was asked for has more numbers a row than that.
         """
-        from tallyroll.storage.datasets.training.tables import data_frame
+        from tallyroll.storage.ext.training.tables import data_frame
 
         return data_frame(self.reader if columns is None else self.reader_with(columns), columns)
 
@@ -609,7 +609,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             ColumnsMissing: there is no such column.
             ValueError: a column of complex numbers, which Arrow has not.
         """
-        from tallyroll.storage.datasets.training.tables import arrow_table
+        from tallyroll.storage.ext.training.tables import arrow_table
 
         return arrow_table(self.reader if columns is None else self.reader_with(columns), columns)
 
@@ -628,7 +628,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             NotInitialised: there is no schema yet.
             Overrun: a ring's writer overwrites rows while they are read.
         """
-        from tallyroll.storage.datasets.card.storage_card import card_of
+        from tallyroll.storage.ext.card.storage_card import card_of
 
         self.reader.require_open()
         return card_of(self.reader, licence, progress)

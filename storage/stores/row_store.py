@@ -26,9 +26,9 @@ from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
 
 if TYPE_CHECKING:
-    from tallyroll.storage.overlays.beside import Overlays
-    from tallyroll.storage.overlays.overlay import Overlay
-    from tallyroll.storage.overlays.storage_overlays import StorageOverlays
+    from tallyroll.storage.ext.overlays.beside import Overlays
+    from tallyroll.storage.ext.overlays.overlay import Overlay
+    from tallyroll.storage.ext.overlays.storage_overlays import StorageOverlays
 
 
 class RowStore:
@@ -335,7 +335,7 @@ class RowStore:
 
     @cached_property
     def _overlays(self) -> StorageOverlays:
-        from tallyroll.storage.overlays.storage_overlays import StorageOverlays
+        from tallyroll.storage.ext.overlays.storage_overlays import StorageOverlays
 
         return StorageOverlays(self)
 

@@ -1,20 +1,14 @@
-"""Contracts of storages, readers and exchange formats, and a state machine: to subclass.
+"""Contracts to subclass; see `tallyroll.storage.ext.testing`."""
 
-Before it is imported, ``pytest.register_assert_rewrite("tallyroll.storage.testing")`` in a
-``conftest.py`` makes pytest say what differs.
-"""
+import sys
+from contextlib import suppress
 
-try:
-    import hypothesis as _hypothesis  # noqa: F401
-    import pytest as _pytest  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        f"tallyroll.storage.testing needs {error.name}: pip install 'tallyroll[testing]'"
-    ) from error
+if "tallyroll.storage.ext.testing" not in sys.modules:
+    with suppress(ImportError):  # without pytest, the contracts say what to install
+        import pytest
 
-from tallyroll.storage.testing.exchange_contract import ExchangeContract
-from tallyroll.storage.testing.reader_contract import ReaderContract
-from tallyroll.storage.testing.state_machine import StorageMachine
-from tallyroll.storage.testing.storage_contract import StorageContract
+        # So that a failing contract shows values, as the caller's own tests do.
+        pytest.register_assert_rewrite("tallyroll.storage.ext.testing")
 
-__all__ = ["ExchangeContract", "ReaderContract", "StorageContract", "StorageMachine"]
+from tallyroll.storage.ext.testing import *  # noqa: F403
+from tallyroll.storage.ext.testing import __all__ as __all__

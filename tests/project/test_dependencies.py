@@ -16,9 +16,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEEDED = {"cloudpickle", "gymnasium", "numpy", "rich", "tensordict", "torch", "torchrl"}
 TESTING = {"hypothesis", "pytest"}
 PLACES = (
-    ("testing", "storage/testing"),
-    ("testing", "collector/testing/transports"),
-    ("ray", "collector/workers/ray"),
+    ("testing", "storage/ext/testing"),
+    ("testing", "collector/ext/testing/transports"),
+    ("ray", "collector/ext/ray"),
 )
 """Where modules may import what an extra brings."""
 

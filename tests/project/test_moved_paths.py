@@ -33,15 +33,15 @@ MODULES = {
     "tallyroll.collector.envs.info": "Info",
 }
 NAMES = {
-    "tallyroll.collector.evaluation.Evaluation",
-    "tallyroll.collector.evaluation.evaluate",
+    "tallyroll.collector.ext.Evaluation",
+    "tallyroll.collector.ext.evaluate",
     "tallyroll.storage.engine.Durability",
     "tallyroll.storage.formats.FORMATS",
     "tallyroll.storage.formats.open_storage",
     "tallyroll.storage.formats.storage_class",
     "tallyroll.storage.trajectories.Trajectories",
-    "tallyroll.storage.verification.CHECKS",
-    "tallyroll.storage.verification.verify",
+    "tallyroll.storage.ext.verification.CHECKS",
+    "tallyroll.storage.ext.verification.verify",
 }
 
 

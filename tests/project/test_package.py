@@ -174,7 +174,7 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
     assert code - {KERNEL} == source_files()
     assert (KERNEL in code) == (shutil.which("cc") is not None)
     licences = {name.partition("licenses/")[2] for name in names if "licenses/" in name}
-    assert licences == {"LICENSE", "collector/evaluation/reporting/uplot/LICENSE"}
+    assert licences == {"LICENSE", "collector/ext/report/uplot/LICENSE"}
 
 
 @pytest.mark.slow

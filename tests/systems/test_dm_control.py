@@ -20,7 +20,6 @@ from tensordict import TensorDictBase
 from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
-from tallyroll.collector.envs.systems.dm_control import DmControlSystem
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -28,6 +27,7 @@ from tallyroll.collector.errors import (
     SpaceError,
     TransitionError,
 )
+from tallyroll.collector.ext.systems.dm_control import DmControlSystem
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 

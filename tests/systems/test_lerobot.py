@@ -12,7 +12,7 @@ import pytest
 from lerobot_kit import GOLDEN, pictured
 
 from tallyroll.storage import LeRobotOptions, MemmapStorage, open_storage
-from tallyroll.storage.datasets.exchange.formats.lerobot.options import Video
+from tallyroll.storage.ext.exchange.lerobot.options import Video
 
 if importlib.util.find_spec("lerobot") is None:
     pytest.skip("lerobot is not installed", allow_module_level=True)

@@ -23,9 +23,9 @@ from tallyroll.storage import (
     verify_dataset,
 )
 from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.testing.exchange_contract import same
+from tallyroll.storage.ext.testing.reader_contract import collected
 from tallyroll.storage.testing import ExchangeContract
-from tallyroll.storage.testing.exchange_contract import same
-from tallyroll.storage.testing.reader_contract import collected
 
 from examples_kit import numbers, run
 

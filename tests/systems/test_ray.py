@@ -45,8 +45,8 @@ from tallyroll.collector import (
     WorkerHung,
     WorkerRaised,
 )
-from tallyroll.collector.workers.ray import connection
-from tallyroll.collector.workers.ray.actor import Lanes
+from tallyroll.collector.ext.ray import connection
+from tallyroll.collector.ext.ray.actor import Lanes
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.rows.spaces import space_of
 
@@ -320,7 +320,7 @@ def test_one_that_is_frozen_is_replaced_and_does_not_come_back(mode: Any, tmp_pa
 
 @inside
 def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tallyroll.collector.workers.ray import transport
+    from tallyroll.collector.ext.ray import transport
 
     monkeypatch.setattr(transport, "versions", lambda: {"python": "3.11.4", "torch": "1.0"})
     said = r"expected the driver's packages on every node, got on node .*torch .*has 1\.0"

@@ -11,8 +11,8 @@ import ray
 from loopback_kit import inside, nothing_left_behind, own_ray, run_inside
 
 from tallyroll.collector import Actors, RayCollector
+from tallyroll.collector.ext.ray.transport import RayTransport
 from tallyroll.collector.testing.transports import TransportContract
-from tallyroll.collector.workers.ray.transport import RayTransport
 from tallyroll.collector.workers.transport import Transport
 
 __all__ = ["nothing_left_behind"]

@@ -29,8 +29,8 @@ from loopback_kit import (
 from tallyroll.collector import MultiprocessCollector, RayCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import CorruptStorage, open_storage, verify
-from tallyroll.storage.datasets.sharded.acknowledged import KeptShard
-from tallyroll.storage.datasets.sharded.files import ShardedFiles
+from tallyroll.storage.ext.sharded.acknowledged import KeptShard
+from tallyroll.storage.ext.sharded.files import ShardedFiles
 
 from worker_faults_kit import Faults, check_lives
 from worker_faults_kit import factories as faulty

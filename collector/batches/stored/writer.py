@@ -316,6 +316,6 @@ def _array(column: torch.Tensor | RowRefs) -> Any:
 
 
 def _sharded_class() -> type[DiskStorage]:
-    from tallyroll.storage.datasets.sharded.sharded_storage import ShardedStorage
+    from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage
 
     return ShardedStorage

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def _card_of(args: argparse.Namespace) -> Any:
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage import export_card, open_storage
-    from tallyroll.storage.datasets.exchange.registry import kinds
+    from tallyroll.storage.ext.exchange.registry import kinds
 
     kind, colon, place = args.path.partition(":")
     if colon and kind in kinds() and not os.path.lexists(args.path):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tallyroll.storage.datasets.copying import CopyReport
+    from tallyroll.storage.ext.copying import CopyReport
 
 # No line is longer than 78 columns.
 
@@ -266,8 +266,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
     from tallyroll.collector.cli.output import emit, say
     from tallyroll.collector.cli.progress import shown_progress
-    from tallyroll.storage.datasets.joined.members import expanded
     from tallyroll.storage.errors import InvalidExpression
+    from tallyroll.storage.ext.joined.members import expanded
 
     if getattr(args, "shards", None) is None:
         if getattr(args, "wait", False):
@@ -318,7 +318,7 @@ def _complete_shards(args: argparse.Namespace) -> "list[Path]":
     from tallyroll.collector.cli.datasets.waiting import Looked, waited_for
     from tallyroll.collector.cli.output import CommandError, emit
     from tallyroll.collector.cli.progress import shown_progress
-    from tallyroll.storage.datasets.aside import require_free
+    from tallyroll.storage.ext.aside import require_free
     from tallyroll.storage.files.paths import user_path
 
     if args.shards < 1 or not 0 < args.timeout < float("inf"):

@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _exported(args: argparse.Namespace, progress: Any) -> Any:
     from tallyroll.storage import open_storage
-    from tallyroll.storage.datasets.joined.members import expanded
+    from tallyroll.storage.ext.joined.members import expanded
 
     kind, place = args.there
     paths = expanded(args.sources)

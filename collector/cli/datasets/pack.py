@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tallyroll.storage.datasets.packed.packing import PackReport
+    from tallyroll.storage.ext.packed.packing import PackReport
 
 # No line is longer than 78 columns.
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from tallyroll.collector.cli.output import CommandError, emit
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage import open_storage
-    from tallyroll.storage.datasets.packed.column_writers import FrameStack
+    from tallyroll.storage.ext.packed.column_writers import FrameStack
 
     if args.rows_as_they_are and args.stack:
         raise CommandError(

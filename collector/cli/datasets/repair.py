@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from tallyroll.collector.cli.output import emit
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage import repair
-    from tallyroll.storage.verification.soundness.repairing.repair import kinds
+    from tallyroll.storage.ext.repair.repair import kinds
 
     kind, colon, rest = args.source.partition(":")
     named = bool(colon) and kind in kinds() and not os.path.lexists(args.source)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tallyroll.storage.datasets.statistics.statistics import ColumnStatistics, Statistics
+    from tallyroll.storage.ext.statistics.statistics import ColumnStatistics, Statistics
     from tallyroll.storage.storages import DiskStorage
 
 # No line is longer than 78 columns.

@@ -107,8 +107,8 @@ def waited_for(
 
 def _look(sources: Sequence[str], of: int) -> Looked:
     from tallyroll.storage import StorageError, StorageMissing, open_storage
-    from tallyroll.storage.datasets.joined.members import expanded
-    from tallyroll.storage.datasets.joined.shards import shard_said
+    from tallyroll.storage.ext.joined.members import expanded
+    from tallyroll.storage.ext.joined.shards import shard_said
 
     found = Looked(of)
     places: list[Path] = []

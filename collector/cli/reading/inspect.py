@@ -20,7 +20,7 @@ from tallyroll.collector.cli.reading.trajectories import (
     spreads,
 )
 from tallyroll.collector.counting.ledger import known_ticks
-from tallyroll.collector.evaluation.reporting.stored_runs import (
+from tallyroll.collector.ext.report.stored_runs import (
     lines_of,
     part,
     runs_of,
@@ -28,8 +28,8 @@ from tallyroll.collector.evaluation.reporting.stored_runs import (
     whole_number,
 )
 from tallyroll.storage import CorruptStorage, content_hash, open_storage
-from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.errors import ColumnsMissing, StorageError
+from tallyroll.storage.ext.joined.union import UnionReader
 from tallyroll.storage.files.checksums import rows_covered
 from tallyroll.storage.files.copied_runs import (
     LEFT_OUT,

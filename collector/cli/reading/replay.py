@@ -9,9 +9,9 @@ from tallyroll.collector.cli.output import CommandError, emit
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import imported
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.evaluation.replaying.filming import write_picture
-from tallyroll.collector.evaluation.replaying.replay import replay
-from tallyroll.collector.evaluation.replaying.report import ReplayReport
+from tallyroll.collector.ext.replay.filming import write_picture
+from tallyroll.collector.ext.replay.replay import replay
+from tallyroll.collector.ext.replay.report import ReplayReport
 
 _SHOWN = 10
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from tallyroll.collector.cli.output import CommandError, as_json, emit, say
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.evaluation.reporting.files import require_report
-from tallyroll.collector.evaluation.reporting.page import interval, number
-from tallyroll.collector.evaluation.reporting.report import RunsReport, report
+from tallyroll.collector.ext.report.files import require_report
+from tallyroll.collector.ext.report.page import interval, number
+from tallyroll.collector.ext.report.report import RunsReport, report
 
 
 def run(args: argparse.Namespace) -> int:

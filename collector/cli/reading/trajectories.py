@@ -9,7 +9,7 @@ import numpy as np
 from tallyroll.collector.cli.output import as_json, emit
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.evaluation.reporting.stored_runs import Table, lines_of, table_of
+from tallyroll.collector.ext.report.stored_runs import Table, lines_of, table_of
 from tallyroll.storage.errors import ColumnsMissing
 from tallyroll.storage.rows.keys import POLICY_ID, POLICY_VERSION, REWARD
 from tallyroll.storage.storages import DiskStorage

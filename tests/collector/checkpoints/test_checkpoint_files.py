@@ -30,9 +30,9 @@ from tensordict import MemoryMappedTensor
 from tensordict.nn import TensorDictModule
 
 from tallyroll.collector import SyncCollector, load_checkpoint, save_checkpoint
-from tallyroll.collector.batches.state.checkpoints import folder
-from tallyroll.collector.batches.state.checkpoints.plain import from_plain, to_plain
 from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
+from tallyroll.collector.ext.checkpoints import folder
+from tallyroll.collector.ext.checkpoints.plain import from_plain, to_plain
 from tallyroll.storage import MemmapStorage
 from tallyroll.storage.errors import StorageError, StorageFull
 from tallyroll.storage.files.manifest import sealed

@@ -1299,7 +1299,7 @@ def test_verify_shows_how_far_it_is(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tallyroll.collector.cli.progress.LINE_SECONDS", 0.0)
-    monkeypatch.setattr("tallyroll.storage.verification.row_checks._CHUNK_ROWS", 100)
+    monkeypatch.setattr("tallyroll.storage.ext.verification.row_checks._CHUNK_ROWS", 100)
     assert tallyroll(*cartpole("data", 500), "--quiet") == 0
     assert tallyroll("verify", "data") == 0
     lines = capsys.readouterr().err.splitlines()

@@ -161,7 +161,7 @@ def test_nothing_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_system_of_ours_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     everything = listed(capsys)
     own = metadata.entry_points(group="tallyroll.envs").select()
-    ours = [each.name for each in own if each.module.startswith("tallyroll.collector.envs.systems")]
+    ours = [each.name for each in own if each.module.startswith("tallyroll.collector.ext.systems")]
     assert len(ours) >= 15
     for each in map(everything.__getitem__, ours):
         assert each["about"], each

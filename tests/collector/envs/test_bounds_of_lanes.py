@@ -16,7 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from tallyroll.collector import MultiprocessCollector, SyncCollector, evaluate
 from tallyroll.collector.errors import PolicyError, TransitionError
 from tallyroll.storage import open_storage, verify
-from tallyroll.storage.verification import record_checks
+from tallyroll.storage.ext.verification import record_checks
 
 LANES = 4
 BUDGET: dict[str, Any] = {"frames_per_batch": 16, "total_frames": 160, "seed": 0}

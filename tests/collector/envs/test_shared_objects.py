@@ -24,8 +24,8 @@ from tallyroll.collector import (
     SyncCollector,
     evaluate,
 )
-from tallyroll.collector.envs.systems.pettingzoo import PettingZooSystem
 from tallyroll.collector.errors import EnvironmentRefused, StateError
+from tallyroll.collector.ext.systems.pettingzoo import PettingZooSystem
 
 from oracles import OracleEnv, check_rows, length_of
 

@@ -19,9 +19,9 @@ from tensordict import TensorDict
 
 from tallyroll.collector import ArgumentError, MissingExtra, SyncCollector, report
 from tallyroll.collector.cli import main
-from tallyroll.collector.evaluation.reporting.curves import mean_of_last
-from tallyroll.collector.evaluation.reporting.grouping import label_of
-from tallyroll.collector.evaluation.reporting.statistics import interquartile_mean
+from tallyroll.collector.ext.report.curves import mean_of_last
+from tallyroll.collector.ext.report.grouping import label_of
+from tallyroll.collector.ext.report.statistics import interquartile_mean
 from tallyroll.storage import MemmapStorage, open_storage
 
 from fork_server import warm_fork_server

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tallyroll.collector import RunsReport, report
-from tallyroll.collector.evaluation.reporting import page as page_module
-from tallyroll.collector.evaluation.reporting.page import number, visible
+from tallyroll.collector.ext.report import page as page_module
+from tallyroll.collector.ext.report.page import number, visible
 
 from report_kit import FRAMES, SEEDS, poisoned
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tallyroll.collector.evaluation.reporting.curves import grid, group_curve, mean_of_last
-from tallyroll.collector.evaluation.reporting.statistics import (
+from tallyroll.collector.ext.report.curves import grid, group_curve, mean_of_last
+from tallyroll.collector.ext.report.statistics import (
     bounds,
     estimate,
     interquartile_mean,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tallyroll.collector.evaluation.replaying.makers import Maker
-from tallyroll.collector.evaluation.replaying.planning import History, plan_of
+from tallyroll.collector.ext.replay.makers import Maker
+from tallyroll.collector.ext.replay.planning import History, plan_of
 from tallyroll.storage.trajectories.episodes import END_OPEN, END_TERMINATED
 
 _LINE = [(name, np.int64) for name in ("id", "lane", "first_row", "first_step", "end")]

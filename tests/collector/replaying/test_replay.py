@@ -20,7 +20,7 @@ from torchrl.envs import GymEnv
 
 from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, replay
 from tallyroll.collector.errors import ArgumentError, EnvironmentUnknown
-from tallyroll.collector.evaluation.replaying import stage
+from tallyroll.collector.ext.replay import stage
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.errors import NotAStorage, StorageMissing, UnknownTrajectory
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector, replay
 from tallyroll.collector.cli import main
-from tallyroll.collector.evaluation.replaying.makers import makers_of
+from tallyroll.collector.ext.replay.makers import makers_of
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.storages import DiskStorage
 

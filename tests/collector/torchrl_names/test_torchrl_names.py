@@ -19,8 +19,8 @@ from torchrl.collectors import BaseCollector
 
 import tallyroll.collector.torchrl as ours
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.torchrl.arguments import NEUTRAL, REFUSED, REFUSED_OF_MANY
-from tallyroll.collector.torchrl.names import REFUSED_NAMES
+from tallyroll.collector.ext.torchrl.arguments import NEUTRAL, REFUSED, REFUSED_OF_MANY
+from tallyroll.collector.ext.torchrl.names import REFUSED_NAMES
 
 from collect_kit import ByObservation
 from oracles import OracleTorchEnv

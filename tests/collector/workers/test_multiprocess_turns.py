@@ -21,7 +21,7 @@ from tallyroll.collector.workers import messages
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.storage import open_storage
-from tallyroll.storage.verification.storage_checks import verify
+from tallyroll.storage.ext.verification.storage_checks import verify
 
 from collect_kit import balanced, joined
 from oracles import OracleEnv, check_rows

@@ -13,11 +13,11 @@ import torch
 
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.datasets import aside, copying
 from tallyroll.storage.errors import ColumnsMissing, DamagedOverlay
+from tallyroll.storage.ext import aside, copying
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 from killed_storages_kit import forked, in_a_process
 

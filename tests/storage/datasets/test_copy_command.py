@@ -14,8 +14,8 @@ import torch
 
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, content_hash, open_storage
-from tallyroll.storage.testing.reader_contract import assert_same_rows
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.testing.reader_contract import assert_same_rows
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 
 @pytest.fixture

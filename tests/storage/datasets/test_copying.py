@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, content_hash, open_storage, verify
-from tallyroll.storage.datasets import copying
-from tallyroll.storage.datasets.aside import written_aside
 from tallyroll.storage.errors import (
     ColumnsMissing,
     InvalidSchema,
@@ -29,9 +27,11 @@ from tallyroll.storage.errors import (
     StorageFull,
     StorageLocked,
 )
+from tallyroll.storage.ext import copying
+from tallyroll.storage.ext.aside import written_aside
+from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.reader_contract import assert_same_rows, collected
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 FORMATS = ("memmap", "hdf5", "zarr")
 SETTINGS = settings(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tallyroll.storage import MemmapStorage, content_hash, open_storage, verify
-from tallyroll.storage.datasets import copying
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext import copying
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 

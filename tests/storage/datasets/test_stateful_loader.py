@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tallyroll.storage import EpochBatches, MemmapStorage, open_storage
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 from fork_server import warm_fork_server
 

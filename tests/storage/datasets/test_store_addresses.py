@@ -23,11 +23,11 @@ from tallyroll.storage import (
     repair,
     verify_dataset,
 )
-from tallyroll.storage.datasets.joined.members import expanded
-from tallyroll.storage.datasets.remote.address import S3Path, s3_path
-from tallyroll.storage.datasets.remote.blocks import DiskBlocks, MemoryBlocks
-from tallyroll.storage.datasets.remote.push_plan import LAST, PLAN, ROOT, Planned, PushPlan, parsed
 from tallyroll.storage.errors import CorruptStorage, InvalidAddress, ReadOnlyStorage
+from tallyroll.storage.ext.joined.members import expanded
+from tallyroll.storage.ext.remote.address import S3Path, s3_path
+from tallyroll.storage.ext.remote.blocks import DiskBlocks, MemoryBlocks
+from tallyroll.storage.ext.remote.push_plan import LAST, PLAN, ROOT, Planned, PushPlan, parsed
 
 SECRET = "SeCrEt+of/somebody"
 

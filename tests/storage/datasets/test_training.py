@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tallyroll.storage import EpochBatches, MemmapStorage, ZarrStorage, open_storage
-from tallyroll.storage.datasets.training.order import Order
 from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, StateMismatch
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.training.order import Order
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 from fork_server import warm_fork_server
 

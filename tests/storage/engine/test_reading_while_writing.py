@@ -19,8 +19,8 @@ from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
 
 from tallyroll.storage import MemmapStorage
 from tallyroll.storage.engine.row_copies import RowCopies
+from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS, process, receive
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process, receive
 
 from killed_storages_kit import (
     CASES,

@@ -28,8 +28,8 @@ from tallyroll.storage.errors import (
     StorageLocked,
     UnsupportedPlatform,
 )
+from tallyroll.storage.ext.testing.storage_contract import arrays, rows
 from tallyroll.storage.files.commit_header import word_of
-from tallyroll.storage.testing.storage_contract import arrays, rows
 
 # -- the arithmetic
 

@@ -27,11 +27,11 @@ from tallyroll.storage import (
     repair,
     verify_dataset,
 )
-from tallyroll.storage.datasets.exchange.door import source_errors
 from tallyroll.storage.engine.memory_left import library_memory
 from tallyroll.storage.errors import NotEnoughMemory
+from tallyroll.storage.ext.exchange.door import source_errors
+from tallyroll.storage.ext.repair import thrift
 from tallyroll.storage.files.safe_files import data_in
-from tallyroll.storage.verification.soundness.repairing import thrift
 
 from hostile_kit import in_a_child
 
@@ -192,7 +192,7 @@ def test_records_behind_a_hole_of_a_terabyte(tmp_path: Path) -> None:
 
 def test_a_film_with_a_hole_stays_one(tmp_path: Path) -> None:
     """A repair copies films, and takes no space for what is not in them."""
-    from tallyroll.storage.verification.soundness.repairing.lerobot import _copy
+    from tallyroll.storage.ext.repair.lerobot import _copy
 
     with open(tmp_path / "raw", "w+b") as raw, open(tmp_path / "out", "w+b") as out:
         raw.seek(2**30)

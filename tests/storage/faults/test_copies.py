@@ -23,10 +23,10 @@ import pytest
 from tallyroll.collector.cli import main
 from tallyroll.storage import CorruptStorage, StorageError, StorageFull, open_storage, verify
 from tallyroll.storage.errors import CopyOfOpenStorage
+from tallyroll.storage.ext.testing.storage_contract import files_of
 from tallyroll.storage.files.commit_header import word_of
 from tallyroll.storage.files.header_words import born_at
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.storage_contract import files_of
 
 from killed_storages_kit import (
     CASES,

@@ -25,6 +25,7 @@ from tallyroll.storage import (
 )
 from tallyroll.storage.engine import private_rows
 from tallyroll.storage.errors import DiskFailed, NotWritable, TooManyFiles, UnsupportedPlatform
+from tallyroll.storage.ext.testing.storage_contract import assert_rows, files_of, rows
 from tallyroll.storage.files.mapping import Region
 from tallyroll.storage.files.paths import failed
 from tallyroll.storage.files.safe_files import Inside
@@ -33,7 +34,6 @@ from tallyroll.storage.formats.hdf5 import format as hdf5
 from tallyroll.storage.formats.hdf5 import replace as hdf5_replace
 from tallyroll.storage.formats.hdf5.datasets import FilePlaces
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.storage_contract import assert_rows, files_of, rows
 
 from open_files import descriptors
 

@@ -33,12 +33,12 @@ from tallyroll.storage import (
 from tallyroll.storage.engine.new_rows import ArrayRows
 from tallyroll.storage.engine.right_to_write import LOOK_SECONDS
 from tallyroll.storage.errors import TooManyFiles, WriterForked
+from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import WriterLock, is_held
 from tallyroll.storage.files.mapping import Region
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.storage_contract import WAIT_SECONDS
 
 from killed_storages_kit import (
     CASES,

@@ -19,7 +19,7 @@ from tallyroll.collector.envs.exact import ExactRow, RoundedWarning
 from tallyroll.collector.envs.gymnasium.info_entries import _stacked
 from tallyroll.collector.envs.stepping.arrays import fitting
 from tallyroll.collector.errors import ValueRefused
-from tallyroll.collector.evaluation.replaying.comparing import differing_rows, largest
+from tallyroll.collector.ext.replay.comparing import differing_rows, largest
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.storage import (
     MemmapStorage,
@@ -29,8 +29,8 @@ from tallyroll.storage import (
     verify_dataset,
     ways,
 )
-from tallyroll.storage.sampling.priorities import moved
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.sampling.priorities import moved
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 # NaNs that no computation makes: the highest bit of their fraction is not set.
 SIGNALLING = {

@@ -27,6 +27,7 @@ from tallyroll.storage import (
     verify,
 )
 from tallyroll.storage.errors import FormatVersionMismatch, NotAStorage
+from tallyroll.storage.ext.testing.storage_contract import files_of, rows
 from tallyroll.storage.files.commit_header import HEADER_NBYTES
 from tallyroll.storage.files.manifest import sealed
 from tallyroll.storage.files.versions import FORMAT_VERSION
@@ -36,7 +37,6 @@ from tallyroll.storage.formats.hdf5.user_block import (
     write_manifest,
 )
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.storage_contract import files_of, rows
 
 from storage_damage import damage
 

@@ -30,14 +30,14 @@ from tallyroll.storage.errors import (
     PathIsFile,
     UnsupportedPlatform,
 )
-from tallyroll.storage.files.commit_header import HEADER_NBYTES
-from tallyroll.storage.testing.storage_contract import (
+from tallyroll.storage.ext.testing.storage_contract import (
     GrowingStorageContract,
     arrays,
     assert_rows,
     files_of,
     rows,
 )
+from tallyroll.storage.files.commit_header import HEADER_NBYTES
 
 from storage_damage import DamageContract, assert_refused
 

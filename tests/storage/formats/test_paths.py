@@ -22,9 +22,9 @@ from tallyroll.storage.errors import (
     StorageLocked,
     StorageMissing,
 )
+from tallyroll.storage.ext.testing.storage_contract import assert_rows, rows
 from tallyroll.storage.files.paths import failed, make_directory, require_creatable
 from tallyroll.storage.storages import storage_class
-from tallyroll.storage.testing.storage_contract import assert_rows, rows
 
 from formats_kit import KINDS
 from oracles import make_oracle_vec

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 

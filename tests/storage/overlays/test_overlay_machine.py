@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 NAMES = ("value", ("next", "relabelled"))
 FILL = -7

@@ -28,10 +28,10 @@ from tallyroll.storage.errors import (
     StorageClosed,
     StorageLocked,
 )
-from tallyroll.storage.overlays import header
+from tallyroll.storage.ext.overlays import header
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 from formats_kit import KINDS
 

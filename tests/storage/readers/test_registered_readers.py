@@ -18,11 +18,11 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import IndexOutOfRange, NotAStorage, Overrun, StateMismatch
+from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
 from tallyroll.storage.readers import registry, row_reader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing import ReaderContract
-from tallyroll.storage.testing.reader_contract import assert_same_rows, collected
 
 from toy_reader import ChunkedColumn, ChunkedReader, WithoutArrays, write_chunks
 

@@ -31,8 +31,8 @@ from tallyroll.storage.errors import (
     NotInitialised,
     StorageClosed,
 )
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 COUNT = 16
 

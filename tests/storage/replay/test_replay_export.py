@@ -11,9 +11,9 @@ import torch
 from torchrl.data import ReplayBuffer
 
 from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.reader_contract import assert_same_rows, collected
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 pytestmark = pytest.mark.skipif(
     not hasattr(ReplayBuffer, "export"), reason="this TorchRL exports no replay buffers"

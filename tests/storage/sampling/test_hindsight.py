@@ -274,7 +274,7 @@ def test_rows_that_are_gone_since_they_were_drawn_are_drawn_again(
         assert torch.equal(batch["observation"][:, 0], row.double())
         assert torch.equal(batch["desired_goal"][goal >= 0, 0], goal[goal >= 0].double())
         left = 0
-        monkeypatch.setattr("tallyroll.storage.sampling.hindsight._PATIENCE_SECONDS", 0.0)
+        monkeypatch.setattr("tallyroll.storage.ext.sampling.hindsight._PATIENCE_SECONDS", 0.0)
         with pytest.raises(Overrun, match="64 rows and their goals"):
             sampler.sample(64)
 

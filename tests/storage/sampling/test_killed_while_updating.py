@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tallyroll.storage import MemmapStorage, PrioritizedSampler, open_storage
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from tallyroll.storage import MemmapStorage, RateLimit, ZarrStorage, open_storage
 from tallyroll.storage.errors import RateStalled, StateMismatch
-from tallyroll.storage.sampling.drawn_file import Counts, _packed
+from tallyroll.storage.ext.sampling.drawn_file import Counts, _packed
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 from killed_storages_kit import forked, killed, wait_until
 

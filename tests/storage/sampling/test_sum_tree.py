@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tallyroll.storage import ways
 from tallyroll.storage.engine import kernel
-from tallyroll.storage.sampling.sum_tree import FAN_OUT, Numbering, SumTree, tree_nbytes
+from tallyroll.storage.ext.sampling.sum_tree import FAN_OUT, Numbering, SumTree, tree_nbytes
 
 DRAWS = int(os.environ.get("TALLYROLL_DRAWS", "100000"))
 UPDATES = int(os.environ.get("TALLYROLL_UPDATES", "20000"))

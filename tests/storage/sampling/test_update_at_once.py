@@ -12,8 +12,8 @@ from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, PrioritizedSampler, ways
 from tallyroll.storage.engine import kernel
-from tallyroll.storage.sampling.powers import LARGEST, Powers
-from tallyroll.storage.sampling.priorities import leaves_of
+from tallyroll.storage.ext.sampling.powers import LARGEST, Powers
+from tallyroll.storage.ext.sampling.priorities import leaves_of
 
 Call = Callable[[PrioritizedSampler], Any]
 ROWS = 400

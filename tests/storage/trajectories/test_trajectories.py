@@ -35,9 +35,9 @@ from tallyroll.storage.errors import (
     StorageFull,
     UnknownTrajectory,
 )
+from tallyroll.storage.ext.testing.storage_contract import process, receive
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.safe_files import Inside
-from tallyroll.storage.testing.storage_contract import process, receive
 from tallyroll.storage.trajectories import index as trajectory_index
 from tallyroll.storage.trajectories.episodes import END_NAMES, Episodes
 

@@ -32,11 +32,11 @@ from tallyroll.storage import (
     ways,
 )
 from tallyroll.storage.errors import ColumnsMissing, Overrun
+from tallyroll.storage.ext.verification import differences
 from tallyroll.storage.rows.keys import CUT, STEP, TRAJ_IDS, spell
 from tallyroll.storage.trajectories import leaves
 from tallyroll.storage.trajectories.content import Numbering
 from tallyroll.storage.trajectories.leaves import Leaves
-from tallyroll.storage.verification import differences
 
 from collect_kit import ByObservation
 from storage_damage import damage

@@ -20,14 +20,14 @@ from torchrl.envs import GymWrapper
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import Finding, MemmapStorage, Report, StorageMissing, open_storage, verify
 from tallyroll.storage.errors import NotAStorage
+from tallyroll.storage.ext.verification import row_checks
+from tallyroll.storage.ext.verification.findings import PLACES, Findings
+from tallyroll.storage.ext.verification.lane_checks import CheckedRows, LaneChecks
+from tallyroll.storage.ext.verification.storage_checks import CHECKS
+from tallyroll.storage.ext.verification.value_checks import zero_rows
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.trajectories.episode_file import read_table, write_table
 from tallyroll.storage.trajectories.episodes import table_dtype
-from tallyroll.storage.verification import row_checks
-from tallyroll.storage.verification.findings import PLACES, Findings
-from tallyroll.storage.verification.lane_checks import CheckedRows, LaneChecks
-from tallyroll.storage.verification.storage_checks import CHECKS
-from tallyroll.storage.verification.value_checks import zero_rows
 
 from oracles import KINDS, Kind, OracleEnv, OracleTorchEnv, make_oracle_vec
 

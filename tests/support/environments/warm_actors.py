@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 
-MODULES = ("tallyroll.collector.workers.ray.actor", "pandas", "worker_faults_kit")
+MODULES = ("tallyroll.collector.ext.ray.actor", "pandas", "worker_faults_kit")
 
 
 def ask(path: str, words: list[str]) -> None:

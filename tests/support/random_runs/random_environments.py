@@ -30,7 +30,7 @@ from torchrl.envs import (
 
 from tallyroll.collector import GymnasiumVectorEnv
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
-from tallyroll.collector.envs.systems.pettingzoo import PettingZooSystem
+from tallyroll.collector.ext.systems.pettingzoo import PettingZooSystem
 
 from random_habits import one_lane
 from random_herds import Herd

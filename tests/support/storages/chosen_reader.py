@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tallyroll.storage import MemmapStorage, open_storage
-from tallyroll.storage.datasets.views.view_reader import ViewReader
+from tallyroll.storage.ext.views.view_reader import ViewReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import LANE, TRAJ_IDS
 from tallyroll.storage.storages import DiskStorage

@@ -31,8 +31,8 @@ import tallyroll.storage
 from tallyroll.storage import H5Storage, MemmapStorage, StorageFull, ZarrStorage
 from tallyroll.storage.engine import commit_engine as engine
 from tallyroll.storage.errors import NotAStorage, StorageMissing
+from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS, process
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process
 
 from fork_server import warm_fork_server
 

@@ -20,9 +20,7 @@ import pytest
 
 from tallyroll.storage import CorruptStorage, StorageFull, open_storage, verify
 from tallyroll.storage.errors import FormatVersionMismatch, NotAStorage, StorageError
-from tallyroll.storage.files.commit_header import word_of
-from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.storage_contract import (
+from tallyroll.storage.ext.testing.storage_contract import (
     arrays,
     assert_rows,
     files_of,
@@ -30,6 +28,8 @@ from tallyroll.storage.testing.storage_contract import (
     receive,
     rows,
 )
+from tallyroll.storage.files.commit_header import word_of
+from tallyroll.storage.storages import DiskStorage
 
 SMALL_DISK = 12 * 2**20
 FILE_LIMIT = 6 * 2**20

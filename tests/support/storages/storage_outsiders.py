@@ -15,9 +15,9 @@ from tensordict import TensorDict
 
 from tallyroll.storage import StorageFull
 from tallyroll.storage.engine import commit_engine as engine_module
+from tallyroll.storage.ext.testing.storage_contract import DTYPES, arrays, process, receive
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.storage_contract import DTYPES, arrays, process, receive
 
 Outsider: TypeAlias = Callable[[Path, Iterable[Key]], tuple[int, dict[Key, np.ndarray]]]
 """Reads with another library: how many rows are shown, and the columns' values of them."""

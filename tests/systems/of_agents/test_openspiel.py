@@ -19,8 +19,6 @@ from tensordict import TensorDictBase
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.system import Mask, Step
-from tallyroll.collector.envs.systems.openspiel import OpenSpielSystem
-from tallyroll.collector.envs.systems.openspiel.games import OVER, observer_of
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -28,6 +26,8 @@ from tallyroll.collector.errors import (
     PolicyError,
     TransitionError,
 )
+from tallyroll.collector.ext.systems.openspiel import OpenSpielSystem
+from tallyroll.collector.ext.systems.openspiel.games import OVER, observer_of
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 

@@ -23,7 +23,6 @@ from torchrl.envs import PettingZooWrapper
 from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, uniform
 from tallyroll.collector.cli import main
 from tallyroll.collector.counting.numbering import lane_seeds
-from tallyroll.collector.envs.systems.pettingzoo import PettingZooSystem
 from tallyroll.collector.errors import (
     ArgumentError,
     MissingExtra,
@@ -31,6 +30,7 @@ from tallyroll.collector.errors import (
     TransitionError,
     ValueRefused,
 )
+from tallyroll.collector.ext.systems.pettingzoo import PettingZooSystem
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 

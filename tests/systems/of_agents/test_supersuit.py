@@ -16,8 +16,8 @@ from pettingzoo import ParallelEnv
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
-from tallyroll.collector.envs.systems.supersuit import SuperSuitSystem
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.ext.systems.supersuit import SuperSuitSystem
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import verify
 

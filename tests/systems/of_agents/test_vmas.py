@@ -17,12 +17,12 @@ from vmas.scenarios import balance
 
 from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
-from tallyroll.collector.envs.systems.vmas import VmasSystem
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
     MissingExtra,
 )
+from tallyroll.collector.ext.systems.vmas import VmasSystem
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 

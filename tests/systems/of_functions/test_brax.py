@@ -20,8 +20,8 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.envs.systems.brax import BraxSystem
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
+from tallyroll.collector.ext.systems.brax import BraxSystem
 from tallyroll.storage import open_storage, verify
 
 from functional_kit import (

@@ -19,12 +19,12 @@ from torchrl.data import Bounded
 
 from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, uniform
 from tallyroll.collector import replay as replay_stored
-from tallyroll.collector.envs.kinds import functional
-from tallyroll.collector.envs.kinds.packing import Packing
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.envs.systems.gymnax import GymnaxSystem
 from tallyroll.collector.errors import ArgumentError, MissingExtra
+from tallyroll.collector.ext.systems.gymnax import GymnaxSystem
+from tallyroll.collector.ext.systems.kinds import functional
+from tallyroll.collector.ext.systems.kinds.packing import Packing
 from tallyroll.storage import open_storage, verify, ways
 
 from functional_kit import SharedContract, compilations, replay, shared

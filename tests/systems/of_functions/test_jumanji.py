@@ -23,9 +23,7 @@ from torchrl.data import MultiCategorical
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
-from tallyroll.collector.envs.kinds import functional
 from tallyroll.collector.envs.system import System
-from tallyroll.collector.envs.systems.jumanji import JumanjiSystem
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -33,6 +31,8 @@ from tallyroll.collector.errors import (
     SpaceError,
     TransitionError,
 )
+from tallyroll.collector.ext.systems.jumanji import JumanjiSystem
+from tallyroll.collector.ext.systems.kinds import functional
 from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.storage import open_storage, verify
 

@@ -13,8 +13,8 @@ from torchrl.data import Bounded
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.envs.systems.playground import PlaygroundSystem
 from tallyroll.collector.errors import ArgumentError, MissingExtra
+from tallyroll.collector.ext.systems.playground import PlaygroundSystem
 
 from functional_kit import compilations
 

@@ -15,8 +15,8 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.envs.system import System
-from tallyroll.collector.envs.systems.smax import SmaxSystem
 from tallyroll.collector.errors import ArgumentError, MissingExtra
+from tallyroll.collector.ext.systems.smax import SmaxSystem
 from tallyroll.storage import open_storage, verify, ways
 
 from functional_kit import SharedContract, replay, shared

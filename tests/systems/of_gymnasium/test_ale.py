@@ -20,8 +20,8 @@ from tallyroll.collector import GymnasiumVectorEnv, Resets, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
-from tallyroll.collector.envs.systems.ale import AleSystem
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
+from tallyroll.collector.ext.systems.ale import AleSystem
 from tallyroll.collector.testing import SystemContract
 
 from arrays_kit import Stepped, by_workers_and_resumed, compare, rows_of

@@ -26,10 +26,10 @@ from tallyroll.storage import (
     push,
     verify,
 )
-from tallyroll.storage.datasets.remote.address import S3Path
 from tallyroll.storage.errors import CorruptStorage, ObjectChanged, ObjectStoreFailed
+from tallyroll.storage.ext.remote.address import S3Path
+from tallyroll.storage.ext.testing.reader_contract import _Paths, assert_same_rows, collected
 from tallyroll.storage.testing import ReaderContract
-from tallyroll.storage.testing.reader_contract import _Paths, assert_same_rows, collected
 
 from object_store_kit import (
     BUCKET,

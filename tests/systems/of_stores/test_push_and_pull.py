@@ -25,8 +25,6 @@ from tallyroll.storage import (
     push,
     verify,
 )
-from tallyroll.storage.datasets.remote.address import S3Path
-from tallyroll.storage.datasets.remote.objects import Objects
 from tallyroll.storage.errors import (
     CorruptStorage,
     NotAStorage,
@@ -34,7 +32,9 @@ from tallyroll.storage.errors import (
     PathIsTaken,
     StorageMissing,
 )
-from tallyroll.storage.testing.reader_contract import collected
+from tallyroll.storage.ext.remote.address import S3Path
+from tallyroll.storage.ext.remote.objects import Objects
+from tallyroll.storage.ext.testing.reader_contract import collected
 
 from object_store_kit import (
     KEY,

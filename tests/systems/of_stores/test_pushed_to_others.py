@@ -29,9 +29,9 @@ from tallyroll.storage import (
     pull,
     push,
 )
-from tallyroll.storage.datasets.remote.address import S3Path
-from tallyroll.storage.datasets.remote.objects import Objects
 from tallyroll.storage.errors import NotAStorage, ObjectStoreFailed
+from tallyroll.storage.ext.remote.address import S3Path
+from tallyroll.storage.ext.remote.objects import Objects
 
 from object_store_kit import (
     BUCKET,

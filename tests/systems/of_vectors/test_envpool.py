@@ -25,9 +25,9 @@ from tallyroll.collector import (
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
-from tallyroll.collector.envs.systems.envpool import EnvPoolSystem
-from tallyroll.collector.envs.systems.envpool.qt import LINKED, made_with_qt
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
+from tallyroll.collector.ext.systems.envpool import EnvPoolSystem
+from tallyroll.collector.ext.systems.envpool.qt import LINKED, made_with_qt
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 
@@ -146,7 +146,7 @@ def test_rows_are_what_envpool_returns_by_either_api(task: str) -> None:
 
 
 def test_the_dm_api_is_not_taken_for_one_lane_of_dm_control() -> None:
-    from tallyroll.collector.envs.systems.dm_control import DmControlSystem
+    from tallyroll.collector.ext.systems.dm_control import DmControlSystem
 
     env = made("CartPole-v1", "dm")
     try:

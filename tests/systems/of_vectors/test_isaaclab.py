@@ -19,13 +19,13 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs.stepping.stepper import Stepper
 from tallyroll.collector.envs.system_env import SystemEnv
-from tallyroll.collector.envs.systems.isaaclab import IsaacLabSystem
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
     MissingExtra,
     TransitionError,
 )
+from tallyroll.collector.ext.systems.isaaclab import IsaacLabSystem
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify
 

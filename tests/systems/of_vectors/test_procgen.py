@@ -21,13 +21,13 @@ from tallyroll.collector import Info, SyncCollector
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
-from tallyroll.collector.envs.systems.procgen import ProcgenSystem
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
     MissingExtra,
     SpaceError,
 )
+from tallyroll.collector.ext.systems.procgen import ProcgenSystem
 from tallyroll.collector.testing import SystemContract
 
 from arrays_kit import Stepped, by_workers_and_resumed, compare, rows_of

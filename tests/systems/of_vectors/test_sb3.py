@@ -42,7 +42,6 @@ from tallyroll.collector.cli.plan import load_policy
 from tallyroll.collector.counting.numbering import lane_seeds
 from tallyroll.collector.envs import registry
 from tallyroll.collector.envs.system import System
-from tallyroll.collector.envs.systems.sb3 import Sb3System
 from tallyroll.collector.errors import (
     ArgumentError,
     EnvironmentRefused,
@@ -52,6 +51,7 @@ from tallyroll.collector.errors import (
     SpaceError,
     TransitionError,
 )
+from tallyroll.collector.ext.systems.sb3 import Sb3System
 from tallyroll.collector.policies.sb3_models import Sb3Policy
 from tallyroll.collector.testing import SystemContract
 from tallyroll.storage import open_storage, verify

@@ -28,7 +28,7 @@ from tallyroll.collector.errors import ArgumentError, SharedMemoryBusy, StateErr
 from tallyroll.collector.workers.local.memory import Arena, Measure
 from tallyroll.collector.workers.local.rwlock import FileLock, holders
 from tallyroll.collector.workers.local.weights import SharedWeights
-from tallyroll.storage.testing.storage_contract import WAIT_SECONDS, process, receive
+from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS, process, receive
 
 from fork_server import warm_fork_server
 

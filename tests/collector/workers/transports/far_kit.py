@@ -12,10 +12,10 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from tallyroll.collector.ext.far.far_place import FarPlace
+from tallyroll.collector.ext.far.far_worker import Answer, Ended, FarWorker, Given
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.far.far_place import FarPlace
-from tallyroll.collector.workers.far.far_worker import Answer, Ended, FarWorker, Given
 from tallyroll.collector.workers.transport import Gone
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tallyroll.collector.ext.ray.due import Due
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.pool import WorkerPool
-from tallyroll.collector.workers.ray.due import Due
 from tallyroll.collector.workers.transport import Gone
 from tallyroll.collector.workers.worker_options import Supervision
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tallyroll.collector import MultiprocessCollector
+from tallyroll.collector.ext.far.far_worker import Rows, as_array
+from tallyroll.collector.ext.far.next_rows import put_back, taken_out
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import SlabColumn, memory_of
-from tallyroll.collector.workers.far.far_worker import Rows, as_array
-from tallyroll.collector.workers.far.next_rows import put_back, taken_out
 from tallyroll.storage import ways
 
 from far_kit import FarThreads

@@ -27,11 +27,11 @@ from tallyroll.storage import (
     import_dataset,
     open_storage,
 )
-from tallyroll.storage.datasets.card.page import size_category
 from tallyroll.storage.errors import InvalidDataset, NotInitialised, StorageMissing
+from tallyroll.storage.ext.card.page import size_category
+from tallyroll.storage.ext.testing.reader_contract import collected
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.reader_contract import collected
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 
 def front(page: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage
-from tallyroll.storage.testing.reader_contract import collected
+from tallyroll.storage.ext.testing.reader_contract import collected
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage import import_dataset, open_storage, verify, verify_dataset
-from tallyroll.storage.datasets.exchange.formats.lerobot.features import Feature
-from tallyroll.storage.datasets.exchange.formats.lerobot.foreign import Derived
 from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.exchange.lerobot.features import Feature
+from tallyroll.storage.ext.exchange.lerobot.foreign import Derived
 from tallyroll.storage.rows.schema import Column
 
 ROWS, ENDS, TIMEOUTS = 100, (20, 99), (50,)

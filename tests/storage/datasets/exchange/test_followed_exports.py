@@ -32,19 +32,19 @@ from tallyroll.storage import (
     import_dataset,
     open_storage,
 )
-from tallyroll.storage.datasets.exchange import about, exporting, following, outgoing, versions
-from tallyroll.storage.datasets.exchange.exporting import Cuts
 from tallyroll.storage.errors import (
     NotWritable,
     PathIsTaken,
     StorageFull,
     StorageLocked,
 )
+from tallyroll.storage.ext.exchange import about, exporting, following, outgoing, versions
+from tallyroll.storage.ext.exchange.exporting import Cuts
+from tallyroll.storage.ext.testing.reader_contract import assert_same_rows
+from tallyroll.storage.ext.testing.storage_contract import process
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.reader_contract import assert_same_rows
-from tallyroll.storage.testing.storage_contract import process
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 from fork_server import warm_fork_server
 from killed_storages_kit import Told, forked, in_a_process, killed, lines_of, wait_until
@@ -401,7 +401,7 @@ def test_a_version_waits_for_its_time(
 
 
 def test_the_title_is_the_folders(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from tallyroll.storage.datasets.exchange.formats.npz import NpzFormat
+    from tallyroll.storage.ext.exchange.npz import NpzFormat
 
     titles = []
     write = NpzFormat.write

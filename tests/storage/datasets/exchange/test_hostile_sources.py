@@ -15,7 +15,7 @@ import pytest
 
 from tallyroll.storage import MemmapStorage, import_dataset
 from tallyroll.storage.errors import InvalidDataset, NotEnoughMemory, StorageError, StorageFull
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 
 class Bomb:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tallyroll.storage import MemmapStorage, content_hash, import_dataset, open_storage
-from tallyroll.storage.datasets.exchange import importing, outgoing
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.exchange import importing, outgoing
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 

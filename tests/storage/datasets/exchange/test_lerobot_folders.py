@@ -23,8 +23,8 @@ from tallyroll.storage import (
     open_storage,
     verify,
 )
-from tallyroll.storage.datasets.exchange import outgoing
-from tallyroll.storage.datasets.exchange.formats.lerobot import layout, statistics
+from tallyroll.storage.ext.exchange import outgoing
+from tallyroll.storage.ext.exchange.lerobot import layout, statistics
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -306,7 +306,7 @@ def test_an_end_within_an_episode_is_counted(tmp_path: Path) -> None:
 
 def test_rows_wait_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one row and of all give the same rows."""
-    from tallyroll.storage.datasets.exchange.formats.lerobot import reading
+    from tallyroll.storage.ext.exchange.lerobot import reading
 
     place = unpacked("theirs_v30", tmp_path)
     import_dataset(place, tmp_path / "one", "lerobot")

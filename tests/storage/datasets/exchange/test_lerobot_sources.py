@@ -15,14 +15,14 @@ import pytest
 from lerobot_kit import pictured, unpacked
 
 from tallyroll.storage import LeRobotOptions, MemmapStorage, import_dataset
-from tallyroll.storage.datasets.exchange.formats.lerobot import layout
-from tallyroll.storage.datasets.exchange.formats.pictures import Decoder, Picture
 from tallyroll.storage.errors import (
     InvalidDataset,
     NotEnoughMemory,
     StorageError,
     StorageFull,
 )
+from tallyroll.storage.ext.exchange.lerobot import layout
+from tallyroll.storage.ext.exchange.pictures import Decoder, Picture
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorStorage
 
 from tallyroll.storage import MemmapStorage, import_dataset, open_storage, verify
+from tallyroll.storage.ext.testing.reader_contract import collected
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.reader_contract import collected
 
 
 @pytest.fixture

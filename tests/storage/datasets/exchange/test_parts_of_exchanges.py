@@ -14,13 +14,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tallyroll.storage import MemmapStorage, open_storage
-from tallyroll.storage.datasets.exchange import importing, outgoing
-from tallyroll.storage.datasets.exchange.door import Block, ExchangeFormat, Incoming
-from tallyroll.storage.datasets.exchange.formats.lerobot.statistics import QUANTILES, Numbers
-from tallyroll.storage.datasets.exchange.importing import imported
-from tallyroll.storage.datasets.exchange.numbering import Numbering
-from tallyroll.storage.datasets.exchange.outgoing import Outgoing
-from tallyroll.storage.datasets.exchange.roles import Roles, under
 from tallyroll.storage.errors import (
     InvalidDataset,
     InvalidSchema,
@@ -28,6 +21,14 @@ from tallyroll.storage.errors import (
     Overrun,
     StorageMissing,
 )
+from tallyroll.storage.ext.exchange import importing, outgoing
+from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming
+from tallyroll.storage.ext.exchange.importing import imported
+from tallyroll.storage.ext.exchange.lerobot.statistics import QUANTILES, Numbers
+from tallyroll.storage.ext.exchange.numbering import Numbering
+from tallyroll.storage.ext.exchange.outgoing import Outgoing
+from tallyroll.storage.ext.exchange.roles import Roles, under
+from tallyroll.storage.ext.soundness.lerobot.rows import Counted
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import (
     DONE,
@@ -41,7 +42,6 @@ from tallyroll.storage.rows.keys import (
     spell,
 )
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.verification.soundness.lerobot.rows import Counted
 
 ROW, AFTER, ACTION = ("observation",), ("next", "observation"), ("action",)
 

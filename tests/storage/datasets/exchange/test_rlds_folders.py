@@ -22,14 +22,14 @@ from tallyroll.storage import (
     verify,
     verify_dataset,
 )
-from tallyroll.storage.datasets.exchange.formats.rlds import layout
 from tallyroll.storage.errors import InvalidDataset, InvalidSchema
+from tallyroll.storage.ext.exchange.rlds import layout
 
 pytest.importorskip("google.protobuf")
 pytest.importorskip("google_crc32c")
 pytest.importorskip("PIL")
-from tallyroll.storage.datasets.exchange.formats.rlds.examples import features_in
-from tallyroll.storage.datasets.exchange.formats.rlds.records import records
+from tallyroll.storage.ext.exchange.rlds.examples import features_in
+from tallyroll.storage.ext.exchange.rlds.records import records
 
 
 def exported(tmp_path: Path, rows: Any, name: str = "out", **options: Any) -> Any:
@@ -116,7 +116,7 @@ def test_next_observations_that_are_others_are_counted(tmp_path: Path) -> None:
 def test_an_episode_of_two_gigabytes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing = "tallyroll.storage.datasets.exchange.formats.rlds.writing"
+    writing = "tallyroll.storage.ext.exchange.rlds.writing"
     monkeypatch.setattr(f"{writing}._MOST_RECORD", 300)
     with pytest.raises(InvalidSchema, match="a trajectory of 4 rows takes"):
         exported(tmp_path, pictured(4, 4))

@@ -15,9 +15,9 @@ import pytest
 import rlds_kit as kit
 
 from tallyroll.storage import import_dataset, repair, verify_dataset
-from tallyroll.storage.datasets.exchange.formats.rlds.foreign import TheirRows
-from tallyroll.storage.datasets.exchange.formats.rlds.records import Damage, records, write_record
 from tallyroll.storage.errors import InvalidDataset, NotEnoughMemory, StorageError, StorageFull
+from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
+from tallyroll.storage.ext.exchange.rlds.records import Damage, records, write_record
 
 pytest.importorskip("google.protobuf")
 pytest.importorskip("google_crc32c")

@@ -13,11 +13,11 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, PrioritizedSampler, import_dataset, open_storage
-from tallyroll.storage.datasets.exchange import beside
 from tallyroll.storage.errors import ColumnsMissing
+from tallyroll.storage.ext.exchange import beside
+from tallyroll.storage.ext.testing.reader_contract import collected
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.reader_contract import collected
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 
 @pytest.fixture

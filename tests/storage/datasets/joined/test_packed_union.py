@@ -12,12 +12,12 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage import DiskStorage, FrameStack, MemmapStorage, content_hash, open_storage
-from tallyroll.storage.datasets.joined import packs
-from tallyroll.storage.datasets.joined.packs import JoinedPacks
-from tallyroll.storage.datasets.joined.union import UnionReader
-from tallyroll.storage.datasets.packed import packed_reader
 from tallyroll.storage.engine import memory_left
 from tallyroll.storage.errors import CorruptStorage, StorageClosed
+from tallyroll.storage.ext.joined import packs
+from tallyroll.storage.ext.joined.packs import JoinedPacks
+from tallyroll.storage.ext.joined.union import UnionReader
+from tallyroll.storage.ext.packed import packed_reader
 from tallyroll.storage.rows.keys import Key
 
 

@@ -16,10 +16,10 @@ import torch
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, import_dataset, open_storage, verify
 from tallyroll.storage.errors import RowsDoubled
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.files import copied_runs
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 SEEDS = int(os.environ.get("TALLYROLL_CHAINS", "2"))
 ONE = ["observation"]

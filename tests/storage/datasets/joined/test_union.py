@@ -25,9 +25,6 @@ from tallyroll.storage import (
     content_hash,
     open_storage,
 )
-from tallyroll.storage.datasets.joined.maps import JoinedMaps
-from tallyroll.storage.datasets.joined.packs import JoinedPacks
-from tallyroll.storage.datasets.joined.union import UnionReader
 from tallyroll.storage.errors import (
     ColumnsMissing,
     IndexOutOfRange,
@@ -40,8 +37,11 @@ from tallyroll.storage.errors import (
     StorageMissing,
     TrajectoryIdTaken,
 )
+from tallyroll.storage.ext.joined.maps import JoinedMaps
+from tallyroll.storage.ext.joined.packs import JoinedPacks
+from tallyroll.storage.ext.joined.union import UnionReader
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
 
 SETTINGS = settings(
     max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None

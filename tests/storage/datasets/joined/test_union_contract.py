@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.datasets.joined.maps import JoinedMaps
+from tallyroll.storage.ext.joined.maps import JoinedMaps
+from tallyroll.storage.ext.testing.reader_contract import _Both, _Paths, collected
 from tallyroll.storage.rows.keys import LANE
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing import ReaderContract
-from tallyroll.storage.testing.reader_contract import _Both, _Paths, collected
 
 
 class TestUnion(ReaderContract):

@@ -13,9 +13,9 @@ import torch
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, content_hash, diff, open_storage, verify
-from tallyroll.storage.datasets.joined.union import UnionReader
-from tallyroll.storage.testing.reader_contract import collected
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.joined.union import UnionReader
+from tallyroll.storage.ext.testing.reader_contract import collected
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 
 def made(path: Path, first: int, rows: int = 30, shard: Any = None, **changed: Any) -> Path:

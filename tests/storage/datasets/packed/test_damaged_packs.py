@@ -18,9 +18,6 @@ import zstandard
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, open_storage, repair, verify
-from tallyroll.storage.datasets.aside import written_aside
-from tallyroll.storage.datasets.packed import codecs
-from tallyroll.storage.datasets.packed.codecs import BadChunk, Codec, crc32c
 from tallyroll.storage.errors import (
     CorruptStorage,
     FormatVersionMismatch,
@@ -31,8 +28,11 @@ from tallyroll.storage.errors import (
     StorageFull,
     StorageLocked,
 )
+from tallyroll.storage.ext.aside import written_aside
+from tallyroll.storage.ext.packed import codecs
+from tallyroll.storage.ext.packed.codecs import BadChunk, Codec, crc32c
+from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
 from tallyroll.storage.files.manifest import sealed
-from tallyroll.storage.testing.reader_contract import assert_same_rows, collected
 
 FLIPS = int(os.environ.get("TALLYROLL_FLIPS", "0"))
 """Of every file; the gate flips a bit of some."""
@@ -312,7 +312,7 @@ def test_a_destination_that_is_taken(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tallyroll.storage.datasets.packed.packing.free_bytes", lambda path: 2**20)
+    monkeypatch.setattr("tallyroll.storage.ext.packed.packing.free_bytes", lambda path: 2**20)
     with (
         open_storage(base / "rows") as storage,
         pytest.raises(StorageFull, match="no room for 141 packed rows"),

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tallyroll.storage import MemmapStorage, content_hash, open_storage, verify
-from tallyroll.storage.testing.reader_contract import collected
+from tallyroll.storage.ext.testing.reader_contract import collected
 
 from killed_storages_kit import forked, in_a_process, killed
 

@@ -15,8 +15,8 @@ import xarray
 import zarr
 
 from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.ext.testing.reader_contract import collected
 from tallyroll.storage.storages import DiskStorage
-from tallyroll.storage.testing.reader_contract import collected
 
 numcodecs.blosc.get_mutex()  # a semaphore of zarr-python's: it is made now, and left by no test
 

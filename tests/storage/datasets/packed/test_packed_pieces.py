@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tallyroll.storage import MemmapStorage, open_storage, ways
-from tallyroll.storage.datasets.packed import column_writers, packing
-from tallyroll.storage.datasets.packed.column_writers import pieces
-from tallyroll.storage.datasets.packed.stacks import follows, same_bits
 from tallyroll.storage.engine.kernel import compiled
+from tallyroll.storage.ext.packed import column_writers, packing
+from tallyroll.storage.ext.packed.column_writers import pieces
+from tallyroll.storage.ext.packed.stacks import follows, same_bits
 from tallyroll.storage.readers.file_reader import FileReader
 
 

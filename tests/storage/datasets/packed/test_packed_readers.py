@@ -20,13 +20,13 @@ from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
 from tallyroll.storage import FrameStack, MemmapStorage, content_hash, diff, open_storage, verify
-from tallyroll.storage.datasets.packed.archives import ZarrArchive
-from tallyroll.storage.datasets.packed.packed_reader import PackedReader
 from tallyroll.storage.errors import NotAStorage, PathIsTaken, ReadOnlyStorage
+from tallyroll.storage.ext.packed.archives import ZarrArchive
+from tallyroll.storage.ext.packed.packed_reader import PackedReader
+from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
 from tallyroll.storage.rows.keys import LANE, STEP, TRAJ_IDS
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.testing import ReaderContract
-from tallyroll.storage.testing.reader_contract import assert_same_rows, collected
 
 
 def in_order() -> TensorDict:

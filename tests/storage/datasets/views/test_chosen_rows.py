@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tallyroll.storage.datasets.views.chosen_rows import Bits, Stretches, chosen_rows
+from tallyroll.storage.ext.views.chosen_rows import Bits, Stretches, chosen_rows
 
 RUNS = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=8)
 DENSE = st.lists(st.tuples(st.integers(1, 2), st.integers(1, 2)), max_size=400)

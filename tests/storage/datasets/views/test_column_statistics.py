@@ -21,11 +21,11 @@ from torchrl.envs import GymEnv, TransformedEnv, check_env_specs
 
 from tallyroll.collector.cli import main
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
-from tallyroll.storage.datasets.statistics import counting, moments
-from tallyroll.storage.datasets.statistics.counting import sampled
-from tallyroll.storage.datasets.statistics.moments import QUANTILES, merged, moments_of, nothing
-from tallyroll.storage.datasets.statistics.normaliser import Normaliser
 from tallyroll.storage.errors import ColumnsMissing, NotInitialised
+from tallyroll.storage.ext.statistics import counting, moments
+from tallyroll.storage.ext.statistics.counting import sampled
+from tallyroll.storage.ext.statistics.moments import QUANTILES, merged, moments_of, nothing
+from tallyroll.storage.ext.statistics.normaliser import Normaliser
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
 

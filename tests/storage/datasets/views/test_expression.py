@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tallyroll.storage.datasets.expression import MOST_LETTERS, Expression, Words
 from tallyroll.storage.errors import InvalidExpression, StorageError
+from tallyroll.storage.ext.views.expression import MOST_LETTERS, Expression, Words
 
 ENDS = ("open", "terminated", "truncated", "cut")
 LINES: list[dict[str, Any]] = [

@@ -16,12 +16,12 @@ import pytest
 
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.datasets import copying
-from tallyroll.storage.datasets.views import parts as writing
-from tallyroll.storage.datasets.views.parts import write_parts
 from tallyroll.storage.errors import PathIsTaken, StorageFull
-from tallyroll.storage.testing.reader_contract import assert_same_rows, collected
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext import copying
+from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.views import parts as writing
+from tallyroll.storage.ext.views.parts import write_parts
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 

@@ -12,10 +12,10 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.datasets.statistics.counting import Counted
-from tallyroll.storage.datasets.statistics.kept import place_of, read_whole, write_kept
+from tallyroll.storage.ext.statistics.counting import Counted
+from tallyroll.storage.ext.statistics.kept import place_of, read_whole, write_kept
+from tallyroll.storage.ext.verification.findings import Finding
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.verification.findings import Finding
 
 COUNT = 60
 
@@ -65,7 +65,7 @@ def test_what_was_counted_in_parts(
     pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = made(tmp_path / "rows")
-    monkeypatch.setattr("tallyroll.storage.datasets.statistics.counting._AT_ONCE", pieces)
+    monkeypatch.setattr("tallyroll.storage.ext.statistics.counting._AT_ONCE", pieces)
     told: list[tuple[int, int]] = []
     assert found(path, progress=lambda *of: told.append(of)) == []
     assert told[-1][0] <= told[-1][1]

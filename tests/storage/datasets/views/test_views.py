@@ -23,7 +23,6 @@ from tallyroll.storage import (
     open_storage,
     verify,
 )
-from tallyroll.storage.datasets.views.view_reader import ViewReader
 from tallyroll.storage.errors import (
     ColumnsMissing,
     InvalidExpression,
@@ -33,10 +32,11 @@ from tallyroll.storage.errors import (
     StateMismatch,
     StorageClosed,
 )
+from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
+from tallyroll.storage.ext.views.view_reader import ViewReader
 from tallyroll.storage.rows.keys import LANE, POLICY_VERSION, STEP, TRAJ_IDS
 from tallyroll.storage.storages import DiskStorage, H5Storage, ZarrStorage
 from tallyroll.storage.stores.rewinds import take_back
-from tallyroll.storage.testing.reader_contract import assert_same_rows, collected
 
 CHOICES = [
     "length > 3",

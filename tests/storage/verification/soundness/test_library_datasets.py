@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
 from tallyroll.storage import MemmapStorage, verify_dataset
-from tallyroll.storage.testing.reader_contract import collected
+from tallyroll.storage.ext.testing.reader_contract import collected
 
 GOLDEN = Path(__file__).parent / "golden"
 ROWS = {

@@ -41,7 +41,7 @@ from tallyroll.storage import (
     repair,
     verify_dataset,
 )
-from tallyroll.storage.datasets.exchange.formats.rlds.records import crc_module
+from tallyroll.storage.ext.exchange.rlds.records import crc_module
 
 from fuzzed_storages import SECONDS, Late, damage, limit_memory, outside_of, touched
 

@@ -21,9 +21,9 @@ import torch
 from fault_kit import LENGTHS, walk
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
-from tallyroll.storage.verification.soundness import disk
-from tallyroll.storage.verification.soundness.repairing import working_copy
+from tallyroll.storage.ext.repair import working_copy
+from tallyroll.storage.ext.soundness import disk
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 SECTOR = 128
 """Bytes that a disk of these tests loses at once."""

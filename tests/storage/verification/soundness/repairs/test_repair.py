@@ -23,7 +23,7 @@ from tallyroll.storage import (
     open_storage,
     verify,
 )
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 
 def column(path: Path, *key: str) -> np.ndarray:

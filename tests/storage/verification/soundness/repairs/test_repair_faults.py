@@ -32,10 +32,10 @@ from tallyroll.storage import (
     open_storage,
 )
 from tallyroll.storage import repair as repair_alone
-from tallyroll.storage.datasets.exchange import importing
-from tallyroll.storage.datasets.packed.layout import ArrayLayout
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
-from tallyroll.storage.verification.soundness.repairing import hdf5, ours
+from tallyroll.storage.ext.exchange import importing
+from tallyroll.storage.ext.packed.layout import ArrayLayout
+from tallyroll.storage.ext.repair import hdf5, ours
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
 

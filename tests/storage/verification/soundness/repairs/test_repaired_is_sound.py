@@ -20,7 +20,7 @@ from fault_kit import ENDS, ROWS, Fault, rewrite
 from repair_kit import repair
 
 from tallyroll.storage import InvalidDataset, MemmapStorage, open_storage
-from tallyroll.storage.testing.trajectory_rows import trajectory_rows
+from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 _COLUMNS = {"observations": 3, "actions": 2, "rewards": 0, "terminals": 0, "timeouts": 0}
 

@@ -1,5 +1,0 @@
-"""EnvPool as a system."""
-
-from tallyroll.collector.envs.systems.envpool.system import EnvPoolSystem
-
-__all__ = ["EnvPoolSystem"]

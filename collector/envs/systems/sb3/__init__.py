@@ -1,5 +1,0 @@
-"""Stable-Baselines3 as a system."""
-
-from tallyroll.collector.envs.systems.sb3.system import Sb3System
-
-__all__ = ["Sb3System"]

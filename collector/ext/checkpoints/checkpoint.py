@@ -1,0 +1,426 @@
+"""`save_checkpoint` and `load_checkpoint`: model, counts and rows, restored together."""
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.ext.checkpoints import folder, generators
+from tallyroll.collector.ext.checkpoints.plain import from_plain, to_plain
+from tallyroll.collector.ext.checkpoints.rows import RowsAt, copy_of_rows, restore_rows
+from tallyroll.collector.options.checks import positive
+from tallyroll.collector.policies.slot_rng import SlotRng
+from tallyroll.collector.user_code import user_code
+from tallyroll.storage.package.versions import versions
+from tallyroll.storage.storages import DiskStorage
+
+PathLike: TypeAlias = str | os.PathLike[str]
+Rows: TypeAlias = Literal["rewind", "keep"]
+
+_ARGUMENTS = ("path", "collector", "storage", "every", "keep_last", "copy_rows", "rows")
+"""Names of arguments of `save_checkpoint` or `load_checkpoint`, which no part can have."""
+_UNSOUND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+"""Errors of values that are none of a state, whatever finds them."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A report of `load_checkpoint`; print it."""
+
+    path: Path
+    """The checkpoint."""
+    transitions: int
+    """Transitions that the run has now."""
+    rewound: int = 0
+    """Rows that were committed after the checkpoint, and were taken back."""
+    kept: int = 0
+    """Rows that were committed after the checkpoint, and stay."""
+    gone: int = 0
+    """Rows of a ring at the checkpoint that were overwritten since: they do not come back."""
+    cut: int = 0
+    """Trajectories that were open at the checkpoint: environments are not saved, so they ended."""
+    unused: tuple[str, ...] = ()
+    """Parts of the checkpoint that were not asked for."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Parts that were saved as plain values, such as numbers, by name."""
+
+    def __str__(self) -> str:
+        said = [f"{self.transitions:,} transitions from {self.path}"]
+        for count, what in (
+            (self.rewound, "later rows taken back"),
+            (self.kept, "later rows kept"),
+            (self.gone, "earlier rows overwritten since"),
+            (self.cut, "open trajectories cut"),
+        ):
+            if count:
+                said.append(f"{count:,} {what}")
+        if self.unused:
+            said.append(f"not loaded: {', '.join(self.unused)}")
+        return "; ".join(said)
+
+
+@user_code("save_checkpoint")
+def save_checkpoint(
+    path: PathLike | None = None,
+    /,
+    *,
+    collector: Collector | None = None,
+    storage: DiskStorage | None = None,
+    every: int | None = None,
+    keep_last: int | None = 1,
+    copy_rows: bool = False,
+    **parts: Any,
+) -> Path | None:
+    """Save all that a run goes on from, together: whole, or not at all.
+
+    Call it between two batches, or two calls of ``collect``. The storage is named by the rows
+    that it has now; a later `load_checkpoint` takes it back to them. The global generators of
+    torch, NumPy and Python are always saved.
+
+    Args:
+        path: a folder, made if it is not there. Each checkpoint is a folder in it,
+            ``000007-at-120000``: its number, and its transitions.
+        collector: its counts, ids, seeds, policy, generators, and its environments' transforms.
+        storage: the storage, where the collector has none, or there is no collector.
+        every: save only if so many transitions came since the newest one there; None: now.
+        keep_last: checkpoints that stay, this one included; None: all.
+        copy_rows: copy the rows, too, so that the folder can go to another machine. Without it the
+            checkpoint names the rows, which costs nothing, and belongs to this storage.
+        **parts: what else is to be restored, by name: whatever has ``state_dict()`` and
+            ``load_state_dict()``, generators of torch, NumPy and Python, and plain values: numbers,
+            text, bytes, None, tensors, arrays and scalars of NumPy, and lists, tuples, sets,
+            deques and dicts of these. A value comes back equal, and of the same type, in ``values``
+            of what `load_checkpoint` returns; tensors come back on the CPU. No part can have the
+            name of an argument of either function.
+
+    Returns:
+        The checkpoint; None if it was not due.
+
+    Raises:
+        ArgumentError: a part that cannot be saved, or arguments that contradict each other. The
+            message names the part, and the place in it.
+        StateError: something in a state cannot come back equal; or another process saves to the
+            folder.
+        StorageError: the checkpoint cannot be written, as on a full disk. The checkpoints that are
+            there stay as they are.
+    """
+    place = _path_of(path, parts)
+    _require_names(parts)
+    if not isinstance(copy_rows, bool):
+        raise _not_an_argument("copy_rows", "True or False", copy_rows)
+    storage = _storage_of(collector, storage)
+    keep_last = None if keep_last is None else positive("keep_last", keep_last)
+    if copy_rows and storage is None:
+        raise ArgumentError("copy_rows=True: expected a storage, and there is none to copy")
+    if storage is not None and not storage.reader.initialised and collector is None:
+        raise ArgumentError(f"storage: {storage.path} has no rows yet, so that nothing is to save")
+    transitions = _transitions(collector, storage)
+    if every is not None and not _is_due(place, transitions, positive("every", every)):
+        return None
+    own = None if collector is None else collector.restarting
+    state = {
+        "collector": None if own is None else own.saved(),
+        "storage": None,
+        "generators": generators.states(),
+    }
+    kept = [[name, *_plain_part(name, part)] for name, part in parts.items()]
+    if storage is not None and storage.reader.initialised:
+        state["storage"] = RowsAt.of(storage, None if own is None else own.stored_run).as_state()
+    about = {
+        "transitions": transitions,
+        "rows": None if storage is None else storage.head,
+        "storage": None if storage is None else str(storage.path),
+        "parts": sorted(parts),
+        "versions": versions(),
+    }
+    copies = None
+    if copy_rows and storage is not None:
+        copies = partial(copy_of_rows, storage)
+    plain: dict[str, Any] = {name: to_plain(each, name) for name, each in state.items()}
+    plain["parts"] = kept
+    return folder.write(place, transitions, plain, about, copies, keep_last)
+
+
+@user_code("load_checkpoint")
+def load_checkpoint(
+    path: PathLike | None = None,
+    /,
+    *,
+    collector: Collector | None = None,
+    storage: DiskStorage | None = None,
+    rows: Rows = "rewind",
+    **parts: Any,
+) -> Loaded:
+    """Go on from a checkpoint: what is given gets the state that it had then.
+
+    Call it before the collector collects. Environments are not saved: each lane begins a new
+    episode, from a seed that was not used before, and those that were open end as cut. Ids, seeds
+    of lanes and policy versions are never used twice: they go on from the largest there ever was.
+
+    Args:
+        path: a folder of checkpoints, of which the newest is taken, or one checkpoint.
+        collector: made as the one that was saved, over the same storage.
+        storage: where there is no collector. A new one, without files yet, gets the rows of a
+            checkpoint that has a copy; then make the collector, with ``resume=True``, and load it.
+        rows: what becomes of the rows that were committed after the checkpoint: ``"rewind"``
+            takes them back, so that counts, model and rows are those of the checkpoint; ``"keep"``
+            leaves them, and their counts, and restores the policy and the parts alone, for a
+            collector that was made with ``resume=True``.
+        **parts: as they were saved, by name. Those that are left out are not loaded.
+
+    Returns:
+        What was done; print it.
+
+    Raises:
+        StateError: no checkpoint, a damaged one, or one that does not fit; nothing changed, but
+            for parts that were loaded before one that cannot take its state.
+        StateMismatch: it belongs to other rows, or the storage cannot go back; nothing changed.
+        RunUnderWay: another collector writes to the storage; nothing changed.
+        ArgumentError: ``rows`` is neither.
+    """
+    place = _path_of(path, parts)
+    if not isinstance(rows, str) or rows not in ("rewind", "keep"):
+        raise _not_an_argument("rows", '"rewind" or "keep"', rows)
+    chosen, about, plain = folder.read(place)
+    state = from_plain(plain)
+    try:
+        saved = _parts_of(state)
+        _require_sound(state, saved)
+    except _UNSOUND as error:
+        raise StateError(
+            f"{chosen} is damaged: it has values that save_checkpoint never writes "
+            f"({error!r:.200}). Load an older checkpoint."
+        ) from error
+    if missing := sorted(parts.keys() - saved.keys()):
+        raise StateError(
+            f"{chosen} has no {', '.join(missing)}; it has {', '.join(sorted(saved)) or 'no parts'}"
+        )
+    storage = _storage_of(collector, storage)
+    at = None if state["storage"] is None else RowsAt.from_state(state["storage"])
+    if storage is not None and (at is not None or storage.head):
+        if at is None:
+            raise StateError(f"{chosen} was saved without a storage, and one is given")
+        restored = collector is None and restore_rows(storage, chosen / folder.ROWS)
+        run = None if collector is None else collector.restarting.stored_run
+        at.require_same(storage, run, keep=rows == "keep" and not restored)
+    elif at is not None and collector is not None:
+        raise StateError(
+            f"{chosen} has {at.rows} rows of the storage at {at.path}, and the collector has no "
+            "storage; give it that one"
+        )
+    if collector is not None:
+        if state["collector"] is None:
+            raise StateError(f"{chosen} was saved without a collector, and one is given")
+        collector.restarting.require_fit(state["collector"], keep=rows == "keep")
+    for name, part in parts.items():
+        _load(name, part, saved[name])
+    values = _values(saved)
+    found = Loaded(
+        chosen,
+        int(about.get("transitions", 0)) if collector is None else collector.ledger.stored,
+        unused=tuple(sorted(saved.keys() - parts.keys() - values.keys())),
+        values=values,
+    )
+    if rows == "rewind":
+        return _rewound(found, at, state, collector, storage)
+    if collector is not None:
+        collector.restarting.keep(state["collector"])
+    later = 0 if storage is None or at is None else max(0, storage.head - at.rows)
+    return replace(found, kept=later)
+
+
+def _rewound(
+    found: Loaded,
+    at: RowsAt | None,
+    state: Mapping[str, Any],
+    collector: Collector | None,
+    storage: DiskStorage | None,
+) -> Loaded:
+    """Take rows back, then counts; random numbers last, for what is restored before draws some."""
+    own, since = None if collector is None else collector.restarting, None
+    if storage is not None and at is not None:
+        run = None if own is None else own.stored_run
+        rewound, gone, since = at.go_back(storage, run)
+        found = replace(found, rewound=rewound, gone=gone)
+    if collector is not None and own is not None:
+        own.go_on_from(state["collector"], since)
+        cut = state["collector"]["open"]
+        found = replace(found, transitions=collector.ledger.stored, cut=cut)
+    generators.load(state["generators"])
+    return found
+
+
+def _storage_of(collector: Collector | None, storage: DiskStorage | None) -> DiskStorage | None:
+    """Return the collector's storage, or the one that is given."""
+    if collector is not None and not isinstance(collector, Collector):
+        raise ArgumentError(
+            f"collector: expected one of tallyroll's, got {type(collector).__name__}; whatever "
+            "else has a state_dict() is a part, given by a name of its own"
+        )
+    if storage is not None and not isinstance(storage, DiskStorage):
+        raise ArgumentError(
+            f"storage: expected one of tallyroll's, got {type(storage).__name__}; a replay buffer "
+            "is a part, given by a name of its own"
+        )
+    own = None if collector is None else collector.restarting.storage
+    if own is not None and not isinstance(own, DiskStorage):
+        raise ArgumentError(
+            "collector: expected one whose rows go to a storage of tallyroll's, which a checkpoint "
+            f"belongs to, got one with a {type(own).__name__}; keep its state_dict() instead"
+        )
+    if own is not None and storage not in (None, own):
+        raise ArgumentError(
+            f"storage: the collector's is {own.path}, got {storage.path}; leave it out"
+        )
+    return own if storage is None else storage
+
+
+def _transitions(collector: Collector | None, storage: DiskStorage | None) -> int:
+    if collector is not None:
+        return collector.ledger.stored
+    return 0 if storage is None else storage.head
+
+
+def _is_due(place: Path, transitions: int, every: int) -> bool:
+    # Later ones are of a future that was taken back.
+    before = [each.transitions for each in folder.entries_of(place)]
+    newest = max((each for each in before if each <= transitions), default=None)
+    return newest is None or transitions - newest >= every
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _kind_of(part: Any) -> str:
+    """Return how the state of a part is asked for and given back."""
+    for kind, of in (
+        ("torch", torch.Generator),
+        ("numpy", np.random.Generator),
+        ("python", random.Random),
+    ):
+        if isinstance(part, of):
+            return kind
+    stateful = callable(getattr(part, "state_dict", None)) and hasattr(part, "load_state_dict")
+    return "state_dict" if stateful else "value"
+
+
+def _plain_part(name: str, part: Any) -> tuple[str, Any]:
+    """Return the kind of a part, and its state in the form in which it is written."""
+    kind, state = _kind_of(part), part
+    if kind == "torch":
+        state = part.get_state()
+    elif kind == "numpy":
+        state = part.bit_generator.state
+    elif kind == "python":
+        state = part.getstate()
+    elif kind == "state_dict":
+        state = part.state_dict()
+    try:
+        return kind, to_plain(state, name, mapped=kind == "state_dict")
+    except StateError as error:
+        if kind != "value":
+            raise
+        raise ArgumentError(
+            f"{name}: expected something with state_dict() and load_state_dict(), a generator "
+            f"of random numbers, or plain values, got {type(part).__name__} ({error})"
+        ) from error
+
+
+def _parts_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the parts of a checkpoint, by name."""
+    parts = state["parts"]
+    if isinstance(parts, dict):  # of format 1, which encoded plain values twice
+        return {
+            name: {**each, "state": from_plain(each["state"])} if each["kind"] == "value" else each
+            for name, each in parts.items()
+        }
+    return {name: {"kind": kind, "state": each} for name, kind, each in parts}
+
+
+def _require_sound(state: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise an error of any kind for a state that nothing could go on from."""
+    generators.require(state["generators"])
+    for name, part in parts.items():
+        if not isinstance(name, str):
+            raise TypeError(f"a part called {name!r:.40}")
+        if part["kind"] == "numpy":
+            generators.require_bits(part["state"])
+    if (own := state["collector"]) is None:
+        return
+    ledger = Ledger()
+    ledger.load(own["ledger"])
+    ledger.check()
+    for name in ("seed", "next_id", "open"):
+        if type(own[name]) is not int or own[name] < 0 or (name != "seed" and own[name] >= 2**62):
+            raise ValueError(f"{name}: {own[name]!r:.40}")
+    torch.Generator().set_state(own["generators"]["torch"])
+    SlotRng().state = own["generators"]["actions"]
+
+
+def _path_of(path: PathLike | None, parts: dict[str, Any]) -> Path:
+    """Return the path of checkpoints, which a caller may give by the keyword ``path``, too."""
+    if path is not None and "path" in parts:
+        raise _not_a_part("path")
+    path = parts.pop("path", path)
+    if not isinstance(path, str | os.PathLike):
+        raise _not_an_argument("path", "the path of a folder, as the first argument", path)
+    return Path(path)
+
+
+def _require_names(parts: Mapping[str, Any]) -> None:
+    for name in parts:
+        if name in _ARGUMENTS:
+            raise _not_a_part(name)
+
+
+def _not_a_part(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name}: expected a part of another name, got one of an argument of save_checkpoint or "
+        f"load_checkpoint ({', '.join(_ARGUMENTS)}). Rename the part."
+    )
+
+
+def _not_an_argument(name: str, wanted: str, got: object) -> ArgumentError:
+    return ArgumentError(
+        f"{name}: expected {wanted}, got {got!r:.80}. A part needs another name than {name}."
+    )
+
+
+def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:
+    kind, state = saved["kind"], saved["state"]
+    if kind == "value":
+        raise ArgumentError(
+            f"{name}: it was saved as a plain value; read it from .values of what load_checkpoint "
+            "returns"
+        )
+    wanted = _kind_of(part)
+    if wanted != kind:
+        raise StateError(f"{name}: expected what was saved, a {kind}, got a {wanted}")
+    try:
+        if kind == "torch":
+            part.set_state(state)
+        elif kind == "numpy":
+            part.bit_generator.state = state
+        elif kind == "python":
+            version, numbers, gauss = state
+            part.setstate((version, tuple(numbers), gauss))
+        else:
+            part.load_state_dict(state)
+    except Exception as error:  # each has its own
+        raise StateError(
+            f"{name}: it cannot take what was saved: {error}. Rows and counts are as before; make "
+            "it as the one that was saved"
+        ) from error
+
+
+def _values(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each["state"] for name, each in saved.items() if each["kind"] == "value"}

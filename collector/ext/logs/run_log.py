@@ -1,0 +1,225 @@
+"""A log of a run: a row of numbers every so many transitions."""
+
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.ext.logs.target import Newest, Row, Target, open_target
+from tallyroll.collector.options.checks import positive
+
+EVERY = 1000
+_MOST_WAITING = 10_000
+
+
+class LogWarning(UserWarning):
+    """Warning: rows of a log cannot be written. Collecting goes on, and they are kept to retry."""
+
+
+class _Evaluation(Protocol):
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+def _number(name: str, value: float) -> float:
+    try:
+        return value if type(value) is int else float(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"log: expected numbers, got {name}={value!r:.100}") from error
+
+
+class RunLog:
+    """Writes a row of a collector's numbers every so many transitions.
+
+    A row has ``frames`` (stored transitions), ``seconds`` since the log was begun, the other
+    numbers of `Collector.metrics`, the run's ``seed``, and the numbers that the caller passed since
+    the row before. The first :meth:`update` at or after each multiple of ``every`` transitions
+    writes it, and :meth:`close` writes the last one, which may repeat the newest transitions with
+    numbers that came after their row. A resumed run continues after the existing rows, and writes
+    the row that a kill left out.
+
+    A name may appear in any row. Earlier and later rows without it have an empty cell in a CSV
+    file, and no point in TensorBoard or Weights & Biases.
+
+    If a row cannot be written there is one :class:`LogWarning`, and collecting goes on; it is
+    written with the next one, if that can be.
+
+    Args:
+        collector: the collector, before it collects.
+        target: the path of a CSV file, ``"tensorboard:DIR"``, ``"wandb:PROJECT"`` (offline where
+            WANDB_MODE=offline is set), or a function that is called with each row, a dict. A CSV
+            file, or a folder of TensorBoard's, is of one run, which locks it meanwhile.
+        every: transitions between two rows.
+        window: the means are over so many last episodes.
+
+    Raises:
+        ArgumentError: there is no such target, it cannot be opened, it has rows of another run, or
+            another run writes to it.
+        MissingExtra: a package that the target needs is not installed.
+
+    Examples:
+        >>> from tallyroll.collector import RunLog, SyncCollector
+        >>> rows = []
+        >>> with (
+        ...     SyncCollector(
+        ...         "CartPole-v1", num_envs=8, frames_per_batch=100, total_frames=250, seed=0
+        ...     ) as collector,
+        ...     RunLog(collector, rows.append, every=200) as log,
+        ... ):
+        ...     for batch in collector:
+        ...         log.update(loss=0.5)
+        >>> [(row["frames"], row["loss"]) for row in rows]
+        [(200, 0.5), (250, 0.5)]
+    """
+
+    def __init__(
+        self, collector: Collector, target: Target, *, every: int = EVERY, window: int = 100
+    ) -> None:
+        self._every, self._window = positive("every", every), positive("window", window)
+        self._collector = collector
+        self._target = open_target(target)
+        try:
+            before = self._newest()
+        except BaseException:
+            self._target.close()
+            raise
+        frames = collector.ledger.stored
+        self._frames = frames if before is None else min(before.frames, frames)
+        """Transitions of the run at the last row."""
+        self._began = time.monotonic() - (0.0 if before is None else before.seconds)
+        self._pending: dict[str, float] = {}
+        """Numbers of the caller for the next row."""
+        self._waiting: deque[Row] = deque(maxlen=_MOST_WAITING)
+        self._warned = self._closed = False
+        self._reserved = frozenset(self._own_numbers())
+        self._next = self._next_after(self._frames)
+        if frames >= self._next:  # a kill left it out
+            self.update()
+
+    def _newest(self) -> Newest | None:
+        """Return the last row of the run to be continued; refuse one of another run."""
+        newest, ledger = self._target.newest, self._collector.ledger
+        if newest is None:
+            return None
+        same = ledger.stored and newest.seed in (None, ledger.seed)
+        if not same or (newest.frames > ledger.stored and not ledger.incarnation):
+            raise ArgumentError(
+                f"log: {self._target.name} has rows of another run already, the last one of "
+                f"{newest.frames:,} transitions, and this run has {ledger.stored:,} so far; give "
+                "another file or folder, or resume that run"
+            )
+        if newest.frames > ledger.stored:  # after a power cut
+            self._target.forget_after(ledger.stored)
+        return newest
+
+    def _next_after(self, frames: int) -> int:
+        return (frames // self._every + 1) * self._every
+
+    def update(self, **numbers: float) -> None:
+        """Add numbers to the next row, and write it if it is due.
+
+        Of several calls before a row is due, the newest value of each name is written.
+
+        Args:
+            **numbers: by name; each name may be new.
+
+        Raises:
+            ArgumentError: a value is not a number, or a name is one of the log's own or has a line
+                break. The row is written later, without these numbers.
+        """
+        self._merge(numbers)
+        if self._collector.ledger.stored >= self._next:
+            self._add()
+
+    def evaluation(self, result: _Evaluation) -> None:
+        """Add the result of `evaluate` to the next row; `update` or `close` writes it.
+
+        The row gets ``eval_frames`` (transitions stored when this method was called) and the
+        numbers of `Evaluation.metrics`: ``eval_episodes``, ``eval_return_mean``,
+        ``eval_return_std`` and ``eval_length_mean``.
+        """
+        numbers = {f"eval_{name}": value for name, value in result.metrics().items()}
+        self._merge({"eval_frames": self._collector.ledger.stored, **numbers})
+
+    def _merge(self, numbers: Mapping[str, float]) -> None:
+        checked = {name: _number(name, value) for name, value in numbers.items()}
+        if reserved := [name for name in checked if name in self._reserved]:
+            raise ArgumentError(
+                f"log: expected names of your own, got {', '.join(reserved)}, which each row has "
+                "already. Choose another name."
+            )
+        if broken := [name for name in checked if len(name.splitlines()) != 1]:
+            raise ArgumentError(f"log: expected names of one line, got {broken[0]!r:.100}")
+        self._pending |= checked
+
+    def _own_numbers(self) -> dict[str, int | float]:
+        numbers, seed = self._collector.metrics(self._window), self._collector.ledger.seed
+        return {
+            "frames": numbers["frames"],
+            "seconds": round(time.monotonic() - self._began, 3),
+            **numbers,
+            "seed": math.nan if seed is None else seed,
+        }
+
+    def _add(self) -> None:
+        row = self._own_numbers()
+        frames = self._frames = int(row["frames"])
+        self._next = self._next_after(frames)
+        self._waiting.append({**row, **self._pending})
+        self._pending = {}
+        self._write()
+
+    def _write(self) -> None:
+        waiting = self._waiting
+        try:
+            while waiting:
+                self._target.write(waiting[0])
+                waiting.popleft()
+        except Exception as error:  # noqa: BLE001  it must not end the run
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._target.name} cannot be written ({type(error).__name__}: {error}): "
+                "collecting goes on, and its rows are written when that succeeds again",
+                LogWarning,
+                stacklevel=4,
+            )
+
+    def close(self) -> None:
+        """Write the last row, if transitions or numbers came since the one before. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._collector.ledger.stored > self._frames or self._pending:
+                self._add()
+            else:
+                self._write()
+        finally:
+            try:
+                self._target.close()
+            except Exception as error:  # noqa: BLE001  as above
+                self._warn(error)
+
+    def __enter__(self) -> Self:
+        """The log; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._target.name}, every={self._every:,})"

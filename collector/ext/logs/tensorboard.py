@@ -1,0 +1,93 @@
+"""A log as TensorBoard's event files.
+
+torch's writer is used itself, and not by TorchRL's `TensorboardLogger` around it, which cannot say
+from which step on an earlier file does not count.
+"""
+
+import fcntl
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.ext.logs.target import LogTarget, Newest, Row
+
+_LEFT_OUT = ("frames", "seed")
+"""Names that are no curves: the first is the axis."""
+
+
+class TensorboardLog(LogTarget):
+    """Curves by the number of transitions, in event files of a folder that its writer locks.
+
+    Args:
+        path: of the folder; it is made where there is none.
+
+    Raises:
+        ArgumentError: another process writes to it.
+        MissingExtra: TensorBoard is not installed.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.name, self._path = f"tensorboard:{path}", path
+        self._writer: Any = None
+        needs("tensorboard", "tensorboard", "logs for TensorBoard")
+        self._make = needs("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise ArgumentError(
+                f"log: another run is writing to {path}; give this one a folder of its own"
+            ) from error
+        self.newest = _newest_in(path)
+        self._after: int | None = None if self.newest is None else self.newest.frames + 1
+
+    def write(self, row: Row) -> None:
+        """Write a point of each curve, but for numbers that are unknown."""
+        if self._writer is None:
+            self._writer = self._make(self._path, purge_step=self._after)
+        for name, value in row.items():
+            if name not in _LEFT_OUT and not math.isnan(value):
+                self._writer.add_scalar(name, value, row["frames"])
+        self._writer.flush()
+
+    def forget_after(self, frames: int) -> None:
+        """Let TensorBoard hide points of more ``frames``."""
+        self._after = frames + 1
+
+    def close(self) -> None:
+        """Close the event file, and let the lock go."""
+        writer, self._writer = self._writer, None
+        folder, self._folder = self._folder, -1
+        try:
+            if writer is not None:
+                writer.close()
+        finally:
+            if folder >= 0:
+                fcntl.flock(folder, fcntl.LOCK_UN)
+                os.close(folder)
+
+
+def _newest_in(path: str) -> Newest | None:
+    """Return the last step in the event files of a folder; None without any."""
+    files = sorted(Path(path).glob("events.out.tfevents.*"))
+    if not files:
+        return None
+    loader = needs("tensorboard.backend.event_processing.event_file_loader", "tensorboard")
+    last, seconds = 0, 0.0
+    for file in files:
+        for event in loader.EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                last = max(last, event.step)
+                if value.tag == "seconds":
+                    seconds = _number(value)
+    return Newest(last, seconds)
+
+
+def _number(value: Any) -> float:
+    return float(value.tensor.float_val[0]) if value.tensor.float_val else value.simple_value

@@ -1,0 +1,167 @@
+"""Workers in actors: started on any node, asked through the object store, found dead, replaced."""
+
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from math import ceil
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tallyroll.collector.ext.far.far_place import FarPlace
+from tallyroll.collector.ext.ray.actor import Lanes
+from tallyroll.collector.ext.ray.connection import connect
+from tallyroll.collector.ext.ray.due import Due
+from tallyroll.collector.ext.ray.heart import Heart
+from tallyroll.collector.ext.ray.links import RayLink
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.workers.share import Share
+from tallyroll.collector.workers.worker_options import Actors
+from tallyroll.storage.package.versions import versions
+
+_OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "enable_task_events": False}
+"""Options of actors that a caller may give others for; each lease would be an event of a task."""
+
+
+class RayTransport:
+    """Starts actors of the cluster that this process is connected to.
+
+    Args:
+        jobs: one pickled job a worker.
+        actors: where the cluster is, and what the actors are.
+    """
+
+    kills = True
+
+    def __init__(self, jobs: Sequence[bytes], actors: Actors) -> None:
+        own = actors.actor_options or {}
+        cpus = ceil((len(jobs) + actors.spares) * own.get("num_cpus", 1))
+        self._connected = connect(actors.address, max(1, cpus))
+        self._jobs = [ray.put(job) for job in jobs]
+        self._here = {name: each.partition("+")[0] for name, each in versions().items()}
+        self._options = {**_OPTIONS, **own}
+        self._spare_count = actors.spares
+        self._spares: list[tuple[Any, Any]] = []
+        """Actors that wait, and where they are."""
+        self._frozen: set[str] = set()
+        """Nodes that are not to get any more."""
+        self.links: dict[int, RayLink] = {}
+        self._due = Due[RayLink]()
+        self._weights: tuple[int, Any] = (-1, None)
+        self._made_place: FarPlace | None = None
+        self._in_lease = False
+        """Whether new weights act within a lease, and not from the next question on."""
+        links = self.links
+        self._heart = Heart(actors.heartbeat, lambda: [links[index] for index in sorted(links)])
+        threading.Thread(target=self._heart.run, name="tallyroll-ray", daemon=True).start()
+        self._stop = weakref.finalize(self, _stop, self._heart, self._spares)
+
+    def start(self, index: int) -> RayLink:
+        """Start an actor with its job, or give it to one that waits."""
+        before = self.links.get(index)
+        if before is not None and before.lost and before.facts is not None:
+            self._frozen.add(before.facts.node)
+        started, place, newest = self._started, self._place, lambda: self._weights
+        self.links[index] = RayLink(index, started, place, newest, self._due)
+        return self.links[index]
+
+    def _started(self, index: int, spare: bool) -> tuple[Any, Any, Any]:
+        found = self._spare() if spare else None
+        if found is None:
+            actor = self._actor()
+            found = actor, actor.facts.remote()
+        if self._made_place is not None:
+            self._fill_up()
+        actor, facts = found
+        return actor, facts, actor.make.remote(self._jobs[index], self._here)
+
+    def _actor(self) -> Any:
+        options = dict(self._options)
+        if self._frozen:
+            alive = [each["NodeID"] for each in ray.nodes() if each["Alive"]]
+            if fit := [node for node in alive if node not in self._frozen]:
+                node = fit[len(self._spares) % len(fit)]
+                options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+        return Lanes.options(**options).remote()  # type: ignore[attr-defined]
+
+    def _spare(self) -> tuple[Any, Any] | None:
+        """An actor that waits, one that is ready before others; never waits for it."""
+        unready = []
+        while self._spares:
+            actor, facts = self._spares.pop(0)
+            if not ray.wait([facts], timeout=0)[0]:
+                unready.append((actor, facts))
+                continue
+            try:
+                if ray.get(facts).node not in self._frozen:
+                    self._spares[:0] = unready
+                    return actor, facts
+            except RayError:
+                pass
+            _kill(actor)
+        self._spares[:] = unready
+        return self._spares.pop(0) if self._spares else None
+
+    def _fill_up(self) -> None:
+        while len(self._spares) < self._spare_count:
+            actor = self._actor()
+            self._spares.append((actor, actor.facts.remote()))
+
+    def ready(self, links: Sequence[RayLink], seconds: float) -> set[RayLink]:
+        """Links that have something to be heard.
+
+        The list of the call before is known to have the same links.
+        """
+        self._tell()
+        return {link for link in self._due.ready(links, seconds) if not link.starts_again()}
+
+    def _tell(self) -> None:
+        place, heard = self._made_place, self._heart.heard
+        while heard:
+            link, words = heard.popitem()
+            if place is not None and self.links.get(link.index) is link:
+                place.tell(link.index, words)
+
+    def _place(self) -> FarPlace:
+        assert self._made_place is not None
+        return self._made_place
+
+    def place(self, share: Share, plan: SlabPlan, module: object) -> FarPlace:
+        """Memory of this process; actors make their own."""
+        self._in_lease = share.segments > 0
+        self._made_place = FarPlace(share, plan, module, self._heart.order, self._publish)
+        self._fill_up()
+        return self._made_place
+
+    def _publish(self, version: int, tensors: list[Any]) -> None:
+        self._weights = version, ray.put(tensors)
+        if self._in_lease:
+            for link in self.links.values():
+                link.send_weights()
+
+    @property
+    def nodes(self) -> list[str]:
+        """The host that each worker is on."""
+        facts = [self.links[index].facts for index in sorted(self.links)]
+        return [each.host for each in facts if each is not None]
+
+    def close(self) -> None:
+        """End the spares, and the connection if it was made here. Idempotent."""
+        self._stop()
+        connected, self._connected = self._connected, False
+        if connected:
+            ray.shutdown()
+
+
+def _stop(heart: Heart, spares: list[tuple[Any, Any]]) -> None:
+    heart.stop()
+    while spares:
+        _kill(spares.pop()[0])
+
+
+def _kill(actor: Any) -> None:
+    with suppress(Exception):  # Ray may be gone before us
+        ray.kill(actor, no_restart=True)

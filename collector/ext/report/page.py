@@ -1,0 +1,177 @@
+"""The page of a report: one HTML file, which loads nothing.
+
+All text that comes from storages is escaped. The page forbids, by its policy, all scripts but the
+two that it has, and all that comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.ext.report.files import MARK
+from tallyroll.collector.ext.report.groups import Group
+from tallyroll.collector.ext.report.statistics import CONFIDENCE, Estimate
+from tallyroll.storage.package.versions import versions
+
+if TYPE_CHECKING:
+    from tallyroll.collector.ext.report.report import RunsReport
+
+_FOLDER = Path(__file__).parent
+_COLOURS = 8
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """Groups that are shown together: those of the same environments."""
+
+    title: str
+    groups: tuple[Group, ...]
+    low: float
+    high: float
+
+    def place(self, value: float) -> float:
+        """Return where a return is between the lowest and the highest, in percent."""
+        return round(100 * (value - self.low) / ((self.high - self.low) or 1), 2)
+
+
+def render(report: RunsReport) -> str:
+    """Return the page as text."""
+    jinja2 = needs("jinja2", "report", "reports")
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    folder = common_folder([run.place for run in report.runs])
+    environment.filters |= {
+        "number": number,
+        "interval": interval,
+        "short": short_name,
+        "local": lambda path: path.removeprefix(folder),
+    }
+    scripts = [_file("uplot/uPlot.iife.min.js"), _file("charts.js")]
+    panels = panels_of(report.groups)
+    markup = needs("markupsafe", "report", "reports").Markup
+    text: str = environment.from_string(_file("page.html")).render(
+        report=report,
+        folder=folder,
+        panels=panels,
+        curves=[_curves_of(panel) for panel in panels],
+        mark=markup(MARK),
+        style=markup(_file("uplot/uPlot.min.css") + _file("page.css")),
+        scripts=[markup(each) for each in scripts],
+        hashes=" ".join(f"'sha256-{_hash(each)}'" for each in scripts),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        version=versions()["tallyroll"],
+        percent=round(100 * CONFIDENCE),
+        colours=_COLOURS,
+    )
+    return text
+
+
+def panels_of(groups: Sequence[Group]) -> list[_Panel]:
+    """Put groups of the same environments together."""
+    found: dict[tuple[str, ...], list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.environments, []).append(group)
+    panels = []
+    for environments, some in found.items():
+        title = ", ".join(environments)
+        scaled = len(environments) > 1
+        numbers = [*_numbers(some)] or [0.0]
+        title = f"{title} (returns scaled to 0 and 1)" if scaled else title
+        panels.append(_Panel(title, tuple(some), min(numbers), max(numbers)))
+    return panels
+
+
+def _numbers(groups: Iterable[Group]) -> Iterable[float]:
+    for group in groups:
+        yield from group.scores.values()
+        for each in (group.mean, group.interquartile_mean):
+            if each is not None:
+                yield from (v for v in (each.low, each.value, each.high) if v is not None)
+
+
+def common_folder(paths: Sequence[str]) -> str:
+    """Return the folder, with a slash behind it, that all paths begin with; "" without one."""
+    try:
+        folder = os.path.commonpath([os.path.dirname(each) for each in paths])
+    except ValueError:  # without paths, or of absolute and other ones
+        return ""
+    return os.path.join(folder, "") if folder else ""
+
+
+def short_name(group: Group) -> str:
+    """Return the name of a group beside others of its environment."""
+    names = [value for field, value in group.fields.items() if field != "environment"]
+    return " · ".join(names) or group.name
+
+
+def _curves_of(panel: _Panel) -> dict[str, Any]:
+    """Return the curves of a panel for `charts.js`, with names that are safe to be shown."""
+    curves = [(number, each) for number, each in enumerate(panel.groups) if each.curve is not None]
+    at: list[int] = next((each.curve.at.tolist() for _, each in curves if each.curve), [])
+    return {
+        "at": at,
+        "groups": [
+            {
+                "name": visible(short_name(group)),
+                "colour": number % _COLOURS,
+                **{
+                    name: [None if v != v else v for v in values.tolist()]
+                    for name, values in _lines(group).items()
+                    if values is not None
+                },
+            }
+            for number, group in curves
+        ],
+    }
+
+
+def _lines(group: Group) -> Mapping[str, Any]:
+    assert group.curve is not None
+    return {"value": group.curve.value, "low": group.curve.low, "high": group.curve.high}
+
+
+def number(value: float | Estimate | None) -> str:
+    """Return a number with four digits, or all of its whole part."""
+    value = value.value if isinstance(value, Estimate) else value
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:#.4g}".removesuffix(".")
+
+
+def interval(found: Estimate | None) -> str:
+    """Return the ends of an interval, or that there is none."""
+    if found is None or found.low is None:
+        return "-"
+    return f"{number(found.low)} to {number(found.high)}"
+
+
+def visible(text: str) -> str:
+    """Return text with all that is not printed, or turns the direction of reading, escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def _file(name: str) -> str:
+    return (_FOLDER / name).read_text("utf-8")
+
+
+def _hash(script: str) -> str:
+    return base64.b64encode(sha256(script.encode()).digest()).decode()

@@ -1,0 +1,371 @@
+"""`report`: many storages read, their runs in groups, as a table and as one page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.ext.report.files import write_report
+from tallyroll.collector.ext.report.finding import distinct, storages_at
+from tallyroll.collector.ext.report.grouping import (
+    DEFAULT,
+    checked_fields,
+    require_known,
+    shortened,
+)
+from tallyroll.collector.ext.report.groups import Group, Scale, groups_of, score_of
+from tallyroll.collector.ext.report.page import render
+from tallyroll.collector.ext.report.reading import COUNTS, Run, read_runs
+from tallyroll.collector.ext.report.shard_runs import with_shards_joined
+from tallyroll.collector.ext.report.stored_runs import part
+from tallyroll.storage.errors import StorageError
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.storages import open_storage
+
+_OF_EACH_RUN = ("made.at", "made.policy.weights")
+"""Values that two runs never have in common."""
+_DEEPEST = 5
+
+Path: TypeAlias = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not in a report as it should be, and why."""
+
+    where: str
+    """A path, or the name of a group."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
+
+
+@dataclass(frozen=True, repr=False)
+class RunsReport:
+    """A report over many runs, made by `report`."""
+
+    groups: tuple[Group, ...]
+    """Runs of the same thing, with the mean and the interquartile mean of their returns."""
+    problems: tuple[Problem, ...]
+    """Things that could not be read, or are not in the numbers."""
+    notes: tuple[Problem, ...]
+    """Things that may be meant so, and should be known."""
+    window: int
+    """A run's return is the mean of so many last episodes."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All runs, group by group."""
+        return tuple(run for group in self.groups for run in group.runs)
+
+    @cached_property
+    def table(self) -> list[dict[str, Any]]:
+        """One line a run, as ``pandas.DataFrame`` takes them; None is what is not known."""
+        return [self._line(group, run) for group in self.groups for run in group.runs]
+
+    def _line(self, group: Group, run: Run) -> dict[str, Any]:
+        counts = run.counts or {}
+        return {
+            "run": run.path,
+            "group": group.name,
+            "environment": run.environment,
+            "seed": run.seed,
+            "asked": run.asked,
+            "asked_episodes": run.asked_episodes,
+            "stored": run.stored,
+            "state": run.state,
+            "resumed": run.resumed,
+            "replaced": run.replaced,
+            **{name: counts.get(name) for name in COUNTS},
+            "episodes": run.episodes,
+            "return": score_of(run, self.window) if len(run.returns) else None,
+        }
+
+    @cached_property
+    def differences(self) -> dict[str, dict[str, list[str]]]:
+        """Values that differ between runs: by name, and by value, the runs that have it.
+
+        The names are those of versions, of the environment's arguments, and of the call.
+        """
+        names = ("versions", "environment", "call", "made")
+        values = [
+            {name: value for each in names for name, value in _flat(part(run.entry, each), each)}
+            | {"lanes": str(run.entry.get("lanes", "?"))}
+            for run in self.runs
+        ]
+        found: dict[str, dict[str, list[str]]] = {}
+        for name in sorted({name for each in values for name in each}):
+            by_value: dict[str, list[str]] = {}
+            for run, each in zip(self.runs, values, strict=True):
+                by_value.setdefault(each.get(name, "-"), []).append(run.path)
+            if len(by_value) > 1:
+                found[name] = by_value
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {
+            "window": self.window,
+            "groups": [_as_dict(group) for group in self.groups],
+            "runs": self.table,
+            "differences": self.differences,
+            "problems": [vars(each) for each in self.problems],
+            "notes": [vars(each) for each in self.notes],
+        }
+
+    def as_csv(self) -> str:
+        """Return the table as CSV, with a line of names first."""
+        text = io.StringIO()
+        names = [*self.table[0]] if self.table else ["run"]
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.table)
+        return text.getvalue()
+
+    def to_csv(self, path: Path, *, force: bool = False) -> None:
+        """Write the table as CSV, whole or not at all; raise as `to_html`."""
+        write_report(os.fspath(path), self.as_csv(), force=force)
+
+    def to_html(self, path: Path, *, force: bool = False) -> None:
+        """Write the page, whole or not at all: one file, which needs no network.
+
+        Args:
+            path: of the file. A report that is there is replaced.
+            force: replace another file, too.
+
+        Raises:
+            ArgumentError: a file that is no report is there, or it is no regular file.
+            OSError: it cannot be written; a file that was there stays as it is.
+        """
+        write_report(os.fspath(path), render(self), force=force)
+
+    def __repr__(self) -> str:
+        lines = [f"RunsReport({_count(len(self.runs), 'run')}, {_count(len(self.groups), 'group')}"]
+        if self.problems:
+            lines[0] += f", {_count(len(self.problems), 'problem')}"
+        for group in self.groups:
+            found = group.interquartile_mean
+            shown = "no returns" if found is None else f"{found.value:.5g}"
+            if found is not None and found.low is not None:
+                shown += f" [{found.low:.5g}, {found.high:.5g}]"
+            lines.append(f"  {group.name}: {_count(len(group.runs), 'run')}, return {shown}")
+        return ",\n".join(lines) + ")"
+
+
+def report(
+    paths: Path | Iterable[Path],
+    *,
+    group_by: str | Sequence[str] = DEFAULT,
+    window: int = 100,
+    scale: Scale | None = None,
+    progress: Progress | None = None,
+    accept_copy: bool = False,
+) -> RunsReport:
+    """Read the runs of many storages: counts, returns with intervals, learning curves.
+
+    A run's return is the mean return of its last ``window`` episodes. A group's is the mean, and
+    the interquartile mean, over its runs, with 95 % intervals by the stratified bootstrap; runs are
+    the seeds, and environments the strata; shards of one run are one. What cannot be read is in
+    ``problems``, and the rest is reported.
+
+    Args:
+        paths: storages, of any format, or folders that have some.
+        group_by: what runs of a group have in common: ``"environment"``, ``"label"`` (the name of
+            the storage without the seed at its end; of ``ppo/3`` the folder's), ``"folder"``,
+            ``"policy"``, or the name of a value in the run's entry, such as
+            ``"call.frames_per_batch"``.
+        window: episodes, also those of each point of a learning curve.
+        scale: of each environment the returns that become 0 and 1, for groups of several
+            environments, which have no common mean without it.
+        progress: called with the rows that are counted, and all that there are.
+        accept_copy: open copies that were made while a writer had the storage open.
+
+    Raises:
+        ArgumentError: an argument is none that can be.
+        MissingExtra: scipy or jinja2 is not installed.
+    """
+    fields, given = checked_fields(group_by), _checked_paths(paths)
+    if type(window) is not int or window < 1:
+        raise ArgumentError(f"window: expected a number of episodes above 0, got {window!r}")
+    scales = _checked_scale(scale or {})
+    for package in ("scipy.stats", "jinja2"):
+        needs(package, "report", "reports")
+    problems: list[Problem] = []
+    heads: dict[str, int] = {}
+    entries: list[Mapping[str, Any]] = []
+    for path in given:
+        for place, error in storages_at(path, accept_copy):
+            if error is not None:
+                problems.append(_problem(place, error))
+                continue
+            try:
+                with open_storage(place, accept_copy=accept_copy) as storage:
+                    heads[place] = storage.head
+                    entries += storage.runs
+            except (StorageError, OSError) as late:
+                problems.append(_problem(place, late))
+    if entries:
+        require_known(fields, entries)
+    runs = _read(heads, problems, progress, accept_copy=accept_copy)
+    notes: list[Problem] = []
+    runs = with_shards_joined(
+        _each_once(runs, problems),
+        lambda name, why: problems.append(Problem(name, why)),
+        lambda name, what: notes.append(Problem(name, what)),
+    )
+    for run in runs:
+        if run.without_returns:
+            problems.append(Problem(run.path, run.without_returns))
+    groups = groups_of(
+        runs, fields, scales, window, lambda name, why: problems.append(Problem(name, why))
+    )
+    return RunsReport(tuple(groups), tuple(problems), (*notes, *_notes(groups)), window)
+
+
+def _read(
+    heads: Mapping[str, int],
+    problems: list[Problem],
+    progress: Progress | None,
+    *,
+    accept_copy: bool,
+) -> list[Run]:
+    runs: list[Run] = []
+    done, total = 0, sum(heads.values())
+    for path in distinct(heads):
+
+        def counted(rows: int, before: int = done) -> None:
+            if progress is not None:
+                progress(before + rows, total)
+
+        def problem(why: str, path: str = path) -> None:
+            problems.append(Problem(path, why))
+
+        try:
+            runs += read_runs(path, counted, problem, accept_copy=accept_copy)
+        except (StorageError, OSError) as error:
+            problems.append(_problem(path, error))
+        done += heads[path]
+        counted(0, done)
+    return runs
+
+
+def _problem(path: str, error: Exception) -> Problem:
+    """Return an error as a problem; most say of themselves which path they are about."""
+    why = str(error) or type(error).__name__
+    return Problem(path, why.removeprefix(f"{path}: ").removeprefix(f"{path} "))
+
+
+def _each_once(runs: Sequence[Run], problems: list[Problem]) -> list[Run]:
+    """Return the runs without copies of one before, which would count as another seed."""
+    known: dict[Any, Run] = {}
+    kept = []
+    for run in runs:
+        first = known.setdefault(run.identity, run)
+        if first is run:
+            kept.append(run)
+        else:
+            problems.append(
+                Problem(run.path, f"it is a copy of the run in {first.path}, which counts alone")
+            )
+    return kept
+
+
+def _notes(groups: Iterable[Group]) -> Iterable[Problem]:
+    for group in groups:
+        by_seed: dict[Any, list[str]] = {}
+        for run in group.runs:
+            if run.seed is not None:
+                by_seed.setdefault((run.environment, run.seed), []).append(run.path)
+            if run.begins_late:
+                yield Problem(
+                    run.path, "its oldest rows were overwritten: its curve begins with those left"
+                )
+            if run.unversioned:
+                yield Problem(run.path, run.unversioned)
+            if run.state in ("stopped", "killed", "running"):
+                asked = run.asked if run.asked is not None else run.asked_episodes
+                unit = "transitions" if run.asked is not None else "episodes"
+                wanted = "" if asked is None else f", and was asked for {asked:,} {unit}"
+                yield Problem(run.path, f"{run.state}: it has {run.stored:,} transitions{wanted}")
+        for (_, seed), paths in by_seed.items():
+            if len(paths) > 1:
+                yield Problem(
+                    group.name,
+                    f"{', '.join(paths)} have the same seed, {seed}: where all is deterministic, "
+                    "they are one run and not several",
+                )
+
+
+def _checked_paths(paths: Path | Iterable[Path]) -> list[str]:
+    one = isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable)
+    given: list[Any] = [paths] if one else [*paths]  # type: ignore[misc]
+    for each in given:
+        path = os.fspath(each) if isinstance(each, str | os.PathLike) else None
+        if not isinstance(path, str) or "\0" in path:
+            raise ArgumentError(f"paths: expected paths of storages, got {each!r}")
+    if not given or not all(os.fspath(each) for each in given):
+        raise ArgumentError("paths: expected at least one path of a storage, got none")
+    return distinct([os.fspath(each) for each in given])
+
+
+def _checked_scale(scale: Scale) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name, ends in scale.items():
+        try:
+            low, high = map(float, ends)
+        except (TypeError, ValueError):
+            low = high = float("nan")
+        if not low < high or not abs(low) + abs(high) < float("inf"):
+            raise ArgumentError(
+                f"scale: expected two numbers, the lower first, for {name}, got {ends!r}"
+            )
+        found[str(name)] = (low, high)
+    return found
+
+
+def _flat(value: Mapping[str, Any], before: str) -> Iterable[tuple[str, str]]:
+    for name, each in value.items():
+        path = f"{before}.{name}"
+        if path in _OF_EACH_RUN:
+            continue
+        if isinstance(each, dict) and path.count(".") < _DEEPEST:
+            yield from _flat(each, path)
+        elif each is not None:  # as where it is not said
+            yield path, shortened(each)
+
+
+def _as_dict(group: Group) -> dict[str, Any]:
+    curve = group.curve
+    return {
+        "name": group.name,
+        "fields": dict(group.fields),
+        "runs": [run.path for run in group.runs],
+        "environments": list(group.environments),
+        "scaled": group.scaled,
+        "mean": group.mean and vars(group.mean),
+        "interquartile_mean": group.interquartile_mean and vars(group.interquartile_mean),
+        "curve": curve
+        and {
+            "transitions": curve.at.tolist(),
+            **{
+                name: None if values is None else [None if v != v else v for v in values.tolist()]
+                for name, values in (
+                    ("value", curve.value),
+                    ("low", curve.low),
+                    ("high", curve.high),
+                )
+            },
+        },
+    }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,343 @@
+"""The budget of a run whose workers keep their rows: what each may store, and what counts.
+
+In the place of `Leases`, and of the assembly that puts batches together of what these give: no row
+comes here. A worker stores exactly the transitions of a lease in its shard and answers with counts;
+they count once the storage has noted that, in one line for all answers that came together.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import add, attrgetter
+from typing import NoReturn, Self
+
+from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, Seen
+from tallyroll.collector.batches.stored.storing_plan import StoringPlan
+from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry, post
+from tallyroll.collector.counting.shards import first_id
+from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.rollout.os_signals import call_waiting, pausable, waits
+from tallyroll.collector.rollout.source import Held
+from tallyroll.collector.run_plan import Decision
+from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_in
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.member import Member
+from tallyroll.collector.workers.pool import Event, WorkerPool
+from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
+from tallyroll.storage.ext.sharded.acknowledged import SUMS, KeptShard
+from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage
+from tallyroll.storage.ext.sharded.sink import ShardedWriter
+
+_sums_of = attrgetter(*SUMS)
+_LEASES = 2
+"""Leases that a worker has at once: it never waits for this process."""
+
+
+class _Woken(BaseException):
+    """A signal's handler waits; raised and caught around the wait for workers alone."""
+
+
+def _wake() -> None:
+    raise _Woken
+
+
+@dataclass
+class _Part:
+    """A start of a worker: its shard, and what is known of it."""
+
+    name: str
+    leased: deque[m.Lease] = field(default_factory=deque)
+    """Leases that have not come back."""
+    held: int = 0
+    open: int = 0
+    sums: tuple[int, ...] = (0,) * len(SUMS)
+    """Its part of the counts that are sums over rows."""
+
+
+class WithoutRows:
+    """The part of `ShardedLeases` that refuses what needs rows; the run goes on."""
+
+    _run: RunState
+
+    def batch(self, size: int | None = None) -> NoReturn:
+        """Refuse: no row comes here."""
+        self._refuse("its rows stay in the shards; call collect(n), and open the storage to read")
+
+    def discard(self, *_: object) -> None:
+        """Do nothing, before `restart_lanes` refuses."""
+
+    def restart_lanes(self, *_: object) -> NoReturn:
+        """Refuse."""
+        self._refuse("workers number their rows; give seed= to another collector")
+
+    @contextmanager
+    def still(self) -> Iterator[Sequence[Held]]:
+        """Refuse: a call between rows of several shards has no place among them."""
+        self._refuse("calls of environments have no place among rows of several shards")
+        yield ()
+
+    def leave(self) -> None:
+        """Do nothing: no policy acts here."""
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._run.intact = True  # the run goes on
+        raise ArgumentError(f"sharded=True: {why}")
+
+
+class GoesOnFromStorage:
+    """In the place of `Restarting`: a sharded run goes on from its storage alone."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StateError(
+            "sharded=True: the run goes on from its storage, by resume=True, and has no other state"
+        )
+
+
+class ShardedLeases(WithoutRows):
+    """Lets workers store exactly so many transitions, and notes which of them count.
+
+    Args:
+        pool: the workers.
+        startup: replaces one that failed.
+        storage: the sharded storage, whose writer notes what counts.
+        frames: transitions a lease.
+    """
+
+    one_call = None
+    counts = Decision("by workers", "they keep their rows")
+
+    def __init__(
+        self, pool: WorkerPool, startup: WorkerStartup, storage: object, frames: int
+    ) -> None:
+        self._worker_pool, self._startup = pool, startup
+        self._sink, self._frames = _writer_of(storage), frames
+        self._parts: dict[int, _Part] = {}
+        """The shard of each worker that has one, by its index."""
+        self._unleased = self._numbered = self._size = 0
+        # Sums over all workers are kept, for there may be a thousand of them.
+        self._out = self._open = 0
+        self.held = 0
+        """Transitions that wait in workers for the next lease."""
+        self._hungry = {*range(len(pool.members))}
+        """Workers that may have fewer leases than they may have."""
+        self._stopping = False
+        here = Decision("in shards", "workers keep their rows")
+        self.plan = StoringPlan(here, Decision("none", "rows stay where they are"), here, here)
+
+    def assembly_of(self, run: RunState) -> Self:
+        """Be the assembly of ``run``, too."""
+        self._run = run
+        return self
+
+    # --- leases -----------------------------------------------------------------------------------
+
+    def collect(self, want: int) -> None:
+        """Store ``want`` more transitions, fewer if the run ends before."""
+        run, ledger = self._run, self._run.ledger
+        run.writer.stored_run.require_open()
+        if not run.writer.stored_run.begun:
+            run.intact = True  # after a refusal the run may begin later
+            run.writer.stored_run.begin(run.provenance)
+            run.intact = False
+        goal = ledger.stored + run.budget.batch(run.counted, want)
+        self._unleased = goal - ledger.stored
+        # So few that each worker has a part, whatever a lease may be.
+        each = -(-self._unleased // len(self._worker_pool.members))
+        self._size = min(self._frames, each)
+        self._grant()
+        while ledger.stored < goal and self._awaited:
+            self._hear()
+            self._grant()
+            if waits():
+                run.intact = True
+                call_waiting()
+                run.intact = False
+        if (run.budget.total is not None and run.met) or ledger.stored < goal:
+            self.finish()
+
+    @property
+    def _awaited(self) -> bool:
+        """Leases will come back, or there will be a worker to give one to."""
+        return self._out > 0 or (not self._stopping and self._startup.replacements.under_way)
+
+    def _grant(self) -> None:
+        """Give a lease to each worker that has fewer than it may have, while there is a budget."""
+        for _ in range(_LEASES):  # one each, then another: no worker is left without
+            if self._stopping or not self._unleased:
+                return
+            for index in sorted(self._hungry):
+                member = self._worker_pool.members[index]
+                if not member.ready or member.failed is not None:
+                    continue  # it comes in the place of another
+                part = self._parts.get(index) or self._begin(member)
+                if len(part.leased) == _LEASES:
+                    self._hungry.discard(index)
+                elif self._unleased:
+                    self._lease(member, part)
+
+    def _lease(self, member: Member, part: _Part) -> None:
+        frames = min(self._size, self._unleased)
+        self._numbered += 1
+        lease = m.Lease(self._numbered, 0, frames, (0,), 0, False, False)
+        self._unleased -= frames
+        self._out += 1
+        part.leased.append(lease)
+        self._worker_pool.ask(member, lease)
+
+    def _begin(self, member: Member) -> _Part:
+        """Let a worker begin a shard."""
+        run = self._run
+        part = self._parts[member.index] = _Part(self._sink.new_shard())
+        lanes = len(run.lanes.step)
+        # Ids that count are below it, and each lane has a remainder of its own.
+        first = first_id(run.writer.stored_run.counts.next_id, lanes)
+        path = str(self._sink.files.place_of(part.name))
+        own = Keep(path, member.lanes, lanes, first, run.provenance)
+        self._worker_pool.ask(member, own)
+        return part
+
+    def _hear(self) -> None:
+        """Wait for answers, note what counts, and replace workers that failed."""
+        try:
+            events = self._worker_pool.events(during=pausable(_wake))
+        except _Woken:
+            return
+        others = [event for event in events if not self._startup.replacements.leads(event[0])]
+        failed = self._counted(others)
+        try:  # once all is counted: the first may be the end
+            for member, answer in events:
+                self._startup.replacements.hears(member, answer)
+            for member, error in failed:
+                allowed = self._startup.allowed(error)
+                if self._unleased and not self._stopping:
+                    self._startup.replace(member, allowed, None)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _counted(self, events: Iterable[Event]) -> list[tuple[Member, Exception]]:
+        """Count what is stored, or lost; return workers that failed."""
+        failed, kept = [], []
+        for member, answer in events:
+            self._hungry.add(member.index)
+            if isinstance(answer, Kept):
+                kept.append((member, answer))
+            elif isinstance(answer, Exception):
+                failed.append((member, answer))
+        if kept:
+            self._acknowledge(kept)
+        for member, _ in failed:
+            post(self._run.ledger, self._lost(member))
+        self._run.ledger.balance(self.held)
+        self._run.ledger.publish()
+        return failed
+
+    def _acknowledge(self, kept: Sequence[tuple[Member, Kept]]) -> None:
+        """Let rows count, whole leases of them."""
+        run, stored_run, entry = self._run, self._run.writer.stored_run, NOTHING
+        before, rows = run.ledger.stored, dict[str, KeptShard]()
+        for member, answer in kept:
+            part = self._parts[member.index]
+            self._unleased += part.leased.popleft().frames - answer.entry.stored
+            self._out -= 1
+            self._holds(part, answer.held, answer.open)
+            part.sums = tuple(map(add, part.sums, _sums_of(answer.entry)))
+            entry = entry.plus(answer.entry)
+            stored_run.count_ids(answer.next_id - 1)
+            if answer.rows:
+                # All rows of the shard: a worker that is settled may answer several leases.
+                kept_rows = KeptShard(part.name, answer.host, answer.id, answer.rows, part.sums)
+                rows[part.name] = kept_rows
+        post(run.ledger, entry)
+        try:
+            run.ledger.balance(self.held)
+            record = stored_run.record(run.ledger, self._open)
+            self._sink.acknowledge(
+                [*rows.values()], record, max(answer.version for _, answer in kept)
+            )
+        except BaseException:
+            # They do not count: what was executed for them is lost.
+            post(run.ledger, LedgerEntry(stored=-entry.stored, lost=entry.stored))
+            raise
+        for _, answer in kept:
+            run.episodes.extend(answer.episodes, before)
+            before += answer.entry.stored
+
+    def _lost(self, member: Member) -> LedgerEntry:
+        """Take the leases of a failed worker back; return what it had executed, which is lost."""
+        part = self._parts.pop(member.index, None)
+        if part is None:
+            return NOTHING
+        self._unleased += sum(lease.frames for lease in part.leased)
+        self._out -= len(part.leased)
+        executed = 0
+        if part.leased and member.board[LEASE] == part.leased[0].number:
+            executed = counted_in(member.board[COUNTED])[1]
+        lost, cut = part.held + executed, part.open
+        self._holds(part, 0, 0)
+        return LedgerEntry(executed, executed, lost=lost, episodes_cut=cut)
+
+    def _holds(self, part: _Part, held: int, open: int) -> None:
+        """Note what waits in a worker, and the trajectories that go on there."""
+        self.held += held - part.held
+        self._open += open - part.open
+        part.held, part.open = held, open
+
+    # --- its end ----------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End after the steps under way. Safe to call from a signal handler."""
+        self._stopping = True
+        self._worker_pool.halt()
+
+    def end(self) -> None:
+        """End the run at the caller's wish."""
+        self.finish()
+
+    def end_by(self, error: BaseException) -> None:
+        """End the run because ``error`` was raised within it."""
+        try:
+            if not self._run.over:
+                self.finish()
+        finally:
+            self._run.ended_by(error)
+
+    def finish(self) -> None:
+        """End the run: hear of all leases, and cut the open trajectories."""
+        run = self._run
+        run.over = True
+        self.stop()
+        if self._out:
+            events = self._worker_pool.settle()
+            self._counted(
+                [event for event in events if not self._startup.replacements.leads(event[0])]
+            )
+        held, cut, self.held, self._open = self.held, self._open, 0, 0
+        self._parts.clear()
+        post(run.ledger, LedgerEntry(discarded=held, episodes_cut=cut))
+        run.ledger.balance(0)
+        run.ledger.publish()
+        run.writer.finish(run.ledger, held)
+
+
+def lost_since(startup: WorkerStartup, storage: object) -> list[str]:
+    """Let rows of shards that no node has any more count no more; return what is lost."""
+    sink = _writer_of(storage)
+    names = {
+        str(sink.files.place_of(each.name)): each.name
+        for each in sink.reader.said.shards
+        if each.rows
+    }
+    if not names:
+        return []
+    answers: list[Seen] = startup.ask_all(Look([*names]))
+    return sink.lose_missing(
+        (names[path], *found) for answer in answers for path, found in answer.shards.items()
+    )
+
+
+def _writer_of(storage: object) -> ShardedWriter:
+    assert isinstance(storage, ShardedStorage)
+    return storage.writer

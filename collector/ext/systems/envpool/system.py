@@ -1,0 +1,160 @@
+"""EnvPool: lanes reset themselves in the step after an end, in either of its APIs.
+
+With a ``batch_size`` below ``num_envs`` it is asynchronous: so many lanes come back a call, those
+that are ready first.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
+from tallyroll.collector.envs.gymnasium.told import TellingSystem
+from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SpaceError
+from tallyroll.collector.ext.systems.envpool.qt import made_with_qt
+from tallyroll.collector.ext.systems.envpool.results import Lanes, Results, put_lanes, with_infos
+from tallyroll.collector.ext.systems.envpool.spaces import is_pool, true_space
+
+_OF_RUN = {"num_envs", "seed", "env_seed"}
+_ALL = slice(None)
+
+
+class EnvPoolSystem(TellingSystem):
+    """An environment of EnvPool, of its gymnasium or of its dm API.
+
+    Args:
+        env: closed with this.
+
+    Raises:
+        EnvironmentRefused: one of several players, or of which a reset could not await all lanes.
+        SpaceError: a space that no column can hold.
+    """
+
+    package = "envpool"
+    extra = "envpool"
+    about = "a reset slot follows an end, and is no row; seeds when made; asynchronous too"
+    why_no_resets = "EnvPool takes seeds when it is made, and nothing at a reset"
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        lanes = int(env.config["num_envs"])
+        batch = int(env.config["batch_size"]) or lanes
+        if lanes % batch:
+            raise EnvironmentRefused(
+                f"EnvPool with batch_size={batch} of num_envs={lanes}: calls that return so many "
+                "lanes never return all of them; choose num_envs a multiple of batch_size"
+            )
+        if (players := env.config.get("max_num_players", 1)) != 1:
+            raise EnvironmentRefused(f"expected one player a lane, got {players}")
+        action = env.spec.gymnasium_action_space
+        if isinstance(action, dict):
+            raise SpaceError(f"expected one action a lane, got those of {sorted(action)}")
+        leaves = observation_leaves(true_space(env.spec.gymnasium_observation_space), lanes)
+        self._results = Results(env, leaves, lanes)
+        taken = action_leaf(action, lanes)
+        how = {} if batch == lanes else {"arrivals": batch, "resets": "all"}
+        self._away = 0  # lanes that were sent and have not come back
+        self._declare(leaves, taken, lanes, at_end="reset_slot", seeds="make", **how)
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """A task of EnvPool; ``kwargs`` are those of ``envpool.make``.
+
+        ``env_type`` among them is ``"gymnasium"``, the default, or ``"dm"``.
+        """
+        if wrong := sorted(_OF_RUN & kwargs.keys()):
+            raise ArgumentError(f"env_kwargs: {wrong} are the collector's (num_envs, seed)")
+        package = needs("envpool", "envpool")
+        api = kwargs.pop("env_type", "gymnasium")
+        more = kwargs if seeds is None else {**kwargs, "seed": list(seeds)}
+        try:
+            env = made_with_qt(name, partial(package.make, name, api, num_envs=lanes, **more))
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            said = str(error).partition("\n")[0]
+            raise ArgumentError(
+                f"envpool cannot make {name!r} with {kwargs} by its {api} API: {said}"
+            ) from error
+        with closing_on_error(env):
+            return cls(env)
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over an environment of EnvPool."""
+        return cls(made) if is_pool(made) else None
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    @property
+    def ticks(self) -> int | None:
+        """The ``frame_skip`` of its configuration; 1 of tasks without one."""
+        return int(self.env.config.get("frame_skip", 1))
+
+    def describe(self) -> dict[str, Any]:
+        """The kind of environment; EnvPool's do not say their names."""
+        return {"id": None, "type": type(self.env).__name__}
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        """Reset all lanes, or those of a mask."""
+        if options:
+            raise ArgumentError(f"reset: EnvPool takes no options, got {sorted(options)}")
+        results = self._results
+        results.begin(lanes)
+        found = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._leaves]
+        infos: dict[str, Any] = {}
+        for ids, made in self._begun(lanes):
+            for row, value in zip(found, results.values(made), strict=True):
+                row[ids] = value
+            if self._looks:
+                put_lanes(infos, results.infos(made), ids, self.declares.lanes)
+        return [*found, *self._told_first(infos, lanes)]
+
+    def _begun(self, lanes: Mask | None) -> Iterator[tuple[NDArray[np.int32], Any]]:
+        """Yield the lanes and the results of resets."""
+        total, batch = self.declares.lanes, self.declares.arrivals
+        if not batch:
+            ids = np.flatnonzero(np.ones(total) if lanes is None else lanes).astype(np.int32)
+            yield ids, self.env.reset(ids)
+            return
+        for _ in range(0, self._away, batch):
+            self.env.recv()
+        self._away = 0
+        self.env.async_reset()
+        for _ in range(0, total, batch):
+            made = self.env.recv()
+            if not self._results.begins(made).all():
+                raise EnvironmentRefused("its lanes are under way; pass a new one, or a factory")
+            yield self._results.lanes(made), made
+
+    def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
+        """Step all lanes; those whose episode ended are reset."""
+        made = self.env.step(action[0])
+        return self._step(made, _ALL) if self._infos else self._results.step(made, _ALL)
+
+    def send(self, action: Sequence[NDArray[Any]], lanes: NDArray[np.int32]) -> None:
+        """Begin a step of ``lanes``."""
+        self._away += len(lanes)
+        self.env.send(action[0], lanes)
+
+    def recv(self) -> Step:
+        """The lanes that are ready first."""
+        made = self.env.recv()
+        self._away -= self.declares.arrivals
+        lanes = self._results.lanes(made)
+        return self._step(made, lanes)
+
+    def _step(self, made: Any, lanes: Lanes) -> Step:
+        step, infos = self._results.step(made, lanes), self._infos
+        if lanes is not _ALL:
+            step = step._replace(lanes=lanes)
+        if not infos:
+            return step
+        step = with_infos(step, infos, self._results.infos(made), lanes)
+        return self._without_masks(step, None if lanes is _ALL else lanes)

@@ -1,0 +1,134 @@
+"""Isaac Lab: batched torch on a device, reset within the step that ends an episode."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import gymnasium
+import torch
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.frame_skips import ticks_of_objects
+from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
+from tallyroll.collector.envs.system import Array, Declares, Finals, Mask, Step, System
+from tallyroll.collector.errors import EnvironmentRefused, TransitionError
+from tallyroll.collector.ext.systems.isaaclab.tasks import make_task
+
+FINAL = "final_obs"
+PACKAGES = ("isaaclab.", "omni.isaac.lab.")
+
+
+class IsaacLabSystem(System):
+    """A ``ManagerBasedRLEnv`` or ``DirectRLEnv``, also in Gymnasium's wrappers.
+
+    Groups of observations ("policy", "critic") are columns of these names. Final observations are
+    kept where the environment's ``cfg.compute_final_obs`` is true, and else lost, which
+    ``("collector", "next_valid")`` says; of a version without that option they are kept as often
+    as ``extras["final_obs"]`` is there. All lanes draw from one generator, which is seeded with the
+    first one's seed.
+
+    Args:
+        env: the environment; it is closed with this.
+
+    Raises:
+        EnvironmentRefused: it has several agents, or does not reset itself within its step.
+        SpaceError: a space that no column can hold.
+    """
+
+    package = "isaaclab"
+    about = "resets in the step of an end, finals kept or flagged; one seed for all lanes"
+    why_no_resets = "it resets lanes within its step, and all draw from one generator"
+
+    def __init__(self, env: Any) -> None:
+        inner = env.unwrapped
+        if hasattr(inner, "possible_agents"):
+            raise EnvironmentRefused(
+                f"{type(inner).__name__} has several agents; make it one with "
+                "isaaclab.envs.multi_agent_to_single_agent"
+            )
+        cfg = getattr(inner, "cfg", None)
+        modes = [inner.metadata.get("autoreset_mode"), getattr(cfg, "autoreset_mode", None)]
+        if other := [each for each in modes if each not in (None, *_SAME_STEP)]:
+            raise EnvironmentRefused(
+                f"{type(inner).__name__} has autoreset_mode {other[0]}; set it to SAME_STEP"
+            )
+        keeps = getattr(cfg, "compute_final_obs", None)
+        finals: Finals = "some" if keeps is None else ("extra" if keeps else "lost")
+        self.env, self._finals, lanes = env, finals, int(inner.num_envs)
+        leaves = observation_leaves(inner.single_observation_space, lanes)
+        self._getters = [leaf.getter() for leaf in leaves]
+        self._keys = {leaf.key: leaf.spec[0] for leaf in leaves}
+        action = action_leaf(inner.single_action_space, lanes)
+        self.declares = Declares(
+            lanes=lanes,
+            observation=self._keys,
+            action={action.key: action.spec[0]},
+            at_end="first",
+            finals=finals,
+            resets="all",
+            seeds="shared",
+            device=str(inner.device),
+        )
+
+    def reset(
+        self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any
+    ) -> Sequence[Array]:
+        """Reset all lanes."""
+        seed = None if seeds is None else int(seeds[0])
+        observation, _ = self.env.reset(seed=seed, options=options.get("options"))
+        return [take(observation) for take in self._getters]
+
+    def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
+        """Step all lanes."""
+        out = self.env.step(torch.as_tensor(action[0]))
+        observation, reward, terminated, truncated, extras = out
+        told = extras.get(FINAL) if self._finals != "lost" else None
+        final = None if told is None else self._final(told)
+        valid = torch.full_like(terminated, told is not None) if self._finals == "some" else None
+        seen = [take(observation) for take in self._getters]
+        return Step(seen, [reward], terminated, truncated, final, valid)
+
+    def _final(self, told: Any) -> list[Array]:
+        try:
+            return [take(told) for take in self._getters]
+        except (KeyError, TypeError) as error:
+            raise TransitionError(
+                f'extras["{FINAL}"]: expected what observations have, {[*self._keys]}; {error!r}'
+            ) from error
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    @property
+    def ticks(self) -> int | None:
+        """Steps of physics in a transition, by ``cfg.decimation`` and wrappers; None without it."""
+        configured = hasattr(getattr(self.env.unwrapped, "cfg", None), "decimation")
+        return ticks_of_objects([self.env]) if configured else None
+
+    def describe(self) -> dict[str, Any]:
+        """The task, and the kind of environment."""
+        spec = getattr(self.env, "spec", None)
+        return {"id": spec.id if spec else None, "type": type(self.env.unwrapped).__name__}
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """``isaaclab:Isaac-Cartpole-v0``, where the app was launched before.
+
+        ``kwargs``: ``device`` ("cuda:0"), ``render_mode``, and entries of the task's ``cfg``, of
+        which ``compute_final_obs`` is true where it has one and nothing else is said.
+        """
+        env = make_task(name, lanes, kwargs)
+        with closing_on_error(env):
+            return cls(env)
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over an environment of Isaac Lab's classes, or of ones that inherit them."""
+        if not isinstance(made, (gymnasium.Env, VectorEnv)):
+            return None
+        modules = (kind.__module__ for kind in type(made.unwrapped).__mro__)
+        return cls(made) if any(each.startswith(PACKAGES) for each in modules) else None
+
+
+_SAME_STEP = (AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value, AutoresetMode.SAME_STEP.name)

@@ -1,0 +1,173 @@
+"""Environments that are pure functions of JAX, compiled whole: one call steps every lane.
+
+It keeps the final observations, and begins the next episodes of the lanes that ended, each with a
+key and a context of its own (`functional_lanes`). Contexts are arguments of that call: other values
+compile nothing.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torchrl.data import TensorSpec, Unbounded
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.frame_skips import ticks_of_objects
+from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step
+from tallyroll.collector.ext.systems.kinds.functional_lanes import Drawn, FunctionalLanes
+from tallyroll.collector.ext.systems.kinds.functional_specs import specs_of
+from tallyroll.collector.ext.systems.kinds.packing import Packing
+from tallyroll.collector.run_plan import stepping_compiled
+from tallyroll.storage.rows.dtypes import NUMPY
+from tallyroll.storage.rows.keys import Key
+
+_LARGE_NBYTES = 2**11
+"""Bytes of a lane from which a second call is faster than to return observations twice."""
+_NO_AGENTS: dict[str, AgentFlags] = {}
+_PACKED_NBYTES = 2**15
+"""Bytes of what is observed in a step up to which one array is faster than several."""
+
+
+class Functional(FunctionalLanes):
+    """Lanes of a pure function: a subclass writes :meth:`begin` and :meth:`advance` of one lane.
+
+    The key of a lane is ``PRNGKey(seed)``, in each episode that has a seed. An episode splits it,
+    ``key, own = split(key)``: it begins with ``own``, and its step t, from 0 on, has
+    ``fold_in(key, t)``. Where JAX runs on an
+    accelerator, what lanes return is copied to the host. Specs are as in `Declares`; ``known`` are
+    those that the environment declares, and ``unbounded`` names columns that leave their bounds.
+
+    Raises:
+        ArgumentError, SpaceError: the declarations do not fit what the environment returns.
+        EnvironmentRefused: a step changes what the state is made of.
+    """
+
+    waits = True
+    why_no_resets = "it was made without context=, specs of what its resets take"
+    _env: Any = None
+
+    def __init__(
+        self,
+        lanes: int,
+        action: Mapping[Key, TensorSpec],
+        *,
+        known: Mapping[Key, TensorSpec] | None = None,
+        reward: Mapping[Key, TensorSpec] | None = None,
+        context: Mapping[str, TensorSpec] | None = None,
+        groups: Mapping[str, int] | None = None,
+        unbounded: Sequence[str] = (),
+    ) -> None:
+        self._jax = jax = needs("jax", self.extra)
+        self._packing = Packing(jax)
+        self._carry: Any = None
+        self._renews = False
+        self._keys = jax.jit(jax.vmap(jax.random.PRNGKey))
+        self._begun = jax.jit(self._begin_all)
+        # JAX writes the next states where the last ones were. Keys stay: a reset needs them.
+        self._moved = jax.jit(self._move, donate_argnums=0)
+        self._renewed = jax.jit(self._renew, donate_argnums=0)
+        self._restarted = jax.jit(self._restart)
+        drawn = {
+            name: np.zeros((lanes, *spec.shape), NUMPY[spec.dtype])
+            for name, spec in (context or {}).items()
+        }
+        keys = jax.eval_shape(self._keys, np.zeros(lanes, np.uint32))
+        seen = jax.eval_shape(self._begun, keys, drawn)[1]
+        nbytes = sum(x.size * x.dtype.itemsize for x in seen)
+        self._apart = nbytes >= lanes * _LARGE_NBYTES
+        self.stepped_by = stepping_compiled(
+            apart=self._apart,
+            small=2 * nbytes <= _PACKED_NBYTES,  # first ones and final ones
+        )
+        self._packs = self.stepped_by.way == "packed"
+        turn = self._turn_packed if self._packs else self._turn
+        self._turned = jax.jit(turn, donate_argnums=0)
+        self.declares = Declares(
+            lanes=lanes,
+            observation=specs_of(dict(zip(self._names, seen, strict=True)), known or {}, unbounded),
+            action=action,
+            reward=reward or {("reward",): Unbounded((1,))},
+            at_end="first",
+            finals="extra",
+            context=context or {},
+            reset_seeds=True,
+            groups=groups or {},
+        )
+
+    @property
+    def ticks(self) -> int | None:
+        """Ticks of a transition, by the environment that a subclass has in ``_env``; 1 without."""
+        return ticks_of_objects([self._env])
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Array]:
+        """See `System.reset`."""
+        if lanes is not None:
+            self._carry, first = self._restarted(self._carry, lanes, self._drawn())
+        elif seeds is None and self._carry is not None:
+            self._carry, first = self._begun(self._carry[1][0], self._drawn().context)
+        else:
+            if seeds is None:
+                seeds = np.random.SeedSequence().generate_state(self.declares.lanes).tolist()
+            keys = self._keys(np.asarray(seeds, np.uint32))
+            self._carry, first = self._begun(keys, self._drawn().context)
+        return _views(first)
+
+    def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
+        """Step all lanes, and begin the next episode of those that ended."""
+        if self._packs:
+            self._carry, words = self._turned(*self._carry, (*action,), self._drawn())
+            self._wait()
+            return self._unpacked(np.asarray(words))
+        if self._apart:
+            self._carry, final, reward, told, agents = self._moved(*self._carry, (*action,))
+            self._wait()
+            ends, first = np.asarray(told), final
+            if np.count_nonzero(ends) or not self._renews:
+                self._renews = True  # the first step compiles all
+                self._carry, first = self._renewed(*self._carry, final, told, self._drawn())
+        else:
+            self._carry, first, final, reward, told, agents = self._turned(
+                *self._carry, (*action,), self._drawn()
+            )
+            self._wait()
+            ends = np.asarray(told)
+        over, cut = ends
+        return Step(
+            _views(first),
+            _views(reward),
+            over,
+            cut,
+            _views(final) if np.count_nonzero(ends) else None,
+            agents={name: AgentFlags(*_views(each[:2])) for name, each in agents.items()},
+        )
+
+    def _unpacked(self, words: Array) -> Step:
+        """The result of a step that is in one array."""
+        views, d, seen = self._packing.views, self.declares, len(self._names)
+        last = 1 + seen + len(d.reward)
+        ends, *parts = views(words, 0, last)
+        agents, final = _NO_AGENTS, None
+        if d.groups:
+            flags = views(words, last, last + 2 * len(d.groups))
+            pairs = zip(flags[::2], flags[1::2], strict=True)
+            agents = dict(zip(d.groups, itertools.starmap(AgentFlags, pairs), strict=True))
+        if b"\1" in ends.tobytes():
+            final = views(words, last + 2 * len(d.groups))
+        return Step(parts[:seen], parts[seen:], ends[0], ends[1], final, agents=agents)
+
+    def _wait(self) -> None:
+        """Let the driver work while JAX computes in a thread of its own."""
+        if self.while_waiting is not None:
+            self.while_waiting()
+
+    def _drawn(self) -> Drawn:
+        # JAX may use the memory of NumPy's arrays itself, and the driver draws into these.
+        names, seeds = self.declares.context, self.next_seeds
+        context = {name: self.next_context[name].copy() for name in names} if names else {}
+        return Drawn(context, None if seeds is None else seeds.astype(np.uint32))
+
+
+def _views(arrays: Iterable[Any]) -> list[Array]:
+    """Return NumPy views; on the CPU of JAX's own memory, in a fifth of from_dlpack's time."""
+    return [np.asarray(each) for each in arrays]

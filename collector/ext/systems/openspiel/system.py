@@ -1,0 +1,186 @@
+"""Games of OpenSpiel: turn-based ones, and those in which all players move at once."""
+
+import sys
+from collections.abc import Sequence
+from operator import sub
+from typing import Any, Self
+
+import numpy as np
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.system import AgentFlags, Mask, Step, System
+from tallyroll.collector.errors import ArgumentError, TransitionError
+from tallyroll.collector.ext.systems.kinds.side_by_side import numbers
+from tallyroll.collector.ext.systems.openspiel.games import (
+    CHANCE,
+    GROUP,
+    OVER,
+    declares_of,
+    play_chance,
+    require_playable,
+    tensors_of,
+    writer,
+)
+
+
+class OpenSpielSystem(System):
+    """A ``pyspiel.Game``, one play of it a lane; chance is drawn from each lane's own generator.
+
+    Turn-based: what the player to move sees is ``"observation"`` and ``"information_state"``, as
+    far as the game has them, with ``"action_mask"`` and ``"current_player"`` (-4 when the game is
+    over, which the player that moved last sees, with a mask that is all False). The reward is
+    ``[player]``, what each has gained since the move before. A game of simultaneous moves has a
+    group ``"players"`` instead, with all of that for each player.
+
+    Args:
+        game: the game.
+        lanes: plays at a time.
+
+    Raises:
+        EnvironmentRefused: a game that cannot be repeated, or that shows its players nothing.
+    """
+
+    package, extra = "pyspiel", "openspiel"
+    about = "turns, or players at once; legal moves in action_mask; a seed a lane"
+    why_no_resets = "a play begins with chance alone, which has a seed"
+
+    def __init__(self, game: Any, lanes: int = 1) -> None:
+        require_playable(game)
+        self._game, self._players = game, game.num_players()
+        seen = tensors_of(game)
+        self.declares = d = declares_of(game, lanes)
+        self._together = bool(d.groups)
+        self._seats = self._players if self._together else 1
+        """Observations of a lane at a time: one of each player, or that of the one to move."""
+        *tensors, legal = list(d.observation.values())[: len(seen) + 1]
+        self._tensors = [np.zeros((lanes, *spec.shape), np.float32) for spec in tensors]
+        self._legal = np.zeros((lanes, *legal.shape), np.bool_)
+        self._turn = np.zeros(lanes, np.int64)
+        self._alive = np.ones((lanes, self._players), np.bool_)
+        self._arrays = [*self._tensors, self._legal, self._turn]
+        self._arrays += [self._alive] * self._together
+        self._writers = [
+            writer(game, name, column, self._seats)
+            for name, column in zip(seen, self._tensors, strict=True)
+        ]
+        self._size = legal.shape[-1]
+        self._marks = self._legal.reshape(-1).view(np.uint8).data
+        """The marks of legal moves, of all lanes and players in a row."""
+        self._no_move = bytes(self._size)
+        self._moves: list[Sequence[int]] = [()] * (lanes * self._seats)
+        """The moves that are marked, of all lanes and players."""
+        self._reward = np.zeros((lanes, self._players))
+        self._over, self._cut = np.zeros((2, lanes), np.bool_)
+        self._ends, self._cuts = np.zeros((2, lanes, self._players), np.bool_)
+        self._states: list[Any] = [None] * lanes
+        self._rngs = [np.random.default_rng() for _ in range(lanes)]
+        self._turns = [0] * lanes
+        self._returns = [[0.0] * self._players for _ in range(lanes)]
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """The game of that name, as ``pyspiel.load_game`` reads it; ``kwargs`` parametrise it."""
+        pyspiel = needs("pyspiel", "openspiel")
+        try:
+            return cls(
+                pyspiel.load_game(name, kwargs) if kwargs else pyspiel.load_game(name), lanes
+            )
+        except (pyspiel.SpielError, TypeError) as error:
+            said = str(error).partition("\n")[0]
+            raise ArgumentError(f"OpenSpiel cannot make {name!r} with {kwargs}: {said}") from error
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system of one lane over a ``pyspiel.Game``."""
+        pyspiel = sys.modules.get("pyspiel")
+        return cls(made) if pyspiel is not None and isinstance(made, pyspiel.Game) else None
+
+    def describe(self) -> dict[str, Any]:
+        """The game, with its parameters."""
+        return {"id": str(self._game), "type": type(self).__name__}
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        """Begin new plays; a seed is that of a lane's chance."""
+        seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
+        for lane in numbers(lanes, len(self._states)):
+            if seeds is not None:
+                self._rngs[lane] = np.random.default_rng(seeds[lane])
+            self._states[lane] = self._game.new_initial_state()
+            self._look(lane, 0)
+        return self._arrays
+
+    def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
+        """Move in all lanes, or in those of a mask."""
+        rows, moves = numbers(lanes, len(self._states)), action[0].tolist()
+        self._require_legal(rows, moves)
+        reward, over, look = self._reward, self._over, self._look
+        states, turns, returns = self._states, self._turns, self._returns
+        reward.fill(0)
+        over.fill(False)
+        for lane in rows:
+            state, turn, before = states[lane], turns[lane], returns[lane]
+            if not self._together:
+                state.apply_action(moves[lane])
+            elif turn < 0:
+                state.apply_actions(moves[lane])
+            else:  # in a game of simultaneous moves it may be one player's turn, too
+                state.apply_action(moves[lane][turn])
+            if look(lane, turn) == OVER:
+                over[lane] = True
+            if returns[lane] != before:
+                reward[lane] = list(map(sub, returns[lane], before))
+        if not self._together:
+            gained = reward if self._players > 1 else reward[:, 0]
+            return Step(self._arrays, (gained,), over, self._cut)
+        self._ends[...] = over[:, None]
+        agents = {GROUP: AgentFlags(self._ends, self._cuts)}
+        return Step(self._arrays, (reward,), over, self._cut, agents=agents)
+
+    def _require_legal(self, rows: Sequence[int], moves: Sequence[Any]) -> None:
+        """Raise unless all moves of ``rows`` are legal."""
+        size, marks, together, start = self._size, self._marks, self._together, 0
+        for lane in rows:
+            start = lane * self._seats * size
+            for move in moves[lane] if together else (moves[lane],):
+                if not (0 <= move < size and marks[start + move]):
+                    raise TransitionError(
+                        f"lane {self.first_lane + lane}: {moves[lane]} is no legal move of "
+                        f"{self._game}; choose by action_mask, as the default random policy does"
+                    )
+                start += size
+
+    def _look(self, lane: int, moved: int) -> int:
+        """Let chance play in a lane where ``moved`` was the last, and write what is seen.
+
+        Returns the player to move.
+        """
+        state = self._states[lane]
+        turn: int = state.current_player()
+        if turn == CHANCE:
+            play_chance(state, self._rngs[lane])
+            turn = state.current_player()
+        self._turn[lane] = self._turns[lane] = turn
+        self._returns[lane] = state.returns()
+        who: Sequence[int] = (turn if turn >= 0 else moved,)
+        if self._together:
+            who = range(self._players)
+            self._alive[lane] = turn != OVER
+        place = lane * self._seats
+        for player in who:
+            for write in self._writers:
+                write(place, state, player)
+            moves: Sequence[int] = state.legal_actions(player) if turn != OVER else ()
+            # Among players that move at once, one without a legal move makes the first one.
+            self._mark(place, moves or ((0,) if self._together else ()))
+            place += 1
+        return turn
+
+    def _mark(self, place: int, moves: Sequence[int]) -> None:
+        """Mark the legal moves of a player."""
+        if moves != self._moves[place]:
+            marks, size = self._marks, self._size
+            start = place * size
+            marks[start : start + size] = self._no_move
+            for move in moves:
+                marks[start + move] = 1
+            self._moves[place] = moves

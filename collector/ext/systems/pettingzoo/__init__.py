@@ -1,0 +1,5 @@
+"""PettingZoo as a system."""
+
+from tallyroll.collector.ext.systems.pettingzoo.system import PettingZooSystem
+
+__all__ = ["PettingZooSystem"]

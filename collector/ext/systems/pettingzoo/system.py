@@ -1,0 +1,314 @@
+"""PettingZoo: parallel and AEC environments, a lane each, their agents in groups."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+
+from tallyroll.collector.envs.exact import reward_reader, terminated_of, truncated_of
+from tallyroll.collector.envs.reaching.objects import reach_objects
+from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
+from tallyroll.collector.errors import TransitionError, ValueRefused
+from tallyroll.collector.ext.systems.kinds.agent_rows import AgentRows
+from tallyroll.collector.ext.systems.kinds.agents import Groups, declared, described, grouped
+from tallyroll.collector.ext.systems.kinds.side_by_side import all_or_none, close_all, numbers
+from tallyroll.collector.ext.systems.pettingzoo.envs import alike, make_into
+from tallyroll.collector.ext.systems.pettingzoo.masks import AgentMasks
+from tallyroll.collector.ext.systems.pettingzoo.turns import Turns
+from tallyroll.storage.rows.keys import NEXT
+
+
+class PettingZooSystem(System):
+    """PettingZoo environments side by side: an env step is a joint step of all living agents.
+
+    Masks say which agents act: those in ``env.agents``, whether they were there from the reset on,
+    joined, or came back. A lane's episode goes on until ``env.agents`` is empty, and is truncated
+    where one of the last ones was. Only an agent that acted in a step can end in it; what it saw
+    then is its final observation, and later ones are zeros. Where a step returns no observation
+    of an agent that acted in it, be it that it ended or that it is absent from then on, that is
+    zeros too, and ``("collector", "next_valid", group)`` is False. A step that returns no
+    reward of an agent that acted and is not absent, or drops one from ``env.agents`` without a
+    flag, is an error. One that joins or comes back saw nothing before: the row in which it does
+    has a mask that is False at the root, and True in
+    ``next``, with its first observation. One that is absent without an end is not done. Rewards
+    are what the step returned of each agent. Random actions keep to the
+    ``action_mask`` in an agent's observation or info.
+
+    An AEC environment that is parallelizable is stepped in cycles. In any other an env step is the
+    turn of one agent: the mask says whose turn is next, observations are those of all living
+    agents, rewards what the turn brought each of them, and the steps that take dead agents away
+    are made within it.
+
+    Args:
+        envs: parallel or AEC environments, all alike; they are closed with this.
+        groups: group -> its agents; None: by name and spaces (`agents.grouped`).
+        name: what made them, as provenance.
+
+    Raises:
+        ArgumentError, SpaceError: environments, groups or spaces that cannot be driven.
+    """
+
+    package = "pettingzoo"
+    extra = "pettingzoo"
+    about = "an episode ends with its last agent; masks say who lives; a seed a lane"
+    conflicts = "mpe2 brings pygame-ce; the pygame of MO-Gymnasium and CARL writes over it"
+
+    def __init__(
+        self, envs: Sequence[Any], groups: Groups | None = None, name: str | None = None
+    ) -> None:
+        self.envs, seen, acts = alike(envs)
+        self.reached = partial(reach_objects, self.envs)
+        self.name, lanes = name or str(envs[0]), len(self.envs)
+        self._groups = grouped(seen, acts, groups)
+        self._names = [agent for group in self._groups for agent in group.agents]
+        self._turns = isinstance(self.envs[0], Turns)
+        self._ids = [not group.action.shape[1:] for group in self._groups]
+        shape = lanes, len(self._names)
+        self._reward = np.zeros(shape)
+        self._seen = np.ones(shape, np.bool_)
+        """False for agents that acted in the last step and were not observed after it."""
+        self._group_of = {agent: each.name for each in self._groups for agent in each.agents}
+        self._mask, self._terminated, self._truncated = np.zeros((3, *shape), np.bool_)
+        self._living = np.zeros(shape, np.bool_) if self._turns else self._mask
+        """Agents that an end can be of; where these take turns, more than those that act."""
+        self._over = np.zeros((2, lanes), np.bool_)
+        self._masks: AgentMasks | None = None
+        self._rows = AgentRows(self._groups, lanes)
+        self._arrays = self._rows.with_masks(self._mask)
+        self.declares = Declares(
+            lanes=lanes,
+            at_end="final",
+            parts=True,
+            turns=self._turns,
+            reset_seeds=True,
+            options=True,
+            agent_finals="some",
+            **declared(self._groups),
+        )
+
+    def reset(
+        self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any
+    ) -> Sequence[Array]:
+        """Reset environments; each takes its seed, and options that were drawn for it."""
+        seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
+        told: dict[int, Any] = {}
+        for lane in numbers(lanes, len(self.envs)):
+            seed = None if seeds is None else seeds[lane]
+            own = options.get("options")
+            if self.next_options is not None:
+                own = dict(self.next_options[lane])
+            seen, told[lane] = self.envs[lane].reset(seed=seed, options=own)
+            self._rows.put(lane, seen, self.first_lane)
+            self._look(lane)
+            self._require_seen(lane, seen)
+            if not self.envs[lane].agents:
+                raise TransitionError(
+                    f"{self._named(lane)} has no agents after its reset, so none can act; let its "
+                    "reset list them in env.agents"
+                )
+        if self.wants_masks and lanes is None:
+            self._masks = AgentMasks(self._groups, [self._infos(lane, told[lane]) for lane in told])
+            self.legal = self._masks.legal
+        if self.legal:
+            for lane, infos in told.items():
+                self._put_masks(lane, infos)
+        return self._arrays
+
+    def _infos(self, lane: int, infos: Any) -> Mapping[str, Any]:
+        """Return the infos of a lane's agents; an AEC environment has them itself."""
+        env = self.envs[lane]
+        found = env.infos if self._turns else infos
+        return found if isinstance(found, Mapping) else {}
+
+    def _put_masks(self, lane: int, infos: Any) -> None:
+        assert self._masks is not None
+        acting = self.envs[lane].agents
+        self._masks.put(lane, self._infos(lane, infos), acting, self.first_lane)
+
+    def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
+        """Step environments, one after the other."""
+        names, count = self._names, len(self._names)
+        parts = [x.tolist() if ids else x for x, ids in zip(action, self._ids, strict=True)]
+        for flags in (self._terminated, self._truncated, self._over):
+            flags.fill(False)
+        self._seen.fill(True)
+        reward_of = reward_reader(self.reward_dtype)
+        for lane in numbers(lanes, len(self.envs)):
+            env = self.envs[lane]
+            acting = list(env.agents)
+            given = (each for part in parts for each in part[lane])
+            actions = dict(zip(names, given, strict=True))
+            if len(acting) < count:
+                actions = {name: actions[name] for name in acting}
+            seen, rewards, terminated, truncated, infos = env.step(actions)
+            self._rows.put(lane, seen, self.first_lane)
+            if len(seen) < count or len(rewards) < count:
+                absent = set(acting).difference(seen, env.agents)
+                here = [
+                    name
+                    for name in acting
+                    if name not in absent or terminated.get(name) or truncated.get(name)
+                ]
+                self._require_rewards(lane, here, rewards)
+                lived = self._living[lane]
+                self._seen[lane] = [name in seen for name in names] | ~lived
+            self._reward[lane] = [
+                self._read(reward_of, lane, name, rewards.get(name, 0.0)) for name in names
+            ]
+            flagged = any(terminated.values()) or any(truncated.values())
+            if flagged:
+                self._end_agents(lane, terminated, truncated)
+            if self._turns or list(env.agents) != acting:
+                self._require_flags(lane, acting, terminated, truncated)
+                self._look(lane)
+                if not env.agents:
+                    self._end(lane)
+            elif flagged:
+                self._require_left(lane)
+            self._require_seen(lane, seen)
+            if self.legal:
+                self._put_masks(lane, infos)
+        return Step(
+            self._arrays,
+            [self._reward[:, part] for part in self._rows.slices.values()],
+            self._over[0],
+            self._over[1],
+            agents={
+                group: AgentFlags(
+                    self._terminated[:, part], self._truncated[:, part], self._seen[:, part]
+                )
+                for group, part in self._rows.slices.items()
+            },
+        )
+
+    def _read(self, read: Callable[[Any], Any], lane: int, agent: str, value: Any) -> Any:
+        """A reward or flag of an agent."""
+        try:
+            return read(value)
+        except ValueRefused as error:
+            error.lane, error.got = self.first_lane + lane, f"{error.got} of {agent}"
+            raise
+
+    def _end_agents(
+        self, lane: int, terminated: Mapping[str, Any], truncated: Mapping[str, Any]
+    ) -> None:
+        """Ends of agents that lived before this step; others had no part in it."""
+        over = [
+            [self._read(flag_of, lane, name, each.get(name, False)) for name in self._names]
+            for flag_of, each in ((terminated_of, terminated), (truncated_of, truncated))
+        ]
+        self._terminated[lane], self._truncated[lane] = np.array(over) & self._living[lane]
+
+    def _require_rewards(
+        self, lane: int, agents: Sequence[str], rewards: Mapping[str, Any]
+    ) -> None:
+        """Raise if one of ``agents``, which acted, has no reward."""
+        if unpaid := [name for name in agents if name not in rewards]:
+            raise self._lacking(
+                lane,
+                unpaid[0],
+                "reward",
+                "let step return one of each agent that acted, also of those that end",
+            )
+
+    def _require_flags(
+        self,
+        lane: int,
+        acting: Sequence[str],
+        terminated: Mapping[str, Any],
+        truncated: Mapping[str, Any],
+    ) -> None:
+        """Raise if an agent that acted has left ``env.agents``, and no flag says how."""
+        if self._turns:  # its environment answers for agents that it takes away
+            return
+        agents = self.envs[lane].agents
+        for name in acting:
+            if name not in agents and name not in terminated and name not in truncated:
+                raise self._lacking(
+                    lane,
+                    name,
+                    "terminated",
+                    "let step say how an agent ended that is no longer in env.agents, or return "
+                    "False of one that is absent and may come back",
+                )
+
+    def _lacking(self, lane: int, agent: str, what: str, advice: str) -> ValueRefused:
+        """Return the error for a value that a step did not return of an agent."""
+        key = (NEXT, self._group_of[agent], what)
+        error = ValueRefused(key, f"one of agent {agent}, which acted", "none", advice)
+        error.lane = self.first_lane + lane
+        return error
+
+    def _look(self, lane: int) -> None:
+        """Note which agents act next, and which live."""
+        env = self.envs[lane]
+        agents = set(env.agents)
+        if unknown := agents.difference(self._names):
+            raise TransitionError(
+                f"{self._named(lane)} lists the agents {sorted(unknown)}, which have no columns; "
+                "name all that may ever act in possible_agents"
+            )
+        self._mask[lane] = [name in agents for name in self._names]
+        if self._turns:
+            self._living[lane] = [name in env.living for name in self._names]
+
+    def _require_left(self, lane: int) -> None:
+        """Raise where all that acted ended and act on: is that the end of an episode?"""
+        if (self._terminated[lane] | self._truncated[lane])[self._mask[lane]].all():
+            raise TransitionError(
+                f"{self._named(lane)} ended every agent that acted, and still lists all of them; "
+                "let it empty env.agents where an episode ends, or report no end of agents that "
+                "act on"
+            )
+
+    def _require_seen(self, lane: int, seen: Mapping[str, Any]) -> None:
+        """Raise if an agent would have to act without an observation."""
+        if blind := [name for name in self.envs[lane].agents if name not in seen]:
+            raise TransitionError(
+                f"{self._named(lane)} lists the agents {blind}, and returned no observations of "
+                "them; let it return one of each agent in env.agents"
+            )
+
+    def _end(self, lane: int) -> None:
+        """Return whether the lane's episode is over: no agent is left."""
+        terminated, truncated = self._terminated[lane], self._truncated[lane]
+        if not (terminated | truncated).any():
+            raise TransitionError(
+                f"{self._named(lane)} has no agents left, and none of them was terminated or "
+                "truncated; let its step say how they ended"
+            )
+        cut = bool((truncated & ~terminated).any())
+        self._over[:, lane] = not cut, cut
+
+    def _named(self, lane: int) -> str:
+        return f"lane {self.first_lane + lane}: {self.name}"
+
+    def close(self) -> None:
+        """Close every environment."""
+        close_all(self.envs)
+
+    def describe(self) -> dict[str, Any]:
+        """The name, and groups of agents."""
+        return described(self.name, self, self._groups)
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """``pettingzoo:sisl/pursuit-v5``, or a module: ``pettingzoo:mpe2.simple_tag_v3``.
+
+        A function after a colon is called instead of its ``parallel_env`` or ``env``.
+        ``kwargs`` are its own, and ``groups``.
+        """
+        groups = kwargs.pop("groups", None)
+        with all_or_none() as envs:
+            make_into(envs, name, lanes, kwargs)
+            return cls(envs, groups, name)
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A lane over a parallel or AEC environment, or a lane each over a list of them."""
+        module = sys.modules.get("pettingzoo.utils.env")
+        envs = made if isinstance(made, (list, tuple)) else [made]
+        kinds = () if module is None else (module.ParallelEnv, module.AECEnv)
+        return cls(envs) if envs and all(isinstance(env, kinds) for env in envs) else None

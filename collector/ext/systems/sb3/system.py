@@ -1,0 +1,221 @@
+"""Stable-Baselines3's `VecEnv`, which resets lanes in its step and returns finals."""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.compat import count_true, seed_next_reset
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.failures import require_infos, watch_processes
+from tallyroll.collector.envs.frame_skips import product, ticks_of_layer, ticks_of_objects
+from tallyroll.collector.envs.gymnasium.given_resets import GivenResets
+from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
+from tallyroll.collector.envs.gymnasium.make import making
+from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
+from tallyroll.collector.envs.gymnasium.told import TellingSystem
+from tallyroll.collector.envs.reaching.vectors import reached_sb3
+from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
+from tallyroll.collector.ext.systems.sb3.wrappers import (
+    finals_of,
+    layers,
+    takes_resets,
+    true_space,
+)
+
+_FINAL, _CUT = "terminal_observation", "TimeLimit.truncated"
+
+
+class _Lent(list[dict[str, Any]]):
+    """Infos of all lanes that are read before the next step, and that no copy is made of."""
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+class _LentObs(OrderedDict[Any, NDArray[Any]]):
+    """Observations of all lanes, by leaf, of which copies are made behind the step alone."""
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+class Sb3System(TellingSystem):
+    """A ``VecEnv`` as a system, its wrappers included.
+
+    An end that Stable-Baselines3 marks ``TimeLimit.truncated`` is truncated, any other terminated:
+    where an environment says both, that library says terminated.
+
+    Args:
+        env: closed with this.
+
+    Raises:
+        EnvironmentRefused: SuperSuit's vectors, where agents die unevenly.
+        SpaceError: a space that no column can hold.
+    """
+
+    package = "stable_baselines3"
+    extra = "sb3"
+    about = "resets in the step of an end, finals kept in infos; seeds at a reset of all"
+    why_no_resets = (
+        "lanes are given them in a DummyVecEnv whose class has changed neither step nor reset; use "
+        "one, or MultiprocessCollector for processes"
+    )
+
+    def __init__(self, env: Any) -> None:
+        if any(type(each).__module__.startswith("supersuit") for each in layers(env)):
+            raise EnvironmentRefused(
+                "SuperSuit's vectors are wrong where agents die unevenly; pass the PettingZoo "
+                "environment itself"
+            )
+        *_, inner = layers(env)
+        watch_processes(inner)
+        self.env, self.reached = env, reached_sb3(env)
+        spec = env.get_attr("spec", 0)[0] if env.has_attr("spec") else None
+        self._id = getattr(spec, "id", None)
+        lanes = int(env.num_envs)
+        self._leaves = observation_leaves(true_space(env), lanes)
+        self._getters = [leaf.getter() for leaf in self._leaves]
+        action = action_leaf(env.action_space, lanes)
+        self._never = np.zeros(lanes, np.bool_)
+        self._lent, self._lent_obs = _Lent(), _LentObs()
+        package = sys.modules["stable_baselines3.common.vec_env"]
+        self._copies = type(env) is package.DummyVecEnv
+        given = takes_resets(inner, package.DummyVecEnv)
+        self._given = GivenResets(self, inner if given else None)
+        how = {"reset_seeds": given, "options": given, "resets": "all"}
+        self._declare(self._leaves, action, lanes, at_end="first", finals="extra", **how)
+
+    @classmethod
+    def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
+        """A ``DummyVecEnv`` of a Gymnasium id; ``kwargs`` are those of ``gymnasium.make``."""
+        kind = needs("stable_baselines3.common.vec_env", "sb3").DummyVecEnv
+        with ExitStack() as half_made:
+            with making(name, kwargs):
+                envs = []
+                for _ in range(lanes):
+                    envs.append(gymnasium.make(name, **kwargs))
+                    half_made.callback(envs[-1].close)
+            system = cls(kind([lambda env=env: env for env in envs]))
+            half_made.pop_all()
+        return system
+
+    @classmethod
+    def adopt(cls, made: object) -> Self | None:
+        """A system over a ``VecEnv``."""
+        package = sys.modules.get("stable_baselines3.common.vec_env.base_vec_env")
+        return None if package is None or not isinstance(made, package.VecEnv) else cls(made)
+
+    @property
+    def ticks(self) -> int | None:
+        """Ticks of a transition, by the lanes' environments and the wrappers of the vector."""
+        *outer, inner = layers(self.env)
+        envs = getattr(inner, "envs", None)
+        own = super().ticks if envs is None else ticks_of_objects(envs)
+        return product([own, *map(ticks_of_layer, outer)])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the id of the first lane, the kind of vector, and its wrappers."""
+        *outer, inner = [type(each).__name__ for each in layers(self.env)]
+        return {"id": self._id, "type": inner} | ({"wrappers": outer} if outer else {})
+
+    def close(self) -> None:
+        """Close the vector."""
+        self.env.close()
+
+    def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
+        """Reset all lanes."""
+        if options:
+            raise ArgumentError(
+                f"reset: a VecEnv takes its options by set_options, got {sorted(options)}"
+            )
+        if seeds is not None:
+            seed_next_reset(self.env, seeds)
+        try:
+            with self._given.begin():
+                obs = self.env.reset()
+        except (KeyError, IndexError, TypeError, ValueError):
+            require_infos(self._reset_infos, self.first_lane)
+            raise
+        require_infos(self._reset_infos, self.first_lane)
+        values = [get(obs) for get in self._getters]
+        if not self._looks:
+            return values
+        infos = vector_info(self._reset_infos, self._read)
+        return [*values, *self._told_first(infos, None)]
+
+    def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
+        """Step all lanes."""
+        if self._given.lanes is None:
+            obs, reward, done, infos = self._stepped(action[0])
+        else:
+            with self._given:
+                obs, reward, done, infos = self._stepped(action[0])
+        values = [get(obs) for get in self._getters]
+        if self._copies:
+            values = [value.copy() for value in values]
+        if not count_true(done):
+            step = Step(values, (reward,), done, self._never)
+            return self._with_infos(step, done, infos) if self._infos else step
+        ended = np.nonzero(done)[0].tolist()
+        truncated = self._never.copy()
+        for lane in ended:
+            truncated[lane] = bool(infos[lane].get(_CUT))
+        for lane in ended:
+            if infos[lane].get(_FINAL) is None:
+                raise TransitionError(
+                    f"infos[{lane}][{_FINAL!r}]: expected the final observation, and the VecEnv "
+                    "gave none at the end of an episode of lane "
+                    f"{self.first_lane + lane}. Let it put that there before it resets the lane"
+                )
+        found = {lane: infos[lane][_FINAL] for lane in ended}
+        final = finals_of(found, self._leaves, self._getters, self.first_lane)
+        step = Step(values, (reward,), done & ~truncated, truncated, final)
+        return self._with_infos(step, done, infos) if self._infos else step
+
+    def _stepped(self, action: NDArray[Any]) -> Any:
+        """Step the vector; a bare `DummyVecEnv` without the copies that it returns.
+
+        Those of infos are not needed, and copies of observations are made in a quicker way.
+        """
+        env, lent, seen = self.env, self._lent, self._lent_obs
+        if not self._copies:
+            return env.step(action)
+        own, arrays = env.buf_infos, env.buf_obs
+        if own is lent:  # an interrupt came before the end
+            own = [*lent]
+        if arrays is seen:
+            arrays = OrderedDict(seen)
+        lent[:] = own
+        seen.update(arrays)
+        try:
+            env.buf_infos, env.buf_obs = lent, seen
+            return env.step(action)
+        finally:
+            own[:] = lent
+            env.buf_infos, env.buf_obs = own, arrays
+
+    def _with_infos(
+        self, step: Step, done: NDArray[np.bool_], infos: Sequence[dict[str, Any]]
+    ) -> Step:
+        """``step`` with columns of infos; of lanes that ended, those of the reset at the root."""
+        first = given = vector_info(infos, self._infos.infos)
+        final = step.final
+        if done.any():
+            first = vector_info(self._reset_infos, self._infos.infos)
+            rows = self._infos.new_rows()
+            self._infos.write(rows, given, done)
+            final = [*final, *rows] if final is not None else None
+        values = self._told_next(given, first, done)
+        return self._without_masks(step._replace(obs=[*step.obs, *values], final=final))
+
+    @property
+    def _reset_infos(self) -> Sequence[dict[str, Any]]:
+        """Infos of the last reset of each lane; a wrapper's own list of them stays empty."""
+        return [*layers(self.env)][-1].reset_infos  # type: ignore[no-any-return]

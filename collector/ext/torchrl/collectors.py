@@ -1,0 +1,292 @@
+"""TorchRL's collectors by name, each over one of ours."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torchrl.envs import EnvBase
+from torchrl.modules import RandomPolicy
+
+from tallyroll.collector.batches.state.run_seeds import Environments
+from tallyroll.collector.compat import service_backend
+from tallyroll.collector.envs.driven.make import Made
+from tallyroll.collector.envs.driven.traits import system_of
+from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.ext.torchrl.arguments import REFUSED_OF_MANY, resolve, whole
+from tallyroll.collector.ext.torchrl.factories import (
+    asked_for,
+    compiled,
+    many_envs,
+    one_env,
+    policy_of,
+)
+from tallyroll.collector.ext.torchrl.names import TorchRLNames
+from tallyroll.collector.multiprocess import MultiprocessCollector
+from tallyroll.collector.policies.policy import PolicyFn
+from tallyroll.collector.sync import OwnEnvironment, SyncCollector
+from tallyroll.collector.workers.worker_options import Mode
+
+_BACKENDS = {None: None, "direct": "direct", "process": "process", "multiprocessing": "process"}
+
+
+class Collector(TorchRLNames, SyncCollector):
+    """TorchRL's ``Collector`` over :class:`~tallyroll.collector.SyncCollector`.
+
+    With ``num_collectors`` it makes a :class:`MultiSyncCollector` or, without ``sync=True``, a
+    :class:`MultiAsyncCollector`, as TorchRL does.
+
+    Args:
+        create_env_fn: what TorchRL takes, or what we take: an id, a vector environment.
+        policy: what TorchRL takes; None draws random actions.
+        given: arguments of TorchRL's ``Collector`` and of ours, by name.
+
+    Raises:
+        TypeError: an argument that neither has.
+        ArgumentError: a value that is refused; the message says what to do.
+    """
+
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        """Return the collector, or one of many processes if the caller asks for that."""
+        if cls is not Collector:
+            return super().__new__(cls)
+        backend = given.pop("backend", None) or service_backend()
+        options = dict(given.pop("backend_options", None) or {})
+        number, sync = whole(given.pop("num_collectors", None)), given.pop("sync", None)
+        if backend not in _BACKENDS:
+            raise ArgumentError(
+                f'backend: expected "direct" or "process", got {backend!r}: this library collects '
+                "on one machine"
+            )
+        backend = _BACKENDS[backend]
+        if backend == "process" or (backend is None and number is not None):
+            kind: Any = MultiSyncCollector if sync else MultiAsyncCollector
+            return kind(*args, num_workers=number, **given, **options)
+        if options or sync is not None or number not in (None, 1):
+            raise ArgumentError(
+                "sync, backend_options and num_collectors go with processes: pass num_collectors "
+                'and leave backend="direct" out'
+            )
+        return super().__new__(cls)
+
+    def __init__(self, create_env_fn: Any, policy: PolicyFn | None = None, **given: Any) -> None:
+        for name in ("backend", "backend_options", "num_collectors", "sync"):
+            given.pop(name, None)
+        self._given = policy
+        env = one_env(create_env_fn, given.pop("create_env_kwargs", None))
+        factory = given.pop("policy_factory", None)
+        if policy is not None and factory is not None:
+            raise ArgumentError("policy and policy_factory: expected one of them, got both")
+        asked = asked_for(given)
+        ours, self._wishes = resolve(given, many=False)
+        acting = compiled(policy_of(policy, factory), asked, ours.get("policy_device"))
+        super().__init__(env, acting, **ours, **self._of_the_run())
+        try:
+            self._take_over(self._wishes)
+            self._compiles(asked)
+        except BaseException:
+            self.shutdown()
+            raise
+        self.n_env = self.lanes
+        self.requested_frames_per_batch = self._options.frames_per_batch
+        self._frames_per_batch = -(-self.requested_frames_per_batch // self.lanes)
+
+    def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
+        if isinstance(self._given, RandomPolicy):
+            self._given.set_action_spec_from_env(self.env)
+        super()._prepare(policy, made)
+
+    def _environments(self, env: EnvBase) -> Environments:
+        return SeededByMaker(env, self._options)
+
+    def _close_source(self) -> None:
+        if self._close_env is not None:  # what was not begun with is whose it was
+            self._owns_env = self._close_env
+        super()._close_source()
+
+
+class SeededByMaker(OwnEnvironment):
+    """The environment of TorchRL's names: one of TorchRL's keeps the seeds of its maker."""
+
+    def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        """Seed its lanes, or leave them as they were made."""
+        if not asked and incarnation == 0 and system_of(self._env) is None:
+            return []
+        return super().seed(seed, incarnation, asked)
+
+
+class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]  # more forms
+    """TorchRL's ``MultiCollector`` over :class:`~tallyroll.collector.MultiprocessCollector`.
+
+    Args:
+        create_env_fn: factories, one a worker, or one with ``num_workers``.
+        policy: what TorchRL takes; None draws random actions.
+        sync: True makes a :class:`MultiSyncCollector`, False a :class:`MultiAsyncCollector`.
+        given: arguments of TorchRL's collectors of many processes and of ours, by name.
+    """
+
+    _many = True
+    _mode_of_kind: Mode = "sync"
+
+    def __new__(cls, *args: Any, sync: bool | None = None, **given: Any) -> Self:
+        """The collector of the kind that ``sync`` says."""
+        if cls is MultiCollector:
+            if sync is None:
+                raise ArgumentError(
+                    "sync: expected True (MultiSyncCollector) or False (MultiAsyncCollector)"
+                )
+            cls = MultiSyncCollector if sync else MultiAsyncCollector  # type: ignore[assignment]
+        return super().__new__(cls)
+
+    def __init__(self, create_env_fn: Any, policy: PolicyFn | None = None, **given: Any) -> None:
+        given.pop("sync", None)
+        workers = given["num_workers"] = whole(given.pop("num_workers", None))
+        frames = given.get("frames_per_batch")
+        if isinstance(frames, (list, tuple)):
+            if len(set(frames)) > 1:
+                raise ArgumentError(
+                    f"frames_per_batch: expected as many of each worker, got {list(frames)}"
+                )
+            number = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else workers
+            if len(frames) != number:
+                raise ArgumentError(
+                    f"frames_per_batch: expected one for each of {number} workers, got "
+                    f"{len(frames)}"
+                )
+            given["frames_per_batch"] = sum(frames)
+        kwargs, init = given.pop("create_env_kwargs", None), given.pop("init_fn", None)
+        envs = many_envs(create_env_fn, workers, kwargs, init)
+        factory = given.pop("policy_factory", None)
+        asked, threads = asked_for(given), given.get("num_sub_threads", 1)
+        said = getattr(given.get("processes"), "said", ())
+        if given.get("transport") != "thread" and "threads_per_worker" not in said:
+            given["num_sub_threads"] = threads
+        ours, self._wishes = resolve(given, many=True)
+        acting = compiled(policy_of(policy, factory), asked, None)
+        if factory is not None and policy is not None:
+            self._weights_of = policy
+        if self._mode_of_kind == "async" and self._wishes.cat_results not in (None, "stack"):
+            raise ArgumentError("cat_results goes with MultiSyncCollector; leave it out")
+        super().__init__(envs, acting, mode=self._mode_of_kind, **ours, **self._of_the_run())
+        try:
+            self._take_over(self._wishes)
+            self._compiles(asked)
+            items = self._wishes.replay_buffer is not None and not self._wishes.extend_buffer
+            if items and self._startup.planned.plan.batched:
+                raise ArgumentError(
+                    "extend_buffer=False: workers fill whole batches, whose rows alone can be "
+                    "added; with environments of several lanes leave it out"
+                )
+        except BaseException:
+            self.shutdown()
+            raise
+        self.create_env_fn, self.create_env_kwargs = create_env_fn, kwargs
+        self.policy_factory, self.num_sub_threads = factory, threads
+        self.num_threads = torch.get_num_threads()
+        self.cat_results = self._wishes.cat_results
+        self.update_at_each_batch = self._wishes.update_at_each_batch
+
+    def _announce(self) -> None:
+        self._publish()
+
+    def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
+        """Frames of a batch that a worker gives."""
+        return -(-self._options.frames_per_batch // self.num_workers)
+
+    def reset(  # type: ignore[override]
+        self, reset_idx: Sequence[bool] | None = None
+    ) -> None:
+        """Start new trajectories in all lanes; transitions that wait for a batch are discarded.
+
+        Raises:
+            ArgumentError: ``reset_idx`` is not True of all workers.
+        """
+        super().reset(None if reset_idx is None or all(reset_idx) else reset_idx)
+
+    def stats(self, workers: str = "aggregate") -> dict[str, int | bool]:
+        """Return the counts of :class:`Collector`, with ``"workers"`` and ``"workers_alive"``.
+
+        Raises:
+            ArgumentError: the caller asks for counts of each worker; only totals are kept.
+        """
+        if workers != "aggregate":
+            raise ArgumentError(
+                f'workers: expected "aggregate", got {workers!r}: counts are of all workers; see '
+                '("collector", "lane") of the rows for who made them'
+            )
+        alive = sum(link.alive for link in self._links)
+        return {**super().stats(), "workers": self.num_workers, "workers_alive": alive}
+
+    @property
+    def pre_collect_hook(self) -> None:
+        """None: TorchRL calls it in the workers."""
+        return None
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Any) -> None:
+        _refuse_hook("pre_collect_hook", hook)
+
+    @property
+    def post_collect_hook(self) -> None:
+        """None: TorchRL calls it in the workers."""
+        return None
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Any) -> None:
+        _refuse_hook("post_collect_hook", hook)
+
+    def map_fn(self, method_name: str, list_of_args: Any = None, list_of_kwargs: Any = None) -> Any:
+        """Workers have no collectors: raises ArgumentError."""
+        raise ArgumentError(f"map_fn: workers have no collectors; call {method_name} here")
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """Workers have no collectors: raises ArgumentError."""
+        raise ArgumentError(f"get_distant_attr: workers have no collectors; read {attr} here")
+
+    def getattr_env(self, attr: str) -> Any:
+        """Raise AttributeError: environments are in the workers."""
+        raise AttributeError(f"{attr}: environments are in the workers; read it with env_get")
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """Shut down as :class:`Collector` does; workers always close their environments."""
+        if not close_env:
+            raise ArgumentError("close_env: workers end with their environments; leave it out")
+        super().shutdown(timeout, close_env, raise_on_error)
+
+
+def _refuse_hook(name: str, hook: Any) -> None:
+    if hook is not None:
+        raise ArgumentError(f"{name}: {REFUSED_OF_MANY[name][1]}")
+
+
+class MultiSyncCollector(MultiCollector):
+    """TorchRL's ``MultiSyncCollector``: all workers step together; see :class:`MultiCollector`."""
+
+    _mode_of_kind: Mode = "sync"
+
+
+class MultiAsyncCollector(MultiCollector):
+    """TorchRL's ``MultiAsyncCollector``: workers never wait for others; see `MultiCollector`."""
+
+    _mode_of_kind: Mode = "async"
+    _waits_for_steps = False  # workers say by which version they chose
+
+    def _fill_rectangles(self, lanes: int) -> None:
+        # A batch is of one worker, which steps all its lanes until it has as many as are wanted.
+        each = set(self._startup.lanes)
+        super()._fill_rectangles(each.pop() if len(each) == 1 else 1)
+
+    def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
+        """Frames of a batch, which is of one worker."""
+        return self._options.frames_per_batch
+
+
+class AsyncCollector(MultiAsyncCollector):
+    """TorchRL's ``AsyncCollector``: a single worker that does not wait for the caller."""
+
+    def __init__(self, create_env_fn: Any, policy: PolicyFn | None = None, **given: Any) -> None:
+        kwargs = given.pop("create_env_kwargs", None)
+        if kwargs:
+            given["create_env_kwargs"] = [kwargs]
+        super().__init__([create_env_fn], policy, **given)

@@ -1,0 +1,184 @@
+"""Attributes and methods of TorchRL's collectors, over a collector of ours."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.ext.torchrl.arguments import Wishes
+from tallyroll.collector.ext.torchrl.updating import Updating
+from tallyroll.collector.options.checks import one_of
+
+_OURS = "tallyroll"
+"""The entry of a state that only our collectors have."""
+
+REFUSED_NAMES: Mapping[str, str] = {
+    "buffers": "batches are put together in this process, and yielded",
+    "cascade_execute": "there are no collectors within this one; call what you mean",
+    "disable_profile": "use torch.profiler around the loop over the collector",
+    "enable_profile": "use torch.profiler around the loop over the collector",
+    "fake_tensordict": "take the first batch, or of env.fake_tensordict(), for its keys and shapes",
+    "get_cached_weights": "no weights are cached: those of the policy are used",
+    "frames_per_worker": "how many frames a worker gives is the ledger's; see ledger",
+    "get_weights_fn": "see policy, which has the weights",
+    "out_buffer": "batches are put together in this process, and yielded",
+    "out_tensordicts": "batches are put together in this process, and yielded",
+    "pipes": "messages to workers are not for others; see update_policy_weights_ and worker_pids",
+    "policy_weights": "see policy, which has the weights",
+    "procs": "see worker_pids",
+    "queue_out": "rows come by shared memory; iterate over the collector",
+    "receive_weights": "there is no collector above; call update_policy_weights_(weights)",
+    "profile_config": "use torch.profiler around the loop over the collector",
+    "register_scheme_receiver": "there is no collector above; call update_policy_weights_(weights)",
+    "worker_policy_versions": "each row says by which it was chosen: track_policy_version=True",
+    "running": "see is_running(), of start(); workers in async mode are always ahead",
+}
+"""Attributes and methods of TorchRL's collectors that raise AttributeError, with the way out."""
+
+
+class TorchRLNames(Updating):
+    """A collector of ours with TorchRL's names for its attributes and methods."""
+
+    verbose: ClassVar[bool] = False
+
+    def _take_over(self, wishes: Wishes) -> None:
+        super()._take_over(wishes)
+        self.init_random_frames = wishes.init_random_frames
+        self.max_frames_per_traj = self._options.max_frames_per_traj or 0
+        self.exploration_type = self._options.exploration_type
+        self.split_trajs = self._options.layout.split_trajs
+        self.storing_device = self._options.storing_device
+        self.policy_device = self._options.policy_device
+        self.device, self.env_device = self._options.device, self._options.env_device
+        self.worker_idx, self.set_truncated = wishes.worker_idx, wishes.set_truncated
+        for name, value in wishes.plain.items():
+            setattr(self, name, value)
+        if wishes.num_threads is not None:
+            torch.set_num_threads(wishes.num_threads)
+
+    def _compiles(self, asked: Mapping[str, Any]) -> None:
+        """Note how the policy is compiled."""
+        self.compiled_policy, self.cudagraphed_policy = "compile" in asked, "cudagraph" in asked
+        self.compiled_policy_kwargs = asked.get("compile", {})
+        self.cudagraphed_policy_kwargs = asked.get("cudagraph", {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in REFUSED_NAMES:
+            raise AttributeError(f"{name}: not of our collectors: {REFUSED_NAMES[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def reset(self, index: Any = None, **kwargs: Any) -> None:
+        """Start new trajectories in all lanes; transitions that wait for a batch are discarded.
+
+        Raises:
+            ArgumentError: only some lanes are asked for, or a reset of another kind.
+        """
+        if index is not None or kwargs:
+            raise ArgumentError(
+                "reset: expected no arguments, got some: all lanes are reset, each from its seed; "
+                "reset some of them through the environment, before the collector is made"
+            )
+        self._undivided.restart()
+        self._whole.forget()
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed everything as our collectors do; return a seed for another collector."""
+        self._whole.forget()
+        return super().set_seed(seed, static_seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, by TorchRL's names as far as they exist."""
+        state = super().state_dict()
+        named: dict[str, Any] = OrderedDict()
+        policy = state["policy"]
+        if policy is not None:
+            named["policy_state_dict"] = policy.pop("weights")
+        named["env_state_dict"] = state.pop("env")
+        named.update(frames=self.ledger.stored, iter=self._batches_made - 1, **{_OURS: state})
+        return named
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Go on from a result of :meth:`state_dict`; call it before iterating.
+
+        Raises:
+            StateError: this collector has collected already, or another kind saved the state.
+        """
+        if not strict:
+            raise ArgumentError(
+                "load_state_dict: a part of a state does not make a run; strict=True"
+            )
+        if _OURS not in state_dict:
+            raise StateError(
+                "load_state_dict: expected a state of this collector, got one with "
+                f"{sorted(map(str, state_dict))}; load its weights into the policy, and begin again"
+            )
+        ours = {**state_dict[_OURS], "env": state_dict["env_state_dict"]}
+        if ours["policy"] is not None:
+            ours["policy"] = {**ours["policy"], "weights": state_dict["policy_state_dict"]}
+        super().load_state_dict(ours)
+        self._batches_made = int(state_dict["iter"]) + 1
+
+    def stats(self, workers: str = "aggregate") -> dict[str, int | bool]:
+        """Counts by TorchRL's names; :meth:`metrics` and :attr:`ledger` have more.
+
+        ``workers``: ``"per_worker"`` asks for counts of each worker alone, of which there is none.
+
+        Raises:
+            ArgumentError: ``workers`` is none of TorchRL's words.
+        """
+        one_of("workers", workers, Literal["aggregate", "per_worker", "both"])
+        if workers == "per_worker":
+            return {}
+        found: dict[str, int | bool] = {
+            "frames": self.ledger.stored,
+            "batches": self._batches_made,
+            "requested_frames_per_batch": self.requested_frames_per_batch,
+            "policy_version": self.policy_version,
+        }
+        if math.isfinite(self.total_frames):
+            found["total_frames"] = int(self.total_frames)
+            found["completed"] = self.ledger.stored >= self.total_frames
+        return found
+
+    # --- the collector's parts --------------------------------------------------------------------
+
+    def set_post_collect_hook(self, hook: Callable[[Any], None] | None) -> None:
+        """Call ``hook`` with each batch from here on."""
+        self.post_collect_hook = hook
+
+    def getattr_policy(self, attr: str) -> Any:
+        """An attribute of the policy."""
+        return getattr(self.policy, attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the environment."""
+        return getattr(self.env, attr)
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the replay buffer; raise the error of :meth:`start`'s thread."""
+        self._raise_of_thread()
+        return getattr(self.replay_buffer, attr)
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """An attribute of an attribute, by dots."""
+        return attrgetter(attr)(self)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method with each set of arguments."""
+        calls = max(len(list_of_args or ()), len(list_of_kwargs or ()), 1)
+        args, kwargs = list_of_args or [()] * calls, list_of_kwargs or [{}] * calls
+        if len(args) != len(kwargs):
+            raise ArgumentError(f"map_fn: got {len(args)} of list_of_args, {len(kwargs)} of kwargs")
+        method = attrgetter(method_name)(self)
+        return [method(*one, **other) for one, other in zip(args, kwargs, strict=True)]

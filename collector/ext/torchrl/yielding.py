@@ -1,0 +1,379 @@
+"""Iteration over a collector of ours as over one of TorchRL's, here or in a thread."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from tallyroll.collector.batches.batch_iterator import BatchIterator
+from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.batches.state.run_seeds import Environments
+from tallyroll.collector.errors import ArgumentError, StateError
+from tallyroll.collector.ext.torchrl.arguments import Wishes
+from tallyroll.collector.ext.torchrl.background import Background
+from tallyroll.collector.ext.torchrl.delivery import (
+    compact,
+    extend,
+    flat,
+    joined,
+    joined_workers,
+    stores_rows,
+    with_policy_version,
+)
+from tallyroll.collector.ext.torchrl.whole_trajectories import WholeTrajectories, laid_out
+from tallyroll.collector.rollout.os_signals import deferred
+from tallyroll.collector.user_code import user_code
+
+
+class Yielding(Collector):
+    """A collector that yields batches, or sends them to a replay buffer, as TorchRL's do."""
+
+    _wishes: Wishes
+    _background: Background | None = None
+    _iterator: Iterator[Any] | None = None
+    _many: ClassVar[bool] = False
+    """True if the collector has workers."""
+    _batches_made = 0
+    _close_env: bool | None = None
+    """Whether to close the environment; None: only if the collector made it."""
+
+    def _begin_run(self, lanes: int, envs: Environments) -> None:
+        self._fill_rectangles(lanes)
+        super()._begin_run(lanes, envs)
+
+    def _fill_rectangles(self, lanes: int) -> None:
+        """Enlarge batches until all ``lanes`` have the same length, as TorchRL does."""
+        options = self._options
+        if options.layout.name == "torchrl":
+            frames = -(-options.frames_per_batch // lanes) * lanes
+            self._options = replace(options, frames_per_batch=frames)
+            self._frames_per_batch = frames
+            self._writer.require_room(self._options.largest_batch)
+
+    def _drive(self, *parts: Any, torchrl: TorchrlLayout | None = None, **more: Any) -> None:
+        if torchrl is not None and self._adds_steps and self._wishes.replay_buffer is not None:
+            torchrl.require_rectangles()  # a step of some lanes only would be filled up with zeros
+        super()._drive(*parts, torchrl=torchrl, **more)
+
+    def _take_over(self, wishes: Wishes) -> None:
+        """Take the arguments over, as TorchRL's collectors do at the end of construction."""
+        frames = self._options.frames_per_batch
+        if frames != wishes.frames_per_batch:
+            warnings.warn(
+                f"frames_per_batch={wishes.frames_per_batch} is not as many for each lane: batches "
+                f"have {frames}, as TorchRL's have; total_frames stays exact",
+                stacklevel=5,
+            )
+        self._hooked = self._in_pieces or self._options.postproc is not None
+        self._whole = WholeTrajectories()
+        self._pieces: list[TensorDictBase] = []
+        """Pieces of the batch that an interruptor may end."""
+        self._outputs: list[Any] = []
+        """Outputs to yield next; they were made from :attr:`_ready`."""
+        self.requested_frames_per_batch = wishes.frames_per_batch
+        self.total_frames = wishes.total_frames
+        self.reset_at_each_iter = self._options.reset_at_each_iter
+        self.replay_buffer, self.postproc = wishes.replay_buffer, wishes.postproc
+        self.pre_collect_hook = wishes.pre_collect_hook
+        self.post_collect_hook = wishes.post_collect_hook
+        self.interruptor = wishes.interruptor
+        self.trajs_per_batch, self.trajs_per_write = wishes.trajs_per_batch, wishes.trajs_per_write
+        self.replay_write_mode = None
+        if wishes.replay_buffer is not None:
+            self.replay_write_mode = "trajectory" if wishes.whole_trajectories else "rollout"
+        self.traj_format = wishes.traj_format or "padded"
+        self.compact_obs, self.extend_buffer = wishes.compact_obs, wishes.extend_buffer
+        self.policy_version_tracker = wishes.track_policy_version or None
+
+    # --- iteration --------------------------------------------------------------------------------
+
+    @property
+    def _in_pieces(self) -> bool:
+        """True if batches are put together here from the run's, and go to the buffer from here."""
+        wishes = self._wishes
+        return wishes.interruptor is not None or wishes.whole_trajectories
+
+    @property
+    def _adds_steps(self) -> bool:
+        """True if steps go to the buffer one by one, as items of the environment's batch size."""
+        wishes = self._wishes
+        return not (wishes.extend_buffer or self._many or stores_rows(wishes.replay_buffer))
+
+    def _of_the_run(self) -> dict[str, Any]:
+        """Return the postproc and the replay buffer for the run to use."""
+        wishes = self._wishes
+        changed = wishes.postproc, wishes.post_collect_hook, wishes.cat_results
+        changes = changed not in ((None, None, None), (None, None, "stack"))
+        changes = changes or wishes.compact_obs or bool(wishes.track_policy_version)
+        given = not (self._in_pieces or self._adds_steps)
+        return {
+            "postproc": self._process if given and changes else None,
+            "replay_buffer": wishes.replay_buffer if given else None,
+        }
+
+    def _process(self, batch: TensorDictBase) -> Any:
+        """Return ``batch`` as it is stored or yielded, after the caller's postproc and hook."""
+        wishes = self._wishes
+        if isinstance(wishes.cat_results, int) and not self._options.layout.split_trajs:
+            batch = joined_workers(batch, wishes.cat_results)
+        if wishes.track_policy_version:
+            batch = with_policy_version(batch)
+        if wishes.compact_obs:
+            batch = compact(batch)
+        if self.postproc is not None:
+            with user_code("postproc"):
+                batch = self.postproc(batch)
+        self._call_post_hook(batch)
+        return batch
+
+    def _call_post_hook(self, batch: Any) -> None:
+        if self.post_collect_hook is not None:
+            with user_code("post_collect_hook"):
+                self.post_collect_hook(batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches, or None for each that went to the replay buffer, to the budget's end."""
+        if not self._wishes.whole_trajectories:
+            return self.iterator()
+        return BatchIterator(self._outputs, self._make_trajectories)
+
+    def iterator(self) -> Iterator[Any]:
+        """Iterate over batches of frames, never of trajectories."""
+        return BatchIterator(self._outputs, self._make_output)
+
+    def next(self) -> Any:
+        """Return the next batch; None if there is no more, or if it went to the replay buffer."""
+        if self._iterator is None:
+            self._iterator = iter(self)
+        try:
+            return self._iterator.__next__()  # after a call of `next` a handler may raise
+        except StopIteration:
+            return None
+
+    def rollout(self) -> Any:
+        """Return the next batch, counted and stored as by iteration; None if there is none."""
+        if not self._goes_on():
+            return None
+        with user_code("rollout"):
+            _, batch = self._next_batch(yields=True)
+        self._done_with_it()
+        return batch
+
+    def _goes_on(self) -> bool:
+        """Return whether the run has more to give; raise if an exception ended it."""
+        if self._ready or self._pieces or not self._run.over:
+            return True
+        self._run.refuse_ended()
+        return False
+
+    def _make_output(self) -> bool:
+        """Make the next output ready, if there is one; return False if the run is over."""
+        if not self._goes_on():
+            return False
+        made, batch = self._next_batch()
+        if made:
+            self._done_with_it(self._outputs, batch)
+        return True
+
+    def _done_with_it(self, outputs: list[Any] | None = None, *made: Any) -> None:
+        """Forget the ready batch after ``made``, the outputs made of it, are among ``outputs``.
+
+        Before that, after any exception, the ready batch is the next one.
+        """
+        with deferred():
+            if outputs is not None:
+                outputs.extend(made)
+            self._ready.clear()
+            if outputs is not self._pieces:
+                self._pieces.clear()
+
+    def _next_batch(self, *, yields: bool = False) -> tuple[bool, Any]:
+        """Return whether there was one more batch, and the output to yield.
+
+        ``yields``: that output is the batch itself, even if it went to a buffer.
+        """
+        if not (self._ready or self._pieces):
+            if self._wishes.update_at_each_batch:
+                self.update_policy_weights_()
+            if self.pre_collect_hook is not None:
+                with user_code("pre_collect_hook"):
+                    self.pre_collect_hook()
+        before, batch = self._ledger.stored, None
+        if self.replay_buffer is not None and not (self.extend_buffer or self._many):
+            self._step_by_step(self.replay_buffer)
+        elif self.interruptor is not None:
+            batch = self._until_interrupted(self.interruptor)
+        elif self.replay_buffer is None or yields or self._in_pieces:
+            batch = self._raw()
+            if batch is not None and not self._hooked:
+                self._call_post_hook(batch)
+        else:
+            self.collect(self._options.frames_per_batch)
+        made = batch is not None or self._ledger.stored > before
+        self._batches_made += made
+        return made, batch if self.replay_buffer is None or yields else None
+
+    def _raw(self, size: int | None = None) -> Any:
+        """Return the next batch of the run, which stays ready; None if there is none."""
+        if not self._ready:
+            if self._watched is not None:
+                self._watch(self._watched, size or self._frames_per_batch)
+            self._undivided.ready_batch(size)
+        return self._ready[0] if self._ready else None
+
+    def _step_by_step(self, buffer: ReplayBuffer) -> None:
+        """Add the steps of a batch one by one."""
+        left = self._options.frames_per_batch
+        while left > 0 and (self._ready or not self._run.over):
+            if not self._adds_steps:
+                self.collect(min(self.lanes, left))
+            elif (step := self._raw(min(self.lanes, left))) is not None:
+                with deferred(), user_code("the replay buffer"):
+                    buffer.add(self._process(step).squeeze(-1))
+                    self._ready.clear()
+            left -= self.lanes
+
+    def _until_interrupted(self, interruptor: Any) -> Any:
+        left = self._options.frames_per_batch - self.lanes * len(self._pieces)
+        while left > 0 and (self._ready or not self._run.over):
+            piece = self._raw(min(self.lanes, left))
+            if piece is not None:
+                self._done_with_it(self._pieces, piece)
+            left -= self.lanes
+            with user_code("interruptor"):
+                if interruptor.collection_stopped():
+                    break
+        if not self._pieces:
+            return None
+        if self._wishes.whole_trajectories:  # these go to the buffer once they are complete
+            return joined(self._pieces)
+        with deferred():
+            batch = self._process(joined(self._pieces))
+            if self.replay_buffer is not None:
+                extend(self.replay_buffer, batch)
+                self._pieces.clear()
+        return batch
+
+    def _make_trajectories(self) -> bool:
+        """Make complete trajectories ready, or else those that one more batch completes."""
+        if self.replay_buffer is None:
+            assert self.trajs_per_batch is not None
+            if len(self._whole) >= self.trajs_per_batch:
+                taken = self._whole.first(self.trajs_per_batch)
+                batch = self._process(laid_out(taken, self.traj_format))
+                with deferred():
+                    self._outputs.append(batch)
+                    self._whole.drop(len(taken))
+                return True
+        if self.replay_buffer is None or not len(self._whole):
+            if not self._goes_on():
+                return False
+            self._complete()
+        if self.replay_buffer is not None:
+            self._extend_whole(self.replay_buffer)
+            self._outputs.append(None)
+        return True
+
+    def _complete(self) -> None:
+        """Add a batch to the trajectories under way."""
+        made, batch = self._next_batch(yields=True)
+        if made:
+            with deferred():
+                self._whole.add(flat(batch), ends_all=self.reset_at_each_iter)
+                self._done_with_it()
+
+    def _extend_whole(self, buffer: ReplayBuffer) -> None:
+        while len(self._whole):
+            taken = self._whole.first(self.trajs_per_write or len(self._whole))
+            with deferred():
+                extend(buffer, self._process(laid_out(taken, "cat")))
+                self._whole.drop(len(taken))
+
+    def __len__(self) -> int:
+        """Return the number of batches that a run of limited frames has in all."""
+        if not math.isfinite(self.total_frames):
+            raise TypeError("a collector without total_frames has no length")
+        return math.ceil(self.total_frames / self._options.frames_per_batch)
+
+    # --- in a thread ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect in a thread, into the replay buffer, until the budget is met or it is shut down.
+
+        All threads of a process share TorchRL's exploration type: let other policies act, as in an
+        evaluation, ``with collector.pause():``.
+
+        Raises:
+            ArgumentError: there is neither a replay buffer nor a storage.
+        """
+        if not self._writer.stores and self.replay_buffer is None:
+            raise ArgumentError(
+                "start() collects into a replay buffer: give the collector a replay_buffer="
+            )
+        self._raise_of_thread()
+        if self.is_running():
+            return
+        batches = iter(self)  # it raises StopIteration at the end of the run alone
+        self._background = Background(lambda: next(batches), self.stop)
+        if self._policy is not None:
+            self._policy.serve_between_steps(self._background.serve)
+
+    def is_running(self) -> bool:
+        """Return whether the thread of :meth:`start` is collecting."""
+        return self._background is not None and self._background.alive
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Begin no batch within this context; wait for the one under way.
+
+        Raises:
+            StateError: :meth:`start` was not called.
+        """
+        if self._background is None or not self.is_running():
+            raise StateError("pause: nothing is collected in a thread; call start() before")
+        with self._background.hold():
+            yield
+
+    def _raise_of_thread(self) -> None:
+        if self._background is not None:
+            self._background.raise_error()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Shut down as :meth:`shutdown` does; raise the exception of :meth:`start`'s thread."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End the run after the step under way, and close the environment. Idempotent.
+
+        Args:
+            timeout: seconds that the step under way may take, where a thread collects; 60.
+            close_env: False leaves the environment open, also one that was made here.
+            raise_on_error: False swallows exceptions.
+
+        Raises:
+            StateError: the thread has not ended in time; nothing is closed.
+            The exception of :meth:`start`'s thread, if it raised one.
+        """
+        try:
+            if self._background is not None:
+                self._background.end(timeout)
+            if hasattr(self, "_whole"):
+                self._close_env = close_env
+            super().shutdown()
+            self._raise_of_thread()
+        except Exception:
+            if raise_on_error:
+                raise
+
+    @property
+    def closed(self) -> bool:
+        """True if the run is over: its budget is met, or it was shut down."""
+        return not hasattr(self, "_assembly") or self._run.over

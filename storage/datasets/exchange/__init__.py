@@ -1,1 +1,0 @@
-"""Rows in the formats of other libraries: written, and read back into storages."""

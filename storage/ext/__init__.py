@@ -1,0 +1,1 @@
+"""Extensions of the storage: they use its readers and writers, and it imports none of them."""

@@ -1,0 +1,132 @@
+"""The card of an export, made from the text beside its rows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tallyroll.storage.ext.card.page import UNKNOWN, Card
+from tallyroll.storage.ext.exchange.about import counts_said, runs_said, spaces_said
+from tallyroll.storage.ext.exchange.door import ExchangeFormat, opened_source, refused
+from tallyroll.storage.ext.exchange.registry import format_named
+from tallyroll.storage.files.copied_runs import is_deep
+from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
+from tallyroll.storage.files.safe_files import Inside, open_file
+from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.schema import Schema
+
+PAGE: Final = "README.md"
+"""The name of a card in a folder, which is not among the files that are hashed."""
+_IMPORTED = """\
+from tallyroll.storage import import_dataset
+
+import_dataset(PATH, "rows", KIND)"""
+
+
+def export_card(path: str | os.PathLike[str], kind: str, *, licence: str | None = None) -> Card:
+    """Return the card of a dataset in a format of another library.
+
+    It is made from the columns, and from the text that an export of ours has beside the rows. All
+    files are read, for their hash; nothing in them is unpickled or executed, and no link is
+    followed.
+
+    Args:
+        path: of the dataset, a file or a folder.
+        kind: its format, as `import_dataset` has it.
+        licence: such as ``"apache-2.0"``; None: unknown.
+
+    Raises:
+        InvalidDataset: it is damaged, hostile, or of another kind.
+        MissingLibrary: a library is not installed.
+        OpenError: it cannot be opened.
+        ValueError: there is no such kind.
+    """
+    door, place = format_named(kind), user_path(path)
+    refuse_nothing(place, "Give the path of a dataset.")
+    with translated(place), contextlib.ExitStack() as stack:
+        found = opened_source(door, place, stack)
+        if is_deep(found.about):
+            raise refused(place, "the text beside its rows is nested too deep")
+        return card_of_export(
+            door,
+            Path(os.path.abspath(place)).name,
+            found.schema,
+            found.rows,
+            found.about,
+            place,
+            licence,
+        )
+
+
+def card_of_export(
+    door: ExchangeFormat,
+    name: str,
+    schema: Schema,
+    rows: int,
+    about: Mapping[str, Any] | None,
+    place: Path,
+    licence: str | None = None,
+) -> Card:
+    """Return the card of an export, whose files at ``place`` are whole."""
+    counts, statistics = counts_said(about), about.get("statistics") if about else None
+    spaces = spaces_said(about, schema)
+    loading = (door.loading or _IMPORTED).replace("PATH", repr(name))
+    return Card(
+        name=name,
+        kind=door.name,
+        rows=rows,
+        columns=[
+            {
+                "name": shown,
+                "said": spell(column.key),
+                "dtype": column.dtype_name,
+                "shape": list(column.shape),
+                "space": spaces.get(column.key),
+            }
+            for shown, column in zip(door.names(schema), schema.columns, strict=True)
+        ],
+        trajectories=sum(counts.values()) if counts else None,
+        ends=counts,
+        runs=runs_said(about),
+        statistics=statistics if isinstance(statistics, dict) else {},
+        hashes={"files": hash_of_files(place)},
+        licence=licence or UNKNOWN,
+        loading=loading.replace("KIND", repr(door.name)),
+        data_files=door.data_files,
+    )
+
+
+def hash_of_files(place: Path) -> str:
+    """Return the SHA-256 of a file; of a folder, that of a line for each of its files but the card.
+
+    The lines are those of ``sha256sum``, by path.
+
+    Raises:
+        InvalidDataset: there is a link, or what is no plain file.
+    """
+    if not place.is_dir():
+        return _hash(place, None)
+    paths = sorted(_files_in(place), key=os.fsencode)
+    lines = [f"{_hash(place / path, Inside(place))}  {path}\n" for path in paths]
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _files_in(place: Path) -> Iterator[str]:
+    for folder, folders, names in os.walk(place):
+        links = [each for each in folders if Path(folder, each).is_symlink()]
+        for name in [*names, *links]:
+            if (path := str(Path(folder, name).relative_to(place))) != PAGE:
+                yield path
+
+
+def _hash(path: Path, inside: Inside | None) -> str:
+    try:
+        file = open_file(path, os.O_RDONLY) if inside is None else inside.open(path, os.O_RDONLY)
+        with open(file, "rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise refused(path, f"it cannot be hashed ({error.strerror})") from error

@@ -1,0 +1,63 @@
+"""Small files of a folder, and names of files that its metadata give as templates."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.exchange.about import LIMIT
+from tallyroll.storage.ext.exchange.door import refused
+from tallyroll.storage.files.safe_files import Inside
+
+_FIELD: Final = re.compile(r"\{([A-Za-z_]{1,40})(?::0?([0-9]))?d?\}")
+_MOST_PATH: Final = 4096
+
+
+def filled(template: Any, **values: int | str) -> str:
+    """Return a path of a template, which may name ``values``, with zeros before a number.
+
+    It is not given to ``format``, whose fields can ask for attributes, or for gigabytes of zeros.
+
+    Raises:
+        InvalidDataset: it is no such template, or the path leads out of the folder.
+    """
+    if not isinstance(template, str) or len(template) > _MOST_PATH:
+        raise InvalidDataset(f"a path is no text: {template!r:.80}")
+
+    def value(found: re.Match[str]) -> str:
+        name, width = found.groups()
+        if name not in values:
+            raise InvalidDataset(f"a path names {name}, which it may not: {template!r:.200}")
+        said = values[name]
+        return said if isinstance(said, str) else f"{said:0{int(width or 1)}d}"
+
+    path = _FIELD.sub(value, template)
+    parts = PurePosixPath(path).parts
+    if (
+        re.search(r"[{}]", _FIELD.sub("", template))
+        or "\0" in path
+        or path.startswith("/")
+        or ".." in parts
+        or not parts
+    ):
+        raise InvalidDataset(f"a path leads elsewhere: {template!r:.200}")
+    return path
+
+
+def read_text(inside: Inside, name: str, place: Path, limit: int = LIMIT) -> bytes:
+    """Return the content of a small file."""
+    try:
+        return inside.read(place / name, limit)
+    except OSError as error:
+        raise refused(place, f"{name} cannot be read ({error})") from error
+
+
+def read_json(inside: Inside, name: str, place: Path, limit: int = LIMIT) -> Any:
+    """Return the value in a file."""
+    try:
+        return json.loads(read_text(inside, name, place, limit))
+    except (ValueError, RecursionError) as error:
+        raise refused(place, f"{name} cannot be read ({error})") from error

@@ -1,0 +1,162 @@
+"""HDF5 files of other programs: opened so that nothing outside them is read."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.ext.exchange.about import LIMIT
+from tallyroll.storage.ext.exchange.door import refused
+from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.files.safe_files import open_file
+from tallyroll.storage.formats.hdf5.datasets import h5py_module
+from tallyroll.storage.rows.dtypes import TORCH
+from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.schema import Column
+from tallyroll.storage.trajectories.columns import floats_of
+
+_DEEPEST: Final = 24
+_MOST_OBJECTS: Final = 2**22
+_FILTERS: Final = frozenset({1, 2, 3, 32000})
+"""deflate, shuffle, fletcher32 and lzf: those that are a part of h5py."""
+DAMAGE: Final = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
+"""Errors that h5py raises for damaged files."""
+
+
+@contextmanager
+def opened_hdf5(place: Path) -> Iterator[Any]:
+    """Yield the file, which is no link, open to read.
+
+    Raises:
+        MissingLibrary: h5py is not installed.
+        InvalidDataset: it cannot be opened.
+    """
+    h5py = h5py_module()
+    with open(open_file(place, os.O_RDONLY), "rb") as raw:
+        try:
+            file = h5py.File(raw, "r", rdcc_nbytes=2**24)
+        except DAMAGE as error:
+            raise refused(place, f"HDF5 cannot open it ({error})") from error
+        with file:
+            yield file
+
+
+def datasets_in(group: Any, place: Path) -> dict[Key, Any]:
+    """Return all datasets below a group, in their order.
+
+    Raises:
+        InvalidDataset: some are links, of other files, or take more memory than there is.
+    """
+    h5py = h5py_module()
+    found: dict[Key, Any] = {}
+    waiting: list[tuple[Key, Any]] = [((), group)]
+    seen = 0
+    while waiting:
+        above, here = waiting.pop()
+        if len(above) > _DEEPEST:
+            raise refused(place, f"{'/'.join(above)!r:.200} is nested too deep")
+        for name in _names(here, place):
+            key = (*above, name)
+            seen += 1
+            if seen > _MOST_OBJECTS:
+                raise refused(place, f"it has more than {_MOST_OBJECTS:,} objects")
+            try:
+                if not isinstance(here.get(name, getlink=True), h5py.HardLink):
+                    raise ValueError("it is a link")
+                each = here[name]
+                if isinstance(each, h5py.Group):
+                    waiting.append((key, each))
+                elif isinstance(each, h5py.Dataset):
+                    found[key] = _checked(each)
+                else:
+                    raise TypeError("it is neither a group nor a dataset")
+            except DAMAGE as error:
+                raise refused(place, f"{'/'.join(key)!r:.200}: {error}") from error
+    return found
+
+
+def _names(group: Any, place: Path) -> list[str]:
+    try:
+        if len(group) <= _MOST_OBJECTS:
+            return list(group)
+    except DAMAGE as error:
+        raise refused(place, f"{group.name} cannot be listed ({error})") from error
+    raise refused(place, f"it has more than {_MOST_OBJECTS:,} objects")
+
+
+def _checked(data: Any) -> Any:
+    """Return a dataset that lies in its own file, and of which a chunk fits into memory."""
+    if data.is_virtual or data.external:
+        raise ValueError("its values lie in other files")
+    plist = data.id.get_create_plist()
+    filters = {plist.get_filter(each)[0] for each in range(plist.get_nfilters())}
+    if filters - _FILTERS:
+        raise ValueError(f"it is compressed by the filters {sorted(filters - _FILTERS)}")
+    if data.chunks is not None:
+        require_memory_for(
+            2 * math.prod(data.chunks) * data.dtype.itemsize, f"a chunk of {data.name}"
+        )
+    return data
+
+
+def require_memory_for(nbytes: int, what: str) -> None:
+    """Raise NotEnoughMemory unless there is so much; to ask takes longer than to read a little."""
+    if nbytes > BLOCK_NBYTES:
+        require_memory(nbytes, what, "Import it on another machine.")
+
+
+def column_of(key: Key, data: Any) -> Column | None:
+    """Return the column of a dataset [rows, ...]; None where no storage can hold it."""
+    dtype = data.dtype.newbyteorder("=")
+    if dtype.hasobject or dtype not in TORCH or not data.shape or 0 in data.shape[1:]:
+        return None
+    return Column(key, TORCH[dtype], tuple(data.shape[1:]))
+
+
+def read_rows(data: Any, start: int, stop: int, column: Column, place: Path) -> np.ndarray:
+    """Return rows of a dataset as values of a column [stop - start, *shape]."""
+    try:
+        values = np.asarray(data[start:stop])
+    except DAMAGE as error:
+        raise refused(place, f"{data.name}: {error}") from error
+    return as_column(values, column, f"{place}: {data.name}", place)
+
+
+def as_column(values: np.ndarray, column: Column, name: str, place: Path) -> np.ndarray:
+    """Return values that were stored for a column as the column has them."""
+    count = len(values)
+    if values.size != count * math.prod(column.shape):
+        raise refused(place, f"{name} has {list(values.shape)}, expected {list(column.shape)} each")
+    if column.dtype is torch.bfloat16:
+        if values.dtype != np.float32:
+            raise refused(place, f"{name} has {values.dtype}, expected float32")
+        values = (values.view(np.uint32) >> 16).astype(np.uint16)
+    elif values.dtype.newbyteorder("=") != column.numpy_dtype:
+        raise refused(place, f"{name} has {values.dtype}, expected {column.numpy_dtype}")
+    native = np.ascontiguousarray(values, column.numpy_dtype)
+    return native.reshape(count, *column.shape)
+
+
+def as_stored(values: np.ndarray, column: Column, *, flat: bool = False) -> np.ndarray:
+    """Return values of a column as files have them: bfloat16 as float32, ``flat``: one a row."""
+    values = floats_of(values) if column.dtype is torch.bfloat16 else values
+    return values.reshape(len(values)) if flat and math.prod(column.shape) == 1 else values
+
+
+def text_of(data: Any, place: Path) -> str:
+    """Return the text in a dataset of bytes."""
+    if data.dtype != np.uint8 or data.ndim != 1 or data.shape[0] > LIMIT:
+        raise refused(place, f"{data.name} is no text of up to {LIMIT:,} bytes")
+    try:
+        found: bytes = data[()].tobytes()
+        return found.decode()
+    except (UnicodeDecodeError, *DAMAGE) as error:
+        raise refused(place, f"{data.name}: {error}") from error

@@ -1,0 +1,207 @@
+"""The episodes of a folder of LeRobot: how long each is, and in which files; of v2 and of v3."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.exchange.door import refused
+from tallyroll.storage.ext.exchange.folders import filled
+from tallyroll.storage.ext.exchange.lerobot import layout, tables
+from tallyroll.storage.ext.exchange.parquet import damage_of, opened_parquet
+from tallyroll.storage.files.safe_files import Inside
+
+_MOST_EPISODES: Final = 2**22
+_MOST_ROWS: Final = 2**48
+_MOST_FILES: Final = 2**14
+_LINES_NBYTES: Final = 2**26
+_LONGEST_NAME: Final = 4096
+
+
+@dataclass(frozen=True)
+class Info:
+    """Statements of ``info.json`` that are needed, each of its type."""
+
+    version: str
+    features: dict[str, dict[str, Any]]
+    fps: float
+    chunk: int
+    data_path: Any
+    video_path: Any
+    tasks: int
+    rows: int | None
+    """``total_frames``; None: the file has no such number."""
+
+    @classmethod
+    def of(cls, said: Any) -> Info:
+        """Return what a file says.
+
+        Raises:
+            InvalidDataset: it is no such file, or of a version that is not read.
+        """
+        if not isinstance(said, dict):
+            raise InvalidDataset(f"{layout.INFO} is no dictionary")
+        version, features = said.get("codebase_version"), said.get("features")
+        fps: Any = said.get("fps")
+        chunk: Any = said.get("chunks_size", layout.CHUNK)
+        if not isinstance(version, str) or version[:2] not in ("v2", "v3"):
+            raise InvalidDataset(f"its version is {version!r:.40}, expected v2 or v3")
+        if not isinstance(features, dict) or not all(
+            isinstance(each, dict) and 0 < len(name) <= _LONGEST_NAME
+            for name, each in features.items()
+        ):
+            raise InvalidDataset(f"{layout.INFO} has no features")
+        if type(fps) not in (int, float) or not 0 < fps < 2**20:
+            raise InvalidDataset(f"its fps is {fps!r:.40}")
+        if type(chunk) is not int or not 0 < chunk < 2**31:
+            raise InvalidDataset(f"its chunks_size is {chunk!r:.40}")
+        tasks = said.get("total_tasks", 0)
+        tasks = tasks if type(tasks) is int and tasks > 0 else 0
+        rows = said.get("total_frames")
+        rows = rows if type(rows) is int else None
+        paths = said.get("data_path"), said.get("video_path")
+        return cls(version, features, float(fps), chunk, *paths, tasks, rows)
+
+
+@dataclass
+class Episodes:
+    """The episodes of a folder, in their order."""
+
+    lengths: np.ndarray
+    data: list[str]
+    """The file of the rows of each."""
+    videos: dict[str, list[str]] = field(default_factory=dict)
+    """The file of each feature's frames."""
+    begins: dict[str, np.ndarray] = field(default_factory=dict)
+    """The seconds in that file at which an episode begins."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return int(self.lengths.sum())
+
+
+def episodes_of(inside: Inside, info: Info, videos: Sequence[str], place: Path) -> Episodes:
+    """Return the episodes that the metadata list.
+
+    Raises:
+        InvalidDataset: they are damaged, or paths lead out of the folder.
+    """
+    try:
+        if info.version.startswith("v3"):
+            found = _of_tables(inside, info, videos, place)
+        else:
+            found = _of_lines(inside, info, videos, place)
+    except (KeyError, TypeError, OverflowError) as error:
+        raise refused(place, f"its episodes cannot be read ({error!r:.200})") from error
+    if info.rows not in (None, found.rows):
+        raise InvalidDataset(
+            f"{layout.INFO} counts {info.rows:,} frames, and its episodes have {found.rows:,}. "
+            "`tallyroll repair` saves the rows that are there"
+        )
+    return found
+
+
+def _lengths(values: Any) -> np.ndarray:
+    if isinstance(values, list) and not all(type(each) is int for each in values):
+        raise InvalidDataset("an episode's length is no whole number")
+    lengths = np.asarray(values, np.int64).reshape(-1)
+    if len(lengths) and (lengths.min() < 1 or lengths.max() >= _MOST_ROWS // len(lengths)):
+        raise InvalidDataset("an episode has no row, or too many")
+    return lengths
+
+
+def _of_lines(inside: Inside, info: Info, videos: Sequence[str], place: Path) -> Episodes:
+    lines = layout.read_lines(inside, "meta/episodes.jsonl", place, _LINES_NBYTES)
+    if len(lines) > _MOST_EPISODES:
+        raise InvalidDataset(f"it has {len(lines):,} episodes")
+    if [line["episode_index"] for line in lines] != list(range(len(lines))):
+        raise InvalidDataset("its episodes are not numbered from 0")
+    numbers = range(len(lines))
+
+    def paths(template: Any, **more: str) -> list[str]:
+        return [
+            filled(template, episode_chunk=n // info.chunk, episode_index=n, **more)
+            for n in numbers
+        ]
+
+    return Episodes(
+        _lengths([line["length"] for line in lines]),
+        paths(info.data_path),
+        {name: paths(info.video_path, video_key=name) for name in videos},
+        {name: np.zeros(len(lines)) for name in videos},
+    )
+
+
+def _of_tables(inside: Inside, info: Info, videos: Sequence[str], place: Path) -> Episodes:
+    own = ["episode_index", "length", "data/chunk_index", "data/file_index"]
+    of_videos = [
+        f"videos/{name}/{each}"
+        for name in videos
+        for each in ("chunk_index", "file_index", "from_timestamp")
+    ]
+    found: dict[str, list[np.ndarray]] = {name: [] for name in (*own, *of_videos)}
+    count = 0
+    for path in layout.files_below(inside, "meta/episodes", place, ".parquet", _MOST_FILES):
+        with contextlib.ExitStack() as stack:
+            count += _read(inside, path, place, found, stack)
+            if count > _MOST_EPISODES:
+                raise InvalidDataset(f"it has more than {_MOST_EPISODES:,} episodes")
+    columns = {n: np.concatenate(each) if each else np.empty(0) for n, each in found.items()}
+    order = np.argsort(columns["episode_index"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    if (columns["episode_index"] != np.arange(count)).any():
+        raise InvalidDataset("its episodes are not numbered from 0")
+
+    def paths(template: Any, begin: str, **more: str) -> list[str]:
+        chunks, files = (columns[f"{begin}/{each}_index"].tolist() for each in ("chunk", "file"))
+        pairs = [*zip(chunks, files, strict=True)]
+        made = dict[tuple[int, int], str]()
+        for chunk, file in pairs:
+            if (chunk, file) not in made:
+                made[chunk, file] = filled(template, chunk_index=chunk, file_index=file, **more)
+        return [made[pair] for pair in pairs]
+
+    return Episodes(
+        _lengths(columns["length"]),
+        paths(info.data_path, "data"),
+        {n: paths(info.video_path, f"videos/{n}", video_key=n) for n in videos},
+        {n: columns[f"videos/{n}/from_timestamp"].astype(np.float64) for n in videos},
+    )
+
+
+def _read(
+    inside: Inside,
+    path: Path,
+    place: Path,
+    found: dict[str, list[np.ndarray]],
+    stack: contextlib.ExitStack,
+) -> int:
+    """Add a file's columns to those that were found; return how many episodes it has."""
+    import os
+
+    arrow = tables.arrow_module()
+    file = opened_parquet(os.fdopen(inside.open(path, os.O_RDONLY), "rb"), path.name, place, stack)
+    if file.metadata.num_rows > _MOST_EPISODES:
+        raise InvalidDataset(f"{path.name} has {file.metadata.num_rows:,} episodes")
+    try:
+        table = file.read(columns=[*found], use_threads=False)
+        for name, values in found.items():
+            column = table.column(name)
+            if column.null_count:
+                raise InvalidDataset(f"{name} of an episode is not there")
+            array = column.to_numpy()
+            if array.dtype.kind not in ("f" if name.endswith("timestamp") else "iu"):
+                raise InvalidDataset(f"{name} of episodes are {array.dtype}")
+            if len(array) and not (array.min() >= 0 and array.max() < _MOST_ROWS):
+                raise InvalidDataset(f"{name} of an episode is {array.min()} or {array.max()}")
+            values.append(array)
+    except damage_of(arrow) as error:
+        raise refused(place, f"{path.name}: {error}") from error
+    return int(table.num_rows)

@@ -1,0 +1,164 @@
+"""Datasets that LeRobot made: which columns their features are, and what has to be derived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tallyroll.storage.errors import InvalidSchema
+from tallyroll.storage.ext.exchange.door import Block
+from tallyroll.storage.ext.exchange.lerobot.features import Feature
+from tallyroll.storage.ext.exchange.numbering import flags_of_ends, numbered, numbers
+from tallyroll.storage.ext.exchange.pictures import Picture
+from tallyroll.storage.rows.dtypes import NAMES
+from tallyroll.storage.rows.keys import (
+    COLLECTOR,
+    DONE,
+    NEXT,
+    NEXT_VALID,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+    spell,
+)
+from tallyroll.storage.rows.schema import Column, Schema
+
+_NUMBERED: Final = ("frame_index", "episode_index", "index")
+_OBSERVATION: Final = "observation"
+
+
+def features_said(said: dict[str, dict[str, Any]]) -> tuple[list[Feature], int]:
+    """Return the features that a storage can hold, and how many it cannot."""
+    found, lost = list[Feature](), 0
+    names = [name for name in said if name not in _NUMBERED]
+    keys = _keys(names)
+    for name in names:
+        feature = _feature(name, keys[name], said[name])
+        if feature is None:
+            lost += 1
+        else:
+            found.append(feature)
+    return found, lost
+
+
+def _keys(names: list[str]) -> dict[str, Key]:
+    """Return keys: names split at dots, but for those that are below another's."""
+    split = {name: tuple(name.split(".")) for name in names}
+    columns = {*split.values()}
+
+    def clear(key: Key) -> bool:
+        return not any(key[:depth] in columns for depth in range(1, len(key)))
+
+    return {name: key if clear(key) else (name,) for name, key in split.items()}
+
+
+def _feature(name: str, key: Key, said: dict[str, Any]) -> Feature | None:
+    shape, dtype = said.get("shape"), said.get("dtype")
+    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+        return None
+    if key[0] == COLLECTOR or min(shape, default=1) < 1:
+        return None
+    try:
+        if dtype in ("image", "video"):
+            return _picture(name, key, shape, said)
+        column = Column(key, NAMES[str(dtype)], tuple(shape))
+    except (KeyError, InvalidSchema):
+        return None
+    return None if column.dtype in (torch.bfloat16,) else Feature(name, column, "numbers")
+
+
+def _picture(name: str, key: Key, shape: list[int], said: dict[str, Any]) -> Feature | None:
+    info = [each for each in (said.get("info"), said.get("video_info")) if isinstance(each, dict)]
+    depth = any(each.get("is_depth_map") or each.get("video.is_depth_map") for each in info)
+    if depth or len(shape) != 3:
+        return None
+    first = said.get("names") in (["channels", "height", "width"], ["channel", "height", "width"])
+    channels, height, width = shape if first else (shape[2], *shape[:2])
+    if channels > 4 or (said["dtype"] == "video" and channels != 3):
+        return None
+    column = Column(key, torch.uint8, tuple(shape))
+    picture = Picture(height, width, channels, first)
+    return Feature(name, column, "video" if said["dtype"] == "video" else "image", picture)
+
+
+class Derived:
+    """Columns that follow from others: next observations, ends, and numbers of trajectories.
+
+    What comes next is the next row of the episode; its last row has lost its own.
+    """
+
+    def __init__(self, features: list[Feature]) -> None:
+        columns = {each.column.key: each.column for each in features}
+        self._observed = [
+            key for key in columns if key[0] == _OBSERVATION and (NEXT, *key) not in columns
+        ]
+        more = [
+            Column((NEXT, *key), columns[key].dtype, columns[key].shape) for key in self._observed
+        ]
+        if self._observed:
+            more.append(Column(NEXT_VALID, torch.bool, ()))
+        flag = {key: Column(key, torch.bool, (1,)) for key in (TERMINATED, TRUNCATED, DONE)}
+        self._sources = {
+            key: columns[key] for key in flag if key in columns and columns[key].shape in ((), (1,))
+        }
+        """Flags as the source has them, bools or numbers."""
+        columns |= {key: flag[key] for key in self._sources}
+        self._rows = 0
+        self._said = [key for key in flag if columns.get(key) == flag[key]]
+        """Flags that the source has, one bool a row."""
+        more += [flag[key] for key in flag if key not in columns]
+        self._flags = [key for key in flag if key in self._said or key not in columns]
+        self.schema = numbered(Schema((*columns.values(), *more)))
+        self.lost = {"final_observations": 0, "dones_within_episodes": 0}
+
+    def blocks(self, rows: Iterator[tuple[Block, np.ndarray, np.ndarray]]) -> Iterator[Block]:
+        """Yield rows with these columns: a row waits until the next one is there."""
+        held: tuple[Block, np.ndarray, np.ndarray] | None = None
+        for block, episodes, steps in rows:
+            if held is not None:
+                block = {key: np.concatenate([held[0][key], block[key]]) for key in block}
+                episodes = np.concatenate([held[1], episodes])
+                steps = np.concatenate([held[2], steps])
+            count = len(episodes) - 1
+            if count:
+                yield self._whole(block, episodes, steps, count)
+            last = {key: values[count:].copy() for key, values in block.items()}
+            held = last, episodes[count:], steps[count:]
+        if held is not None:
+            yield self._whole(*held, 1)
+
+    def _whole(self, block: Block, episodes: np.ndarray, steps: np.ndarray, count: int) -> Block:
+        """Return the first ``count`` rows, whole."""
+        found = {key: values[:count] for key, values in block.items()}
+        for key, column in self._sources.items():
+            flags = flags_of_ends(found[key], column, spell(key), self._rows)
+            found[key] = flags.reshape(count, 1)
+        self._rows += count
+        ends = np.ones(count, bool)
+        ends[: len(episodes) - 1] = np.diff(episodes)[:count] != 0
+        for key in self._observed:
+            after = np.concatenate([block[key][1 : count + 1], block[key][-1:]])[:count]
+            after[ends] = found[key][ends]
+            found[(NEXT, *key)] = after
+        if self._observed:
+            found[NEXT_VALID] = ~ends
+            self.lost["final_observations"] += int(ends.sum())
+        found |= self._ends(found, ends[:, None])
+        return found | numbers(episodes[:count], steps[:count])
+
+    def _ends(self, found: Block, last: np.ndarray) -> Block:
+        """Return the flags of ends, bool [rows, 1]; ``last`` are the last rows of episodes.
+
+        LeRobot's own flag is ``next.done``. An episode that ends without it was stopped there.
+        """
+        said = {key: found[key] for key in self._said}
+        none = np.zeros_like(last)
+        done = said.get(DONE, none)
+        self.lost["dones_within_episodes"] += int((done & ~last).sum())
+        terminated = said.get(TERMINATED, done & last & ~said.get(TRUNCATED, none))
+        truncated = said.get(TRUNCATED, last & ~terminated)
+        flags = {TERMINATED: terminated, TRUNCATED: truncated, DONE: terminated | truncated}
+        return {key: flags[key] for key in self._flags}

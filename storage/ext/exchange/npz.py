@@ -1,0 +1,164 @@
+"""``npz``: an archive of NumPy, with an array for each column."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+
+from tallyroll.storage.errors import InvalidSchema
+from tallyroll.storage.ext.exchange.about import LIMIT, schema_said
+from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming, refused
+from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.files.safe_files import open_file
+from tallyroll.storage.rows.dtypes import TORCH
+from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.schema import Column, Schema
+
+_ABOUT, _END = "tallyroll", ".npy"
+_HEADER_LIMIT: Final = 2**14
+_DAMAGE = (ValueError, EOFError, RuntimeError, NotImplementedError, KeyError, OverflowError)
+_BAD_ZIP = (zipfile.BadZipFile, zlib.error)
+
+
+class NpzFormat(ExchangeFormat):
+    """Arrays by the names of columns, as ``next/reward``, which `numpy.load` reads by themselves.
+
+    bfloat16 is written as its bits, ``uint16``. The array ``tallyroll`` is text that says what
+    columns there are, and where they came from.
+    """
+
+    name, suffix = "npz", ".npz"
+    loading = "import numpy\n\nrows = numpy.load(PATH)"
+
+    def check(self, schema: Schema) -> None:
+        """Refuse a column in the place of our text."""
+        if (_ABOUT,) in schema.keys:
+            raise InvalidSchema(f"a column {_ABOUT} has the name of the text beside it. Rename it.")
+
+    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+        """Write one column after the other, a block of rows at a time."""
+        with zipfile.ZipFile(place, "x", allowZip64=True) as archive:
+            for column in rows.schema.columns:
+                with archive.open(spell(column.key) + _END, "w", force_zip64=True) as file:
+                    header = {
+                        "descr": np.lib.format.dtype_to_descr(column.numpy_dtype),
+                        "fortran_order": False,
+                        "shape": (len(rows), *column.shape),
+                    }
+                    np.lib.format.write_array_header_2_0(file, header)
+                    for block in rows.blocks([column.key]):
+                        file.write(np.ascontiguousarray(block[column.key]).data.cast("B"))
+            with archive.open(_ABOUT + _END, "w") as file:
+                np.lib.format.write_array(file, np.array(json.dumps(rows.about)))
+        return {}
+
+    @contextlib.contextmanager
+    def read(self, place: Path) -> Iterator[Incoming]:
+        """Open the archive, and look at the header of each array."""
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open(open_file(place, os.O_RDONLY), "rb"))
+                archive = stack.enter_context(zipfile.ZipFile(file))
+                incoming = _Members(archive, place, stack).incoming()
+            except _BAD_ZIP as error:
+                raise refused(place, f"it is no sound archive ({error})") from error
+            yield incoming
+
+
+class _Members:
+    """The arrays of an archive, whose headers are read and whose sizes fit."""
+
+    def __init__(self, archive: zipfile.ZipFile, place: Path, stack: contextlib.ExitStack) -> None:
+        self._archive, self._place, self._stack = archive, place, stack
+        self._files: dict[Key, IO[bytes]] = {}
+        self._dtypes: dict[Key, np.dtype[Any]] = {}
+
+    def incoming(self) -> Incoming:
+        archive, place = self._archive, self._place
+        infos = {each.filename: each for each in archive.infolist()}
+        if len(infos) < len(archive.infolist()):
+            raise refused(place, "it has two arrays of one name")
+        about = self._about(infos.pop(_ABOUT + _END, None))
+        found, rows = dict[Key, Column](), set[int]()
+        for name, info in infos.items():
+            key = tuple(name.removesuffix(_END).split("/"))
+            shape, dtype = self._opened(key, info)
+            found[key] = Column(key, TORCH[dtype.newbyteorder("=")], shape[1:])
+            rows.add(shape[0])
+        if len(rows) != 1:
+            raise refused(place, f"its arrays have {sorted(rows)} rows" if rows else "it is empty")
+        schema = schema_said(about)
+        if schema is None:
+            schema = Schema(tuple(found.values()))
+        for each in schema.columns:
+            there = found.get(each.key)
+            wanted = (each.numpy_dtype, each.shape)
+            if there is None or (there.numpy_dtype, there.shape) != wanted:
+                raise refused(place, f"{spell(each.key)} is not as its text says")
+        total = rows.pop()
+        lost = {"columns": len({*found} - {*schema.keys})}
+        return Incoming(schema, total, self._blocks(schema, total), about, "npy", lost)
+
+    def _about(self, info: zipfile.ZipInfo | None) -> Any:
+        if info is None:
+            return None
+        if info.file_size > 4 * LIMIT:
+            raise refused(self._place, f"its text has {info.file_size:,} bytes")
+        try:
+            with self._archive.open(info) as file:
+                text = np.lib.format.read_array(file, allow_pickle=False)
+            return json.loads(str(text[()])) if text.ndim == 0 else None
+        except (*_DAMAGE, RecursionError) as error:
+            raise refused(self._place, f"its text cannot be read ({error})") from error
+
+    def _opened(self, key: Key, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Open an array, and read its header."""
+        name = info.filename
+        try:
+            if not name.endswith(_END):
+                raise ValueError("it is no array")
+            file = self._stack.enter_context(self._archive.open(info))
+            version = np.lib.format.read_magic(file)
+            read = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }[version]
+            shape, fortran, dtype = read(file, max_header_size=_HEADER_LIMIT)
+            if dtype.hasobject or dtype.newbyteorder("=") not in TORCH:
+                raise ValueError(f"no storage holds {dtype}, and pickled objects are not read")
+            if not shape or min(shape) < 0 or any(type(size) is not int for size in shape):
+                raise ValueError(f"its shape is {shape}")
+            if fortran and len(shape) > 1:
+                raise ValueError("save it in C order: numpy.ascontiguousarray")
+            nbytes = dtype.itemsize * int(np.prod(np.array(shape, object)))
+            if nbytes != info.file_size - file.tell():
+                raise ValueError(f"{shape} of {dtype} are {nbytes:,} bytes, and it has others")
+        except _DAMAGE as error:
+            raise refused(self._place, f"{name!r:.200}: {error}") from error
+        self._files[key], self._dtypes[key] = file, dtype
+        return shape, dtype
+
+    def _blocks(self, schema: Schema, total: int) -> Iterator[Block]:
+        size = max(1, BLOCK_NBYTES // schema.row_nbytes)
+        for start in range(0, total, size):
+            count = min(size, total - start)
+            yield {each.key: self._read(each, count) for each in schema.columns}
+
+    def _read(self, column: Column, count: int) -> np.ndarray:
+        wanted = count * column.row_nbytes
+        try:
+            content = self._files[column.key].read(wanted)
+        except (*_BAD_ZIP, *_DAMAGE) as error:
+            raise refused(self._place, f"{spell(column.key)}: {error}") from error
+        if len(content) != wanted:
+            raise refused(self._place, f"{spell(column.key)} ends before its last row")
+        array = np.frombuffer(content, self._dtypes[column.key])
+        return array.reshape(count, *column.shape).astype(column.numpy_dtype, copy=False)

@@ -1,0 +1,194 @@
+"""``parquet``: one file, a column for each of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.exchange.about import LIMIT, schema_said
+from tallyroll.storage.ext.exchange.arrow import (
+    ABOUT,
+    ArrowColumn,
+    arrow_schema,
+    columns_of,
+    names_of,
+    to_batch,
+)
+from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming, refused
+from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.files.safe_files import open_file
+from tallyroll.storage.formats.optional_libraries import needed
+from tallyroll.storage.rows.schema import Schema
+
+_FOOTER_LIMIT: Final = 2**26
+_THRIFT_LIMIT: Final = 2**27
+_DAMAGE: Final = (InvalidDataset, ValueError, OSError, LookupError, TypeError)
+
+
+class ParquetFormat(ExchangeFormat):
+    """Numbers as they are; values of a shape are lists of fixed size, the shape in the metadata.
+
+    Compressed with zstd. bfloat16 is written as its bits, a complex number as its two parts.
+    """
+
+    name, extra, suffix, compressed = "parquet", "arrow", ".parquet", True
+    loading = "import pandas\n\nrows = pandas.read_parquet(PATH)"
+    data_files = "*.parquet"
+
+    def names(self, schema: Schema) -> list[str]:
+        """Return keys joined by dots."""
+        return names_of(schema)
+
+    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+        """Write a group of rows for each block."""
+        write_parquet(rows, lambda number: place)
+        return {}
+
+    @contextlib.contextmanager
+    def read(self, place: Path) -> Iterator[Incoming]:
+        """Open the file, and check what its footer says."""
+        with contextlib.ExitStack() as stack:
+            yield parquet_rows([place], place, stack)
+
+
+def write_parquet(rows: Outgoing, place_of: Any, groups: int | None = None) -> int:
+    """Write rows to files, of so many groups each (None: one file); return how many files."""
+    arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), parquet_module()
+    kinds = arrow_schema(arrow, rows.schema, rows.about)
+    writer: Any = None
+    files = written = 0
+    try:
+        for block in rows.blocks():
+            if writer is None or (groups is not None and written % groups == 0):
+                if writer is not None:
+                    writer.close()
+                writer = _writer(parquet, place_of(files), kinds)
+                files += 1
+            batch = to_batch(arrow, kinds, rows.schema, block)
+            writer.write_batch(batch, row_group_size=max(1, batch.num_rows))
+            written += 1
+        if writer is None:
+            writer = _writer(parquet, place_of(0), kinds)
+            files = 1
+    finally:
+        if writer is not None:
+            writer.close()
+    return files
+
+
+def parquet_module() -> Any:
+    """Return the part of pyarrow that reads and writes Parquet."""
+    import importlib
+
+    needed("pyarrow", "arrow", "Parquet needs")
+    return importlib.import_module("pyarrow.parquet")
+
+
+def _writer(parquet: Any, place: Path, kinds: Any) -> Any:
+    # No dictionary: its keys are compared as numbers, and -0.0 or a NaN would become another one.
+    return parquet.ParquetWriter(
+        place, kinds, compression="zstd", use_dictionary=False, write_statistics=False
+    )
+
+
+def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStack) -> Incoming:
+    """Return the rows of files, one after the other.
+
+    Raises:
+        InvalidDataset: they are damaged, or no Parquet.
+    """
+    arrow = needed("pyarrow", "arrow", "Parquet needs")
+    files = [
+        opened_parquet(os.fdopen(open_file(each, os.O_RDONLY), "rb"), each.name, place, stack)
+        for each in places
+    ]
+    if not files:
+        raise refused(place, "it has no Parquet file")
+    found = files[0].schema_arrow
+    if any(not each.schema_arrow.equals(found) for each in files):
+        raise refused(place, "its files have different columns")
+    rows = sum(each.metadata.num_rows for each in files)
+    try:
+        about = _about(found)
+        said = schema_said(about)
+        first = None
+        if said is None and rows:
+            first = next(iter(next(f for f in files if f.metadata.num_rows).iter_batches(1)), None)
+        columns = columns_of(arrow, found, said, first)
+        batch_dims = () if said is None else said.batch_dims
+        schema = Schema(tuple(each.column for each in columns), batch_dims)
+    except damage_of(arrow) as error:
+        raise refused(place, str(error)) from error
+    version = files[0].metadata.format_version
+    lost = {"columns": len(found) - len(columns)}
+    blocks = _blocks(arrow, files, columns, schema, place)
+    return Incoming(schema, rows, blocks, about, str(version), lost)
+
+
+def damage_of(arrow: Any) -> tuple[type[Exception], ...]:
+    """Return errors that a damaged file raises."""
+    return (*_DAMAGE, arrow.ArrowException)
+
+
+def opened_parquet(file: IO[bytes], name: str, place: Path, stack: contextlib.ExitStack) -> Any:
+    """Return an open file of Parquet, whose groups fit into memory; ``stack`` closes it.
+
+    Raises:
+        InvalidDataset: it is damaged, or no Parquet.
+    """
+    arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), parquet_module()
+    raw = stack.enter_context(file)
+    size = os.fstat(raw.fileno()).st_size
+    raw.seek(max(0, size - 8))
+    tail = raw.read(8)
+    raw.seek(0)
+    footer = int.from_bytes(tail[:4], "little")
+    if len(tail) < 8 or tail[4:] != b"PAR1" or footer > min(size, _FOOTER_LIMIT):
+        raise refused(place, f"{name} has no footer of Parquet: it is another file, or cut")
+    try:
+        found = parquet.ParquetFile(
+            raw,
+            pre_buffer=False,
+            thrift_string_size_limit=_THRIFT_LIMIT,
+            thrift_container_size_limit=_THRIFT_LIMIT,
+        )
+        meta = found.metadata
+        for number in range(meta.num_row_groups):
+            # `column` of a row group would end the process where its statistics are damaged.
+            nbytes = meta.row_group(number).total_byte_size
+            require_memory(nbytes, f"a group of {name}", "Write smaller row groups.")
+    except damage_of(arrow) as error:
+        raise refused(place, f"{name}: {error}") from error
+    stack.callback(found.close)
+    return found
+
+
+def _about(found: Any) -> Any:
+    text = (found.metadata or {}).get(ABOUT)
+    if text is None:
+        return None
+    if len(text) > LIMIT:
+        raise InvalidDataset(f"its text has {len(text):,} bytes")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise InvalidDataset("its text is nested too deep") from error
+
+
+def _blocks(
+    arrow: Any, files: Sequence[Any], columns: Sequence[ArrowColumn], schema: Schema, place: Path
+) -> Iterator[Block]:
+    size = max(1, min(2**16, BLOCK_NBYTES // schema.row_nbytes))
+    names = [each.name for each in columns]
+    try:
+        for file in files:
+            for batch in file.iter_batches(size, columns=names, use_threads=False):
+                yield {each.column.key: each.of(arrow, batch) for each in columns}
+    except damage_of(arrow) as error:
+        raise refused(place, str(error)) from error

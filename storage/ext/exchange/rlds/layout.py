@@ -1,0 +1,137 @@
+"""The files of a folder of RLDS: names, and what ``dataset_info.json`` says. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.exchange.folders import filled
+
+INFO, FEATURES, ABOUT = "dataset_info.json", "features.json", "tallyroll.json"
+SPLIT: Final = "train"
+"""The split of an export."""
+SHARD_NBYTES: Final = 2**28
+"""Bytes of a shard, after which the next episode begins another."""
+_TEMPLATE: Final = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
+_FORMAT: Final = "tfrecord"
+_VERSION: Final = "1.0.0"
+_MOST_SHARDS, _MOST_SPLITS = 2**16, 2**10
+_MOST_COUNT: Final = 2**48
+SHARD: Final = re.compile(r".*\.tfrecord(-[0-9]+(-of-[0-9]+)?)?")
+"""The names that writers give to files of records."""
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+
+
+@dataclass(frozen=True)
+class Split:
+    """The shards of a split."""
+
+    name: str
+    files: tuple[str, ...]
+    lengths: tuple[int, ...]
+    """The number of episodes in each."""
+    nbytes: int | None
+    """Bytes of all records, where it is said."""
+
+
+@dataclass(frozen=True)
+class Info:
+    """Statements of ``dataset_info.json`` that are needed, each of its type."""
+
+    version: str
+    splits: tuple[Split, ...]
+
+    @classmethod
+    def of(cls, said: Any) -> Info:
+        """Return what a file says.
+
+        Raises:
+            InvalidDataset: it is no such file, of another format of records, or leads elsewhere.
+        """
+        if not isinstance(said, dict):
+            raise InvalidDataset(f"{INFO} is no dictionary")
+        name, version = said.get("name"), said.get("version", "")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidDataset(f"its name is {name!r:.80}")
+        if not isinstance(version, str):
+            raise InvalidDataset(f"its version is {version!r:.80}")
+        if (form := said.get("fileFormat", _FORMAT)) != _FORMAT:
+            raise InvalidDataset(
+                f"its files are {form!r:.40}, expected {_FORMAT}: convert it by TensorFlow Datasets"
+            )
+        splits = said.get("splits")
+        if not isinstance(splits, list) or not splits or len(splits) > _MOST_SPLITS:
+            raise InvalidDataset(f"{INFO} has no splits")
+        lengths = [each.get("shardLengths") for each in splits if isinstance(each, dict)]
+        if sum(len(each) for each in lengths if isinstance(each, list)) > _MOST_SHARDS:
+            raise InvalidDataset(f"it has more than {_MOST_SHARDS:,} shards")
+        found = tuple(_split(name, each) for each in splits)
+        names = [each.name for each in found]
+        files = [file for each in found for file in each.files]
+        if len({*names}) < len(names) or len({*files}) < len(files):
+            raise InvalidDataset("a split is there twice")
+        return cls(version, found)
+
+
+def _split(dataset: str, said: Any) -> Split:
+    if not isinstance(said, dict):
+        raise InvalidDataset("a split is no dictionary")
+    name, lengths = said.get("name"), said.get("shardLengths", [])
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidDataset(f"the name of a split is {name!r:.80}")
+    if not isinstance(lengths, list):
+        raise InvalidDataset(f"the split {name} has no list of shards")
+    nbytes = said.get("numBytes")
+    files = shards(dataset, name, len(lengths), said.get("filepathTemplate") or _TEMPLATE)
+    counts = tuple(_count(each, f"a shard's length in the split {name}") for each in lengths)
+    return Split(name, files, counts, None if nbytes is None else _count(nbytes, "numBytes"))
+
+
+def _count(said: Any, what: str) -> int:
+    """Return a number of 64 bits, which is a text in JSON."""
+    text = str(said) if type(said) in (int, str) else ""
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) >= _MOST_COUNT:
+        raise InvalidDataset(f"{what} is {said!r:.40}")
+    return int(text)
+
+
+def shards(dataset: str, split: str, count: int, template: Any = _TEMPLATE) -> tuple[str, ...]:
+    """Return the names of the files of a split."""
+    return tuple(
+        filled(
+            template,
+            DATASET=dataset,
+            SPLIT=split,
+            FILEFORMAT=_FORMAT,
+            SHARD_X_OF_Y=f"{number:05d}-of-{count:05d}",
+            SHARD_INDEX=f"{number:05d}",
+            NUM_SHARDS=f"{count:05d}",
+        )
+        for number in range(count)
+    )
+
+
+def name_of(title: str) -> str:
+    """Return a name that TensorFlow Datasets allows: small letters, numbers and underscores."""
+    name = re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")[:100]
+    return name if name[:1].isalpha() else f"rows_{name}".strip("_")
+
+
+def info_json(name: str, lengths: Sequence[int], nbytes: int) -> dict[str, Any]:
+    """Return ``dataset_info.json`` of an export, of one split."""
+    split = {
+        "filepathTemplate": _TEMPLATE,
+        "name": SPLIT,
+        "numBytes": str(nbytes),
+        "shardLengths": [str(length) for length in lengths],
+    }
+    return {
+        "description": "Transitions of reinforcement learning as episodes, exported by Tallyroll.",
+        "fileFormat": _FORMAT,
+        "name": name,
+        "splits": [split],
+        "version": _VERSION,
+    }

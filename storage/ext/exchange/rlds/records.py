@@ -1,0 +1,167 @@
+"""Files of TFRecord: one record after the other, each with its length and two checksums."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any, Final
+
+import numpy as np
+
+from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.ext.exchange.rlds.examples import descriptors
+from tallyroll.storage.files.safe_files import data_in
+from tallyroll.storage.formats.optional_libraries import needed
+
+_LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
+_MASK: Final = 0xA282EAD8
+_SEARCHED: Final = 2**20
+_BLOCK: Final = 2**12
+"""Bytes that a disk reads, or cannot read, at once."""
+FRAME_NBYTES: Final = _LENGTH.size + 2 * _CRC.size
+"""Bytes of a record's length and of its checksums."""
+_COPIES: Final = 10
+"""Times that a record may be in memory when it is parsed: a number of one byte takes eight."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A record that cannot be read."""
+
+    why: str
+    at: int
+    """The byte of the file at which it begins."""
+
+
+def crc_module() -> Any:
+    """Return the library of checksums."""
+    return needed("google_crc32c", "rlds", "RLDS needs")
+
+
+def require_libraries() -> None:
+    """Raise MissingLibrary unless records and their messages can be read and written."""
+    descriptors()
+    crc_module()
+
+
+def _masked(crc32c: Any, content: bytes) -> int:
+    """Return the checksum of TFRecord: CRC32C, turned by 15 bits, and moved by a constant."""
+    crc = crc32c.value(content)
+    return int(((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
+
+
+def write_record(file: IO[bytes], content: bytes) -> int:
+    """Write a record; return how many bytes it takes."""
+    crc32c = crc_module()
+    length = _LENGTH.pack(len(content))
+    file.write(length + _CRC.pack(_masked(crc32c, length)))
+    file.write(content)
+    file.write(_CRC.pack(_masked(crc32c, content)))
+    return len(content) + FRAME_NBYTES
+
+
+def records(file: IO[bytes]) -> Iterator[bytes | Damage]:
+    """Yield the records of a file; in the place of some that cannot be read, why.
+
+    After one whose length is damaged, the next one is looked for by the checksum of its length.
+
+    Raises:
+        NotEnoughMemory: a record does not fit into it.
+    """
+    crc32c = crc_module()
+    at, size = 0, os.fstat(file.fileno()).st_size
+    while at < size:
+        head = _read(file, _LENGTH.size + _CRC.size)
+        if size - at < _LENGTH.size + _CRC.size:
+            yield Damage("the file ends within a record", at)
+            return
+        if why := _damage(crc32c, head, size - at):
+            yield Damage(why, at)
+            at = next_record(file, at + 1, size)
+            file.seek(at)
+            continue
+        (length,) = _LENGTH.unpack_from(head)
+        if _COPIES * length > BLOCK_NBYTES:  # to ask takes longer than to read a little
+            require_memory(
+                _COPIES * length, f"a record of {length:,} bytes", "Use another machine."
+            )
+        content = _read(file, length + _CRC.size)
+        at += length + FRAME_NBYTES
+        if len(content) < length + _CRC.size:
+            yield Damage("the disk cannot read a part of a record", at - length - FRAME_NBYTES)
+            file.seek(at)
+        elif _CRC.unpack_from(content, length)[0] == _masked(crc32c, content[:length]):
+            yield content[:length]
+        else:
+            yield Damage("the checksum of a record differs", at - length - FRAME_NBYTES)
+
+
+def _damage(crc32c: Any, head: bytes, left: int) -> str:
+    """Return why bytes are not the length of a record in a file that goes on; else nothing."""
+    if len(head) < _LENGTH.size + _CRC.size:
+        return "the disk cannot read a record's length"
+    if _CRC.unpack_from(head, _LENGTH.size)[0] != _masked(crc32c, head[: _LENGTH.size]):
+        return "the checksum of a record's length differs"
+    over = _LENGTH.unpack_from(head)[0] > left - FRAME_NBYTES
+    return "the file ends within a record" if over else ""
+
+
+def _read(file: IO[bytes], nbytes: int) -> bytes:
+    """Return bytes; fewer before some that the disk cannot read."""
+    try:
+        return file.read(nbytes)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return b""
+
+
+def next_record(file: IO[bytes], at: int, size: int) -> int:
+    """Return the first byte from ``at`` on at which a record begins; ``size``: there is none."""
+    more = _LENGTH.size + _CRC.size - 1
+    while at < size:
+        begin, _ = next(data_in(file.fileno(), at), (size, size))
+        at = max(at, begin - more)  # a head may begin with zeros of a hole
+        file.seek(at)
+        content = _read(file, min(_SEARCHED, size - at))
+        for found in _heads(content).tolist():
+            (length,) = _LENGTH.unpack_from(content, found)
+            if length <= size - at - found - FRAME_NBYTES:
+                return at + int(found)
+        # What is not read is passed over, but for bytes of a head that may begin before its end.
+        at += max(1, len(content) - more) if content else _BLOCK - at % _BLOCK
+    return size
+
+
+def _heads(content: bytes) -> np.ndarray:
+    """Return the bytes at which a length is followed by its checksum."""
+    octets = np.frombuffer(content, np.uint8)
+    count = len(octets) - _LENGTH.size - _CRC.size + 1
+    if count < 1:
+        return np.zeros(0, np.int64)
+    crc = np.full(count, 0xFFFFFFFF, np.uint32)
+    for at in range(_LENGTH.size):
+        byte = octets[at : at + count]
+        crc = (crc >> 8) ^ _TABLE[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    masked = ((crc >> 15) | (crc << 17)) + np.uint32(_MASK)
+    said = sum(
+        octets[_LENGTH.size + at : _LENGTH.size + at + count].astype(np.uint32) << (8 * at)
+        for at in range(_CRC.size)
+    )
+    return np.flatnonzero(masked == said)
+
+
+def _table() -> np.ndarray:
+    """Return the steps of CRC32C for a byte each."""
+    found = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        found = np.where(found & 1, found >> 1 ^ np.uint32(0x82F63B78), found >> 1)
+    return found.astype(np.uint32)
+
+
+_TABLE: Final = _table()

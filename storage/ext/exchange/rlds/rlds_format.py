@@ -1,0 +1,115 @@
+"""The format ``rlds``: out by our own writer, and back, also of what other programs wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.exchange.about import schema_said
+from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming, refused
+from tallyroll.storage.ext.exchange.folders import read_json
+from tallyroll.storage.ext.exchange.outgoing import Outgoing
+from tallyroll.storage.ext.exchange.rlds import layout
+from tallyroll.storage.ext.exchange.rlds.features import features_of
+from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
+from tallyroll.storage.ext.exchange.rlds.layout import Info
+from tallyroll.storage.ext.exchange.rlds.reading import (
+    Source,
+    Steps,
+    count_of,
+    transitions,
+)
+from tallyroll.storage.ext.exchange.rlds.records import require_libraries
+from tallyroll.storage.ext.exchange.rlds.writing import Folder
+from tallyroll.storage.ext.exchange.roles import Roles
+from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.rows.schema import Schema
+
+
+class RldsFormat(ExchangeFormat):
+    """A folder that TensorFlow Datasets opens, written without it.
+
+    Observations are there once, from the first to the final one; columns that RLDS has no name
+    for are infos of a step.
+    """
+
+    name, extra, sorted, compressed = "rlds", "rlds", True, True
+    loading = (
+        "import tensorflow_datasets as tfds\n\n"
+        'episodes = tfds.builder_from_directory(PATH).as_dataset(split="train")'
+    )
+
+    def check(self, schema: Schema) -> None:
+        """Refuse rows that are no transitions."""
+        Roles.of(schema, self.name)
+
+    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+        """Write one episode after the other."""
+        require_libraries()
+        return Folder(rows, place, Roles.of(rows.schema, self.name)).write()
+
+    @contextlib.contextmanager
+    def read(self, place: Path) -> Iterator[Incoming]:
+        """Read the metadata, and how long each episode is."""
+        require_libraries()
+        inside = Inside(place)
+        try:
+            info = Info.of(read_json(inside, layout.INFO, place))
+            features = read_json(inside, layout.FEATURES, place)
+            about = None
+            if os.path.lexists(place / layout.ABOUT):
+                about = read_json(inside, layout.ABOUT, place)
+            rows = rows_of(features, schema_said(about))
+            files = [p for e in info.splits for p in zip(e.files, e.lengths, strict=True)]
+            source = Source(inside, files, rows.read)
+            count = sum(max(0, steps - 1) for steps in source.lengths())
+        except (OSError, InvalidDataset) as error:
+            raise refused(place, str(error)) from error
+        if len(info.splits) > 1:
+            rows.lost["splits"] = len(info.splits)
+        blocks = _blocks(source, rows, place)
+        yield Incoming(rows.schema, count, blocks, about, info.version, rows.lost)
+
+
+class OurRows:
+    """Rows of an export of ours, whose columns a text says."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.read = self.features = features_of(schema, Roles.of(schema, RldsFormat.name))
+        self.lost: dict[str, int] = {}
+
+    def of(self, steps: Steps) -> Block | None:
+        """Return the rows of an episode; None where it has none."""
+        count = count_of(steps, self.features)
+        if count < 1:
+            return None
+        block = transitions(steps, self.features, count)
+        return {e.key: block[e.key].reshape(count, *e.shape) for e in self.schema.columns}
+
+
+def rows_of(features: Any, said: Schema | None) -> OurRows | TheirRows:
+    """Return how the rows of a dataset are read.
+
+    Args:
+        features: the value in ``features.json``.
+        said: the columns as an export of ours says them.
+
+    Raises:
+        InvalidDataset: it is of no dataset of RLDS.
+    """
+    return TheirRows(features) if said is None else OurRows(said)
+
+
+def _blocks(source: Source, rows: OurRows | TheirRows, place: Path) -> Iterator[Block]:
+    """Yield the rows of all episodes; errors name the folder."""
+    try:
+        for steps in source.episodes():
+            if (block := rows.of(steps)) is not None:
+                yield block
+    except InvalidDataset as error:
+        raise refused(place, str(error)) from error

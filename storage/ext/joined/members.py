@@ -1,0 +1,180 @@
+"""The members of a union: their paths, columns, rows and runs. Knows how they fit together."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tallyroll.storage.errors import ColumnsMissing, RowsDoubled, SchemaMismatch, StorageMissing
+from tallyroll.storage.ext.remote.address import s3_path
+from tallyroll.storage.files.paths import is_pattern, user_path
+from tallyroll.storage.files.run_events import EVENTS, events_of
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.batch_dims import fitting
+from tallyroll.storage.rows.keys import Keys, as_key, spell
+from tallyroll.storage.rows.schema import Column, Schema
+
+PathLike = str | os.PathLike[str]
+
+_ROWS_OF_RUN: Final = ("first_row", "first_row_of_run")
+_OF_ITS_BEGINNING: Final = "lane_seeds"
+_MOST_NAMED: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A storage of a union."""
+
+    reader: RowReader
+    path: Path
+    id: str
+    format: str
+    span: range
+    """The numbers of its rows in the storage itself, those that were there at the opening."""
+    rows: range
+    """Their numbers in the union."""
+    rewinds: int
+    """How often rows had been taken back by then."""
+
+    @property
+    def moved_by(self) -> int:
+        """The difference of a row's number in the union from that in the storage."""
+        return self.rows.start - self.span.start
+
+
+def expanded(paths: PathLike | Sequence[PathLike]) -> list[Path]:
+    """Return the paths of members, in the order given; those of a pattern in natural order.
+
+    Raises:
+        StorageMissing: a pattern matches nothing.
+        RowsDoubled: one is given twice.
+        ValueError: there are no paths.
+        TypeError: one is no path.
+    """
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not given:
+        raise ValueError("expected the paths of one or more storages, got none.")
+    found: list[Path] = []
+    for each in given:
+        if not isinstance(each, str | os.PathLike):
+            raise TypeError(f"expected the path of a storage, got {each!r:.200}.")
+        if (address := s3_path(each)) is not None:
+            found.append(address)
+        else:
+            found += _matched(each) if is_pattern(user_path(each)) else [user_path(each)]
+    real: dict[str, Path] = {}
+    for path in found:
+        if (before := real.setdefault(os.path.realpath(path), path)) is not path:
+            same = "" if before == path else f", which is {before}"
+            raise RowsDoubled(
+                f"{path}{same} is given twice: each of its rows would be there twice. Leave one "
+                "out."
+            )
+    return found
+
+
+def _matched(pattern: PathLike) -> list[Path]:
+    found = glob.glob(os.fspath(user_path(pattern)))
+    # Beside an HDF5 file lie its lock and what is kept of its rows.
+    files = tuple(f"{each}." for each in found if os.path.isfile(each))
+    found = [each for each in found if not each.startswith(files)]
+    if not found:
+        raise StorageMissing(
+            f"{os.fspath(pattern)} matches no path. Look what is there, and in quotes that a "
+            "shell leaves as they are."
+        )
+    return [Path(each) for each in sorted(found, key=_natural)]
+
+
+def _natural(path: str) -> list[tuple[int, int, str]]:
+    parts = re.split(r"(\d+)", path)
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]
+
+
+def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
+    """Return the columns of a union: those that are wanted, or all, which each member must have.
+
+    Raises:
+        SchemaMismatch: a member lacks columns, or has others; each is named.
+        ColumnsMissing: none has a column that is wanted.
+    """
+    first = readers[0].schema
+    every: dict[Any, Column] = {}
+    for reader in readers:
+        for column in reader.schema.columns:
+            every.setdefault(column.key, column)
+    if columns is None:
+        wanted = list(every)
+    else:
+        names = (columns,) if isinstance(columns, str) else columns
+        wanted = [as_key(key) for key in dict.fromkeys(map(as_key, names))]
+        if not wanted or (unknown := [key for key in wanted if key not in every]):
+            got = ", ".join(map(spell, unknown if wanted else [])) or "none"
+            raise ColumnsMissing(
+                f"columns: expected some of {', '.join(map(spell, every))}, got {got}."
+            )
+        wanted.sort(key=list(every).index)
+    by_key = [{each.key: each for each in reader.schema.columns} for reader in readers]
+    lacking, other = [], []
+    for key in wanted:
+        without = [
+            reader.path for reader, own in zip(readers, by_key, strict=True) if key not in own
+        ]
+        if without:
+            lacking.append(f"{spell(key)} is not in {_some(without)}")
+        differ = [
+            f"{reader.path} has {own[key].dtype_name} {list(own[key].shape)}"
+            for reader, own in zip(readers, by_key, strict=True)
+            if key in own and own[key] != every[key]
+        ]
+        if differ:
+            told = f"{every[key].dtype_name} {list(every[key].shape)}"
+            other.append(f"{spell(key)} is {told} in the first that has it, and {_some(differ)}")
+    if lacking or other:
+        common = [spell(key) for key in every if all(own.get(key) == every[key] for own in by_key)]
+        raise SchemaMismatch(
+            f"these storages have not the same columns: {'; '.join([*lacking, *other])}. Give "
+            f"columns= with those that you want of the {len(common)} that all have alike: "
+            f"{', '.join(common) or 'none'}."
+        )
+    chosen = tuple(every[key] for key in wanted)
+    dims = fitting(dict(first.batch_dims), {each.key: each.shape for each in chosen})
+    return Schema(chosen, tuple(dims.items()))
+
+
+def joined_runs(members: Iterable[Member]) -> list[dict[str, Any]]:
+    """Return the runs of all members, with the numbers that their rows have in the union.
+
+    A run whose first rows are gone from a ring begins with the member's first row.
+    """
+    found: list[dict[str, Any]] = []
+    for member in members:
+        own = [run for run in member.reader.runs if run["first_row"] < member.span.stop]
+        stops = [*(run["first_row"] for run in own), member.span.stop][1:]
+        for run, stop in zip(own, stops, strict=True):
+            if stop > member.span.start:
+                found.append(_moved(run, member))
+    return found
+
+
+def _moved(run: Mapping[str, Any], member: Member) -> dict[str, Any]:
+    entry, by, first = dict(run), member.moved_by, member.rows.start
+    for name in _ROWS_OF_RUN:
+        if type(entry.get(name)) is int:
+            entry[name] = max(first, entry[name] + by)
+    if run["first_row"] < member.span.start:
+        entry.pop(_OF_ITS_BEGINNING, None)  # the trajectories that it is of are gone
+    if EVENTS in entry:
+        events = events_of(run, member.span.stop)
+        entry[EVENTS] = [{**each, "row": max(0, each["row"] + by)} for each in events]
+    return entry
+
+
+def _some(names: Sequence[object]) -> str:
+    shown = ", ".join(map(str, names[:_MOST_NAMED]))
+    return shown if len(names) <= _MOST_NAMED else f"{shown} and {len(names) - _MOST_NAMED} more"

@@ -1,0 +1,150 @@
+"""The shards of runs among the members of a union: which are there, and which are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tallyroll.storage.ext.joined.members import Member
+from tallyroll.storage.files.copied_runs import copied_runs
+
+SHARD: Final = "shard"
+"""The entry of a shard's run in its manifest: ``index`` of ``of``, the transitions that were
+``asked`` of all together, and ``run``, an id that they have in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunShards:
+    """The shards that a union has of one run."""
+
+    run: str
+    of: int
+    """The number of shards that the run was divided into."""
+    asked: int | None
+    """The transitions that were asked of all of them; None if the run does not say."""
+    rows: int
+    """The rows of the shards that are there, each counted once."""
+    missing: tuple[int, ...]
+    doubled: Mapping[int, tuple[str, ...]]
+    """The paths of each shard that several members are."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Differences from exactly all shards, one sentence each."""
+        found = []
+        if self.missing:
+            found.append(f"shards {_listed(self.missing)} of {self.of} are missing")
+        found += [
+            f"shard {index} of {self.of} is there more than once: {', '.join(paths)}"
+            for index, paths in self.doubled.items()
+        ]
+        if self.asked is not None and self.rows != self.asked and not self.missing:
+            found.append(
+                f"the shards have {self.rows:,} rows, and {self.asked:,} were asked of them"
+            )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {
+            "run": self.run,
+            "of": self.of,
+            "asked": self.asked,
+            "rows": self.rows,
+            "missing": list(self.missing),
+            "doubled": {str(index): list(paths) for index, paths in self.doubled.items()},
+            "complete": not self.problems,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The shards among the members of a union, by the runs that they are of."""
+
+    runs: tuple[RunShards, ...]
+    """Each run of which there is a shard, in the order of their first ones."""
+    foreign: tuple[str, ...]
+    """The paths of members that are no shards of any run."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Differences from exactly all shards of each run, one sentence each."""
+        one = len(self.runs) == 1
+        found = [
+            problem if one else f"run {run.run}: {problem}"
+            for run in self.runs
+            for problem in run.problems
+        ]
+        whose = f" of run {self.runs[0].run}" if one else ""
+        return [*found, *(f"{path} is no shard{whose}" for path in self.foreign)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {
+            "runs": [run.as_json() for run in self.runs],
+            "foreign": list(self.foreign),
+            "complete": not self.problems,
+        }
+
+
+def shards_of(members: Iterable[Member]) -> Shards | None:
+    """Return the shards among members; None without any.
+
+    A member is a shard if all its runs say that it is the same one.
+    """
+    of_runs: dict[tuple[str, int], list[tuple[Member, int, int | None]]] = {}
+    foreign = []
+    for member in members:
+        if (said := shard_said(member.reader.runs)) is None:
+            foreign.append(str(member.path))
+        else:
+            run, index, of, asked = said
+            of_runs.setdefault((run, of), []).append((member, index, asked))
+    if not of_runs:
+        return None
+    runs = tuple(_shards_of_run(run, of, found) for (run, of), found in of_runs.items())
+    return Shards(runs, tuple(foreign))
+
+
+def _shards_of_run(run: str, of: int, found: list[tuple[Member, int, int | None]]) -> RunShards:
+    paths: dict[int, list[str]] = {}
+    rows = 0
+    for member, index, _ in found:
+        rows += 0 if index in paths else len(member.rows)
+        paths.setdefault(index, []).append(str(member.path))
+    return RunShards(
+        run,
+        of,
+        next((asked for _, _, asked in found if asked is not None), None),
+        rows,
+        tuple(index for index in range(of) if index not in paths),
+        {index: tuple(those) for index, those in sorted(paths.items()) if len(those) > 1},
+    )
+
+
+def shard_said(runs: Iterable[Mapping[str, Any]]) -> tuple[str, int, int, int | None] | None:
+    """Return the run, the index, the number of shards and what was asked of all.
+
+    None where the runs of a storage do not all say that it is the same shard.
+    """
+    runs = [made for run in runs for made in (copied_runs(run) or [run])]
+    found = {_read(run.get(SHARD)) for run in runs}
+    return found.pop() if len(found) == 1 else None
+
+
+def _read(said: Any) -> tuple[str, int, int, int | None] | None:
+    if not isinstance(said, dict):
+        return None
+    run, index, of, asked = (said.get(name) for name in ("run", "index", "of", "asked"))
+    if type(index) is not int or type(of) is not int or not 0 <= index < of <= 2**20:
+        return None
+    if not isinstance(run, str):
+        return None
+    return run, index, of, asked if type(asked) is int else None
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    numbers = list(numbers)
+    shown = ", ".join(map(str, numbers[:10]))
+    return shown if len(numbers) <= 10 else f"{shown} and {len(numbers) - 10} more"

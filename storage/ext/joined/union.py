@@ -1,0 +1,516 @@
+"""Several storages read as one: their rows, one member after the other."""
+# ruff: noqa: D102 - what a reader does is said once, in `RowReader`
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from tensordict import TensorDict
+
+from tallyroll.storage.engine.columns import Places
+from tallyroll.storage.errors import (
+    NotInitialised,
+    Overrun,
+    RowsDoubled,
+    StateMismatch,
+    TrajectoryIdTaken,
+)
+from tallyroll.storage.ext.joined.maps import JoinedMaps
+from tallyroll.storage.ext.joined.member_of import MemberOf
+from tallyroll.storage.ext.joined.members import Member, joined_runs, joined_schema
+from tallyroll.storage.ext.joined.packs import JoinedPacks
+from tallyroll.storage.ext.joined.shards import Shards, shards_of
+from tallyroll.storage.ext.joined.shared_rows import refuse_shared_rows
+from tallyroll.storage.ext.joined.taken_back import TakenBack, require_kept
+from tallyroll.storage.files.copied_runs import SOURCES, source_of
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.rows.indexing import resolve
+from tallyroll.storage.rows.keys import TRAJ_IDS, Key, Keys, spell
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.columns import missing, numbers_of
+from tallyroll.storage.trajectories.episodes import END_CUT, END_OPEN
+
+MemberIds: TypeAlias = Literal["offset", "keep"]
+
+_CHUNK_ROWS: Final = 2**20
+_NAMED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one member among rows that are wanted."""
+
+    member: int
+    at: np.ndarray | slice
+    """Their places among the rows that are wanted, in one dimension."""
+    rows: np.ndarray
+    """Their numbers in the member's storage."""
+
+
+class UnionColumn(ColumnReader):
+    """A column of all members."""
+
+    def __init__(self, union: UnionReader, key: Key) -> None:
+        self._union, self.key = union, key
+        self._place = union.schema.keys.index(key)
+        self._column = union.schema.columns[self._place]
+
+    @property
+    def array(self) -> np.ndarray | None:
+        members = self._union.members
+        if len(members) > 1 or members[0].reader.ring or self.key == TRAJ_IDS:
+            return None
+        array = members[0].reader.column(self.key).array
+        return None if array is None else array[: len(members[0].rows)]
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        found = self._union.taken(self._place, rows, out)
+        if out is None or found is out:
+            return found
+        out[...] = found
+        return out
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        pieces = []
+        for number, rows in self._union.stretches(start, stop):
+            piece = self._union.piece(self._place, number, rows)
+            if self.key == TRAJ_IDS and (move := self._union.ids_moved_by[number]):
+                piece = piece + piece.dtype.type(move)
+            pieces.append(piece)
+            self._union.require_left(number, rows.start)
+        if len(pieces) == 1:
+            return pieces[0]
+        if not pieces:
+            return np.empty((0, *self._column.shape), self._column.numpy_dtype)
+        return np.concatenate(pieces)
+
+
+class UnionReader(RowReader):
+    """The rows of several storages, one member after the other, numbered from 0.
+
+    They are those that were there when the union was opened: rows that writers add later are not
+    in it, so that a number always means the same row. A row that is gone since, from a ring or
+    because it was taken back, raises an error.
+
+    Args:
+        members: readers of the storages, which `close` closes.
+        path: for messages.
+        columns: those that are wanted; None: all, which every member must have.
+        ids: of trajectories. ``"offset"``: those of a member of which an earlier one has some are
+            moved by one number, to above all of these: `ids_moved_by`. ``"keep"``: they stay.
+        spans: the rows of each member; None: those that are there now.
+        owners: kept while the reader is: what closes the members when it goes.
+
+    Raises:
+        SchemaMismatch: the members' columns differ; each difference is named.
+        ColumnsMissing: no member has a column that is wanted.
+        RowsDoubled: two members are the same storage, or have rows that were copied from one to
+            the other, or from the same rows.
+        NotInitialised: a member has no columns yet.
+        Overrun: rows of ``spans`` are gone.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[RowReader],
+        path: Path,
+        *,
+        columns: Keys | None = None,
+        ids: MemberIds = "offset",
+        spans: Sequence[range] | None = None,
+        owners: Sequence[object] = (),
+    ) -> None:
+        self._owners = owners
+        if ids not in ("offset", "keep"):
+            raise ValueError(f"ids is one of 'offset', 'keep', got {ids!r}.")
+        self.path, self.ids = path, ids
+        for each in members:
+            if not each.initialised:
+                raise NotInitialised(f"{each.path} has no columns yet. Write rows first.")
+        self._schema = joined_schema(members, columns)
+        found, first = [], 0
+        for number, each in enumerate(members):
+            span = each.span if spans is None else spans[number]
+            rows = range(first, first + len(span))
+            first = rows.stop
+            manifest = each.manifest
+            found.append(
+                Member(
+                    each,
+                    each.path,
+                    manifest["id"],
+                    manifest["format"],
+                    span,
+                    rows,
+                    each.rewinds,
+                )
+            )
+        _refuse_doubled(found)
+        if spans is None:  # with spans, it was opened before, or has the shards of one run
+            refuse_shared_rows(found)
+        self.members: tuple[Member, ...] = tuple(found)
+        """The storages, in their order, and which rows are theirs."""
+        self._span = range(first)
+        self._member_of = MemberOf(np.array([each.rows.start for each in found], np.int64), first)
+        self._moves = np.array([each.moved_by for each in found], np.int64)
+        self._rings = [number for number, each in enumerate(found) if each.reader.ring]
+        self._taken_back = TakenBack(self.members)
+        self._kept = sum(each.rewinds for each in found)
+        self._runs = joined_runs(found)
+        self._columns: dict[Key, UnionColumn] = {}
+        self._keys = self._schema.keys
+        self._all = tuple(range(len(self._keys)))
+        ids_there = not missing(self._schema, (TRAJ_IDS,))
+        self._ids_place = self._schema.keys.index(TRAJ_IDS) if ids_there else None
+        if spans is not None:
+            for number, span in enumerate(spans):
+                self._require_span(number, span)
+
+    def _require_span(self, number: int, span: range) -> None:
+        self.require_left(number, span.start)
+        if span.stop > (head := self.members[number].reader.head):
+            raise StateMismatch(
+                f"{self.members[number].path} has {head} rows, and {span.stop} were wanted. Open "
+                "a copy that is as new."
+            )
+
+    # --- what is there ----------------------------------------------------------------------------
+
+    @property
+    def schema(self) -> Schema:
+        self.require_open()
+        return self._schema
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return self._keys
+
+    @property
+    def span(self) -> range:
+        return self._span
+
+    @property
+    def rewinds(self) -> int:
+        return self._taken_back.count
+
+    @property
+    def rewinding(self) -> bool:
+        return any(each.reader.rewinding for each in self.members)
+
+    @property
+    def revision(self) -> int:
+        return self.head + (self.rewinds << 48)
+
+    @cached_property
+    def id(self) -> str:
+        """The name of these rows: another union of the same rows, numbered so, has it too."""
+        said = [[each.id, each.span.start, each.span.stop] for each in self.members]
+        of = json.dumps([said, self.ids, [*map(spell, self._schema.keys)]]).encode()
+        return hashlib.sha256(of).hexdigest()[:32]
+
+    @property
+    def manifest(self) -> Manifest:
+        self.require_open()
+        return {
+            "format": "tallyroll.union",
+            "id": self.id,
+            "created": max(each.reader.manifest["created"] for each in self.members),
+            "runs": self._runs,
+            SOURCES: self._sources(),
+        }
+
+    def _sources(self) -> list[dict[str, Any]]:
+        """Return the storages that have the rows, for manifests of copies."""
+        moves = self._known_moves()
+        found = []
+        for number, each in enumerate(self.members):
+            if len(each.rows):
+                rows: list[int | None] = [each.span.start, each.span.stop - 1]
+                moved = None if moves is None else moves[number]
+                found.append(
+                    {"first_row": each.rows.start, **source_of(each.reader.manifest, rows, moved)}
+                )
+        return found
+
+    def _known_moves(self) -> tuple[int, ...] | None:
+        """Return `ids_moved_by` if they were looked up; they are if ids were read."""
+        found: tuple[int, ...] | None = vars(self).get("ids_moved_by")
+        return found
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        return self._runs
+
+    @property
+    def shards(self) -> Shards | None:
+        """The shards of runs that are members, and what is missing of them; None without any."""
+        return shards_of(self.members)
+
+    def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
+        tables = []
+        for number, each in enumerate(self.members):
+            reader = each.reader
+            if reader.ring or each.span.start or reader.rewinds != each.rewinds:
+                return None
+            lines = reader.episode_lines(dtype) if len(each.rows) else np.empty(0, dtype)
+            if lines is None or reader.head != each.span.stop:
+                return None
+            if len(each.rows) and lines["last_row"].max(initial=-1) != each.span.stop - 1:
+                return None  # it ends before the last row
+            lines = lines.copy()
+            for name in ("first_row", "last_row"):
+                lines[name] += each.rows.start
+            lines["id"] += self.ids_moved_by[number]
+            if number < len(self.members) - 1:
+                lines["end"][lines["end"] == END_OPEN] = END_CUT
+            tables.append(lines)
+        return np.concatenate(tables)
+
+    def close(self) -> None:
+        super().close()
+        if isinstance(joined := vars(self).get("_joined"), JoinedPacks):
+            joined.close()
+        for each in self.members:
+            each.reader.close()
+
+    # --- ids of trajectories ----------------------------------------------------------------------
+
+    @cached_property
+    def ids_moved_by(self) -> tuple[int, ...]:
+        """The number by which the trajectory ids of each member are moved.
+
+        Raises:
+            TrajectoryIdTaken: with ``ids="keep"``, two members have an id.
+        """
+        moves = [0] * len(self.members)
+        if self._ids_place is None:
+            return tuple(moves)
+        taken, of = np.empty(0, np.int64), np.empty(0, np.int64)
+        for number in range(len(self.members)):
+            own = self._ids_of(number)
+            if not len(own):
+                continue
+            clash = np.intersect1d(taken, own, assume_unique=True)
+            if len(clash) and self.ids == "keep":
+                before = int(of[np.flatnonzero(taken == clash[0])[0]])
+                raise TrajectoryIdTaken(
+                    f"{len(clash)} trajectory ids of {self.members[number].path} are those of "
+                    f"earlier members, as {clash[0]} of {self.members[before].path}. Open them "
+                    'with ids="offset", which moves them.'
+                )
+            if len(clash):
+                moves[number] = self._move_to(number, own, int(taken[-1]) + 1)
+            own = own + moves[number]
+            order = np.argsort(both := np.concatenate([taken, own]))
+            of = np.concatenate([of, np.full(len(own), number)])[order]
+            taken = both[order]
+        return tuple(moves)
+
+    def _move_to(self, number: int, own: np.ndarray, least: int) -> int:
+        move = least - int(own[0])
+        column = self._schema.columns[self._schema.keys.index(TRAJ_IDS)]
+        if int(own[-1]) + move > np.iinfo(column.numpy_dtype).max:
+            raise TrajectoryIdTaken(
+                f"the trajectory ids of {self.members[number].path} are to be moved to above "
+                f"{least - 1}, which {column.dtype_name} does not hold. Copy the storages one by "
+                "one with other ids."
+            )
+        return move
+
+    def _ids_of(self, number: int) -> np.ndarray:
+        """Return the ids of a member's trajectories, each once, ascending."""
+        assert self._ids_place is not None
+        span, found = self.members[number].span, [np.empty(0, np.int64)]
+        for start in range(span.start, span.stop, _CHUNK_ROWS):
+            stop = min(start + _CHUNK_ROWS, span.stop)
+            ids = self.piece(self._ids_place, number, range(start, stop))
+            found.append(_once(numbers_of(ids)))
+        self.require_left(number, span.start)
+        return np.unique(np.concatenate(found))
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
+        where = None if self._joined is None else resolve(index, len(self._span))
+        if not isinstance(where, np.ndarray):
+            return super().get(index, keys)
+        only, nest = (None, self.nest) if keys is None else self.chosen(keys)
+        return nest(self._gathered(where, only), where.shape)
+
+    def column(self, key: Key) -> UnionColumn:
+        self.require_open()
+        found = self._columns.get(key)
+        if found is None:
+            if key not in self._schema:
+                names = ", ".join(map(spell, self._schema.keys))
+                raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
+            found = self._columns[key] = UnionColumn(self, key)
+        return found
+
+    def copies(self, rows: np.ndarray, keys: Sequence[Key] | None = None) -> list[np.ndarray]:
+        only = None if keys is None else tuple(self.keys.index(key) for key in keys)
+        return self._gathered(rows, None if only == self._all else only)
+
+    def gather(self, rows: np.ndarray | Sequence[np.ndarray]) -> list[np.ndarray]:
+        if isinstance(rows, np.ndarray):
+            return self._gathered(rows, None)
+        alike: dict[int, list[int]] = {}  # many are the same
+        for place, each in enumerate(rows):
+            alike.setdefault(id(each), []).append(place)
+        found: dict[int, np.ndarray] = {}
+        for places in alike.values():
+            values = self._gathered(rows[places[0]], tuple(places))
+            found.update(zip(places, values, strict=True))
+        return [found[place] for place in self._all]
+
+    def _gathered(self, rows: np.ndarray, only: Places | None) -> list[np.ndarray]:
+        """Copy rows, of all columns or of some."""
+        self.require_open()
+        of = self._member_of(rows)
+        places = self._all if only is None else only
+        if self._joined is not None:
+            found = self._joined.gather(rows, of, only)
+        else:
+            found = self._by_member(rows, places)
+        if self._ids_place in places:
+            self._move_ids(found[places.index(self._ids_place)], of)
+        self._require_left(rows, of)
+        return found
+
+    def _by_member(self, rows: np.ndarray, places: Places) -> list[np.ndarray]:
+        """Copy rows, those of a member by one call."""
+        keys = [self._keys[place] for place in places]
+        parts = self.parts(rows)
+        if len(parts) == 1:
+            part = parts[0]
+            return self.members[part.member].reader.copies(part.rows.reshape(rows.shape), keys)
+        found = [
+            np.empty((rows.size, *column.shape), column.numpy_dtype)
+            for column in map(self._schema.columns.__getitem__, places)
+        ]
+        for part in parts:
+            values = self.members[part.member].reader.copies(part.rows, keys)
+            for every, some in zip(found, values, strict=True):
+                every[part.at] = some
+        return [each.reshape(*rows.shape, *each.shape[1:]) for each in found]
+
+    def taken(self, place: int, rows: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        """Copy rows of one column, to ``out`` where that can be."""
+        if self._joined is None:
+            return self._gathered(rows, (place,))[0]
+        self.require_open()
+        of = self._member_of(rows)
+        found = self._joined.take(place, rows, of, out)
+        if place == self._ids_place:
+            self._move_ids(found, of)
+        self._require_left(rows, of)
+        return found
+
+    def piece(self, place: int, number: int, rows: range) -> np.ndarray:
+        """Return the values of one column in rows of one member, by their numbers there."""
+        if isinstance(self._joined, JoinedPacks):
+            by = self.members[number].moved_by
+            return self._joined.slice(place, range(rows.start + by, rows.stop + by), number)
+        column = self.members[number].reader.column(self._keys[place])
+        return column.slice(rows.start, rows.stop)
+
+    def require_rows(self, rows: np.ndarray) -> None:
+        """Raise an error if rows that were just read are not those of the union any more.
+
+        Raises:
+            Overrun: a ring's writer has overwritten them.
+            StateMismatch: rows were taken back.
+        """
+        self._require_left(rows, self._member_of(rows))
+
+    def _move_ids(self, ids: np.ndarray, of: np.ndarray) -> None:
+        if any(self.ids_moved_by):
+            ids += self._id_moves[of].astype(ids.dtype, copy=False).reshape(ids.shape)
+
+    def _require_left(self, rows: np.ndarray, of: np.ndarray) -> None:
+        self._taken_back.require(self._kept)
+        for number in self._rings:
+            if (mine := rows[of == number]).size:
+                self.require_left(number, int(mine.min() - self._moves[number]))
+
+    @cached_property
+    def _id_moves(self) -> np.ndarray:
+        return np.array(self.ids_moved_by, np.int64)
+
+    @cached_property
+    def _joined(self) -> JoinedMaps | JoinedPacks | None:
+        """The columns of all members as one; None: each is read by itself."""
+        found = JoinedMaps.of(self.members, self._schema)
+        return found or JoinedPacks.of(self.members, self._schema)
+
+    def parts(self, rows: np.ndarray) -> list[Part]:
+        """Return the rows [*] of each member that has some, of those that are wanted."""
+        self.require_open()
+        flat = rows.reshape(-1)
+        if len(self.members) == 1:
+            return [Part(0, slice(None), flat - self._moves[0])]
+        of = self._member_of(flat)
+        own = flat - self._moves[of]
+        order = of.argsort(kind="stable")
+        ends = np.bincount(of, minlength=len(self.members)).cumsum()
+        found, begin = [], 0
+        for number, end in enumerate(ends.tolist()):
+            if end > begin:
+                at = order[begin:end] if end - begin < len(flat) else slice(None)
+                found.append(Part(number, at, own[at]))
+            begin = end
+        return found or [Part(0, slice(None), own)]
+
+    def stretches(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """Yield the numbers of members, and which of their rows the rows ``[start, stop)`` are."""
+        self.require_open()
+        for number, each in enumerate(self.members):
+            begin, end = max(start, each.rows.start), min(stop, each.rows.stop)
+            if begin < end:
+                yield number, range(begin - each.moved_by, end - each.moved_by)
+
+    def require_left(self, number: int, first: int) -> None:
+        """Raise an error if rows of a member from ``first`` on are gone.
+
+        Raises:
+            Overrun: a ring's writer has overwritten them.
+            StateMismatch: rows were taken back.
+        """
+        member = self.members[number]
+        require_kept(member)
+        if member.reader.ring and first < (least := member.reader.span.start):
+            raise Overrun(
+                f"{member.path} is a ring, and its writer has overwritten row {first} since this "
+                f"union was opened: it begins with row {least} now. Open the union again, or copy "
+                "it when the writer is done."
+            )
+
+
+def _refuse_doubled(members: Sequence[Member]) -> None:
+    by_id: dict[str, Member] = {}
+    for each in members:
+        if (before := by_id.setdefault(each.id, each)) is not each:
+            raise RowsDoubled(
+                f"{before.path} and {each.path} are the same storage, or copies of one: each of "
+                "its rows would be there twice. Leave one out."
+            )
+
+
+def _once(ids: np.ndarray) -> np.ndarray:
+    """Return each id once; those of few trajectories are found without sorting all."""
+    if not len(ids):
+        return ids
+    least, most = int(ids.min()), int(ids.max())
+    if most - least > 4 * len(ids):
+        return np.unique(ids)
+    there = np.zeros(most - least + 1, np.bool_)
+    there[ids - least] = True
+    return there.nonzero()[0] + least

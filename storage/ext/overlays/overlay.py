@@ -1,0 +1,215 @@
+"""One overlay, as users have it: values by the storage's index, or by the numbers of rows."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tallyroll.storage.errors import IndexOutOfRange, RowsMismatch
+from tallyroll.storage.ext.overlays.header import as_array, as_tensor
+from tallyroll.storage.ext.overlays.overlay_file import OverlayFile
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import numbers_of
+from tallyroll.storage.rows.dtypes import exact_tensor
+from tallyroll.storage.rows.keys import Key, spell
+
+_PATIENCE_SECONDS: Final = 1.0
+
+
+class Overlay:
+    """A column that may be written again, row by row, beside rows that never change.
+
+    `DiskStorage.overlay` makes one, or opens it. ``overlay[index]`` are values, and
+    ``overlay[index] = values`` writes some. A value is of one row for good: a row that has none
+    yet, or that came into the slot of another one in a ring, has the fill. After a kill each row
+    has the value of its last write that returned, or that of the one that was under way.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tallyroll.storage import MemmapStorage
+        >>> storage = MemmapStorage(max_size=4)
+        >>> rows = storage.extend(TensorDict({"x": torch.arange(3)}, [3]))
+        >>> value = storage.overlay("value", torch.float32, fill=-1)
+        >>> value[1:] = torch.tensor([0.5, 0.25])
+        >>> print(value[:], storage.get([0, 1], keys=["x", "value"])["value"])
+        tensor([-1.0000,  0.5000,  0.2500]) tensor([-1.0000,  0.5000])
+        >>> storage.close()
+    """
+
+    def __init__(self, reader: FileReader, file: OverlayFile) -> None:
+        self._reader, self._file = reader, file
+
+    @property
+    def key(self) -> Key:
+        """The key, as a tuple of names."""
+        return self._file.key
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self._file.kept.column.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one row's value."""
+        return self._file.kept.column.shape
+
+    @property
+    def fill(self) -> bool | int | float | complex:
+        """The number that rows without a value have."""
+        return self._file.kept.fill_value
+
+    @property
+    def writable(self) -> bool:
+        """True if values may be set here."""
+        return self._file.writable
+
+    def __len__(self) -> int:
+        return len(self._reader.span)
+
+    def get(self, index: Any = None, *, rows: Any = None) -> torch.Tensor:
+        """Return copies of values, one a row, by an index or by the numbers of rows.
+
+        Args:
+            index: as `DiskStorage.get` takes it.
+            rows: numbers of rows over all that were ever written, as ``storage.span`` counts
+                them, in the place of ``index``.
+
+        Raises:
+            IndexOutOfRange: a row that is not there.
+            Overrun: a writer overwrites the ring, or the values, faster than they are read.
+        """
+        self._reader.require_open()
+        if rows is not None:
+            _require_one(index)
+            numbers = _numbers(rows)
+            found = self._file.take(numbers)
+            self._require_there(numbers)
+            return as_tensor(found, self._file.kept.column)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            numbers = numbers_of(self._reader, index)
+            found = self._file.take(numbers)
+            if _are_in(numbers, self._reader.span):
+                return as_tensor(found, self._file.kept.column)
+            if time.monotonic() > deadline:
+                raise self._reader.overrun(f"these {numbers.size}")
+
+    def set(self, index: Any = None, values: Any = None, *, rows: Any = None) -> int:
+        """Write values of some rows, and return how many were written.
+
+        Args:
+            index: as `DiskStorage.get` takes it.
+            values: a tensor or array with a value a row, of the overlay's dtype, on any device;
+                or one number for all, or a sequence of numbers. Floats are rounded to the dtype's
+                precision; a number that it does not have is refused: out of its range, with a
+                fraction, NaN, or a whole number that would be rounded. Where a row is named twice,
+                it has the last value.
+            rows: numbers of rows, as in `get`. Those that are gone from a ring are left out, and
+                are not counted: the writer may have overwritten them since they were drawn.
+
+        Raises:
+            IndexOutOfRange: a row that is not there, or not yet.
+            RowsMismatch: ``values`` are not what the overlay has.
+            ReadOnlyStorage: it was opened to be read.
+            StorageLocked: another process, or another storage object, writes to it.
+            StorageFull: no space; no value has changed.
+        """
+        self._reader.require_open()
+        self._file.require_right()
+        if rows is None:
+            numbers = numbers_of(self._reader, index)
+            given = self._given(values, numbers.shape)
+            self._file.put(numbers.reshape(-1), given)
+            return int(numbers.size)
+        _require_one(index)
+        numbers = _numbers(rows)
+        given = self._given(values, numbers.shape)
+        numbers = numbers.reshape(-1)
+        span = self._reader.span
+        if numbers.size and (int(numbers.max()) >= span.stop or int(numbers.min()) < 0):
+            self._require_there(numbers)
+        left = numbers >= span.start
+        if not left.all():
+            numbers, given = numbers[left], given[left]
+        self._file.put(numbers, given)
+        return len(numbers)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.get(index)
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        self.set(index, values)
+
+    def flush(self) -> None:
+        """Return when all values are on the disk, where they survive a power cut."""
+        self._reader.require_open()
+        self._file.flush()
+
+    def _require_there(self, numbers: np.ndarray) -> None:
+        span = self._reader.span
+        if not _are_in(numbers, span):
+            raise IndexOutOfRange(
+                f"rows {numbers.min()} to {numbers.max()} were asked for, and {self._reader.path} "
+                f"has those from {span.start} to {span.stop - 1}."
+            )
+
+    def _given(self, values: Any, batch: tuple[int, ...]) -> np.ndarray:
+        """Return values as one array [n, *shape]."""
+        column, name = self._file.kept.column, spell(self.key)
+        if isinstance(values, np.ndarray | np.generic):
+            values = torch.as_tensor(np.asarray(values))
+        if not isinstance(values, torch.Tensor):
+            try:
+                values = exact_tensor(values, column.dtype)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                raise RowsMismatch(
+                    f"overlay {name}: expected values of {column.dtype_name}, got "
+                    f"{type(values).__name__}: {error}. Nothing was written; convert them."
+                ) from error
+        elif values.dtype != column.dtype:
+            got = str(values.dtype).removeprefix("torch.")
+            raise RowsMismatch(
+                f"overlay {name}: expected values of {column.dtype_name}, got {got}. Nothing was "
+                "written; convert them."
+            )
+        wanted = (*batch, *column.shape)
+        if values.ndim and tuple(values.shape) != wanted:
+            raise RowsMismatch(
+                f"overlay {name}: expected values {list(wanted)}, got {list(values.shape)}. "
+                "Nothing was written; give one value a row, or one number for all."
+            )
+        array = np.broadcast_to(as_array(values, column), wanted)
+        return array.reshape((-1, *column.shape))
+
+    def __repr__(self) -> str:
+        column = self._file.kept.column
+        return (
+            f"{type(self).__name__}({spell(self.key)!r}, {column.dtype_name}, "
+            f"{list(column.shape)}, fill={self.fill!r}, {self._reader.path})"
+        )
+
+
+def _require_one(index: Any) -> None:
+    if index is not None:
+        raise TypeError("expected an index or rows=, got both. Give one of them.")
+
+
+def _are_in(numbers: np.ndarray, span: range) -> bool:
+    return not numbers.size or bool(numbers.min() >= span.start and numbers.max() < span.stop)
+
+
+def _numbers(rows: Any) -> np.ndarray:
+    """Return numbers of rows as int64 [*]."""
+    if isinstance(rows, torch.Tensor):
+        rows = rows.numpy(force=True)
+    found = np.asarray(rows)
+    if found.size == 0:
+        return found.astype(np.int64)
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"rows: expected whole numbers, got {found.dtype}.")
+    return found.astype(np.int64, copy=False)

@@ -1,0 +1,388 @@
+"""The file of one overlay: opened, enlarged, read beside its writer, and written under its lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from tallyroll.storage.engine.right_to_write import RightToWrite
+from tallyroll.storage.errors import (
+    ColumnsMissing,
+    Overrun,
+    ReadOnlyStorage,
+    StateMismatch,
+    StorageClosed,
+    StorageFull,
+    StorageLocked,
+    UnsupportedPlatform,
+)
+from tallyroll.storage.ext.overlays import entries
+from tallyroll.storage.ext.overlays.header import (
+    DROPPED,
+    HEADER_NBYTES,
+    REWINDS,
+    ROOM,
+    WORDS_AT,
+    Kept,
+    Owner,
+    damaged,
+    header_bytes,
+    read_header,
+)
+from tallyroll.storage.files.lock import WriterLock, is_held
+from tallyroll.storage.files.mapping import Access, map_file
+from tallyroll.storage.files.paths import FULL, OTHER_KINDS, failed, translated
+from tallyroll.storage.files.rewind_history import least_kept
+from tallyroll.storage.files.safe_files import data_in
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.steadily import steadily
+
+_BLOCK_NBYTES: Final = 2**20
+_FEWEST: Final = 1024
+_AT_ONCE: Final = 2**16
+_ORDERED: Final = ("x86_64", "AMD64")
+"""Processors on which a reader sees stores in the order in which a writer made them."""
+
+
+def owner_of(reader: FileReader) -> Owner:
+    """Return the storage that a reader reads, as overlays name it."""
+    return Owner(reader.id, reader.ring)
+
+
+def lock_of(path: Path) -> Path:
+    """Return the lock file of an overlay's writer."""
+    return path.with_name(path.name + ".lock")
+
+
+def acquire(reader: FileReader, path: Path, key: Key) -> WriterLock:
+    """Return the lock of an overlay's writer, of whom there is one at a time.
+
+    Raises:
+        StorageLocked: another one holds it.
+        NotWritable: this user may not write there.
+    """
+    inside, place = reader.format.inside, lock_of(path)
+    try:
+        with translated(place):
+            return WriterLock(inside, place)
+    except StorageLocked as error:
+        holder = b""
+        with contextlib.suppress(OSError):
+            holder = inside.read_start(place, 32).strip()
+        who = f"process {holder.decode(errors='replace')}" if holder else "another process"
+        raise StorageLocked(
+            f"overlay {spell(key)} of {reader.path} has one writer at a time, and {who} writes to "
+            "it. Close the storage there, or write from there."
+        ) from error
+
+
+def make_file(reader: FileReader, path: Path, kept: Kept) -> None:
+    """Make the file of a new overlay, without entries: whole, or not at all."""
+    page = header_bytes(kept, owner_of(reader), reader.rewinds)
+    with translated(path, len(page)):
+        reader.format.inside.write_aside(path, page, durable=reader.format.durable)
+
+
+class OverlayFile:
+    """An overlay's file, mapped.
+
+    Args:
+        reader: of the rows that the overlay is of.
+        path: the file.
+        key: the overlay's key.
+        writable: open it to write to it, too. The lock is taken with the first write.
+
+    Raises:
+        ColumnsMissing: there is no such file.
+        DamagedOverlay: it cannot be used.
+        FormatVersionMismatch: a later Tallyroll made it.
+    """
+
+    def __init__(self, reader: FileReader, path: Path, key: Key, *, writable: bool) -> None:
+        self.path, self.key, self.writable = path, key, writable
+        self._reader = reader
+        self._turn = threading.RLock()
+        inside = reader.format.inside
+        try:
+            file = inside.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise _missing(reader, key) from error
+        except OSError as error:
+            if error.errno in OTHER_KINDS:
+                raise damaged(path, f"it is a link, or no plain file ({error.strerror})") from error
+            raise failed(path, error, 0) from error
+        self._file, self._right = file, RightToWrite(None, path)
+        self._held: list[WriterLock] = []
+        self._closed = weakref.finalize(self, _let_go, file, self._held)
+        try:
+            with translated(path):
+                page = os.pread(file, HEADER_NBYTES, 0)
+                self.kept = read_header(page, path, key, owner_of(reader))
+                access: Access = "write" if writable else "read"
+                head = map_file(file, HEADER_NBYTES, access)
+            self._access, self._words = access, head.array(np.dtype("<i8"), (3,), WORDS_AT)
+            self._dtype = entries.entry_dtype(self.kept.column)
+            self._entries: np.ndarray = np.empty(0, self._dtype)
+            self._block = max(_BLOCK_NBYTES, self._dtype.itemsize)
+            self._reserved = np.zeros(0, np.bool_)
+            self._limit_of: tuple[tuple[int, int], int] = (-1, -1), 0
+            self._require_ordered()
+            self._mapped()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file, and let the next writer of this overlay in."""
+        self._closed()
+
+    @property
+    def is_open(self) -> bool:
+        """True until it is closed."""
+        return self._closed.alive
+
+    @property
+    def is_current(self) -> bool:
+        """True while it is open, and the file is the storage's."""
+        return self._closed.alive and not self._words[DROPPED]
+
+    @property
+    def is_locked(self) -> bool:
+        """True while this process has the right to write to it."""
+        return self._closed.alive and bool(self._held)
+
+    def _require_ordered(self) -> None:
+        inside, place = self._reader.format.inside, lock_of(self.path)
+        if platform.machine() not in _ORDERED and not self.writable and is_held(inside, place):
+            raise UnsupportedPlatform(
+                f"{self.path} is being written, and {platform.machine()} may show a reader values "
+                "that are half written. Read it when its writer has closed the storage."
+            )
+
+    def _mapped(self) -> np.ndarray:
+        """Return all entries that the file has room for."""
+        if not self._closed.alive:
+            raise StorageClosed(f"{self.path} was closed. Ask the storage for the overlay again.")
+        room = int(self._words[ROOM])
+        if room == len(self._entries):
+            return self._entries
+        with self._turn:
+            if self._words[DROPPED]:
+                raise _missing(self._reader, self.key, " any more: it was dropped")
+            most = self._reader.ring or entries.MOST_ROWS
+            if not 0 <= room <= most:
+                raise damaged(self.path, f"it says that it has room for {room} rows")
+            nbytes = HEADER_NBYTES + room * self._dtype.itemsize
+            with translated(self.path):
+                if (size := os.fstat(self._file).st_size) < nbytes:
+                    raise damaged(
+                        self.path, f"it has {size} bytes of {nbytes}, so that it was cut short"
+                    )
+                region = map_file(self._file, nbytes, self._access)
+            self._entries = region.array(self._dtype, (room,), HEADER_NBYTES)
+        return self._entries
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Copy the values of ``rows`` [*], in any order: [*rows.shape, *shape of a value].
+
+        Rows that have no value have the fill.
+
+        Raises:
+            Overrun: a writer changes them faster than they are read.
+        """
+        found, _ = self.values_of(rows.reshape(-1))
+        found = found.reshape((*rows.shape, *self.kept.column.shape))
+        if out is None:
+            return found
+        out[...] = found
+        return out
+
+    def values_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return copies of the values of ``rows`` [n], and which have one, bool [n]; as `take`."""
+        return steadily(self._reader, lambda: self._take(rows))
+
+    def _take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        mapped, column = self._mapped(), self.kept.column
+        if self._words[DROPPED]:
+            raise _missing(self._reader, self.key, " any more: it was dropped")
+        limit = self._limit()
+        if not len(mapped):
+            fill = np.full((len(rows), *column.shape), self.kept.fill_array)
+            return fill, np.zeros(len(rows), np.bool_)
+        slots = self._slots(rows)
+        try:
+            found, own = entries.take(mapped, np.minimum(slots, len(mapped) - 1), rows)
+        except entries.Torn as error:
+            raise Overrun(
+                f"{self.path} is written again and again while these {len(rows)} rows are read. "
+                "Read fewer at a time."
+            ) from error
+        if limit is not None:
+            own &= rows < limit
+        if not own.all():
+            found[~own] = self.kept.fill_array
+        return found, own
+
+    def _slots(self, rows: np.ndarray) -> np.ndarray:
+        return rows % self._reader.ring if self._reader.ring else rows
+
+    def _limit(self) -> int | None:
+        """Return the number of rows that are those of the entries; None: all are.
+
+        Rows that were taken back since, and others that came in their place, have no value.
+        """
+        reader = self._reader
+        pair = known, now = int(self._words[REWINDS]), reader.rewinds
+        if known == now:
+            return None
+        if known > now:
+            return 0
+        if self._limit_of[0] != pair:
+            undone = reader.running().counts.undone
+            if undone is not None and undone.number == now:  # the manifest says it soon
+                before = least_kept(reader.manifest, known, now - 1)
+                limit = undone.rows if before is None else min(before, undone.rows)
+            else:
+                limit = least_kept(reader.manifest, known, now) or 0
+            self._limit_of = pair, limit
+        return self._limit_of[1]
+
+    @property
+    def most_rows(self) -> int:
+        """The number of rows that an entry may be of."""
+        reader = self._reader
+        known = int(self._words[REWINDS]) == reader.rewinds
+        return reader.head if known else entries.MOST_ROWS
+
+    def rows_in(self, start: int, stop: int) -> np.ndarray:
+        """Return the numbers of the rows in the entries ``[start, stop)``; -1 for none."""
+        return entries.rows_in(self._mapped(), start, stop)
+
+    def stretches(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of at most ``most`` entries that have all rows: holes in the file have none.
+
+        A damaged file may be sparse, and as long as a file system allows.
+        """
+        room, size, done = len(self._mapped()), self._dtype.itemsize, 0
+        with translated(self.path):
+            for begin, stop in data_in(self._file, HEADER_NBYTES):
+                start = max(done, (begin - HEADER_NBYTES) // size)
+                done = min(room, -(-(stop - HEADER_NBYTES) // size))
+                for first in range(start, done, most):
+                    yield first, min(first + most, done)
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def require_right(self) -> None:
+        """Take the lock, if this is the first write; raise a `WriteError` without the right."""
+        if not self.writable:
+            raise ReadOnlyStorage(
+                f"overlay {spell(self.key)} of {self._reader.path} was opened to be read. Open it "
+                "by storage.overlay(..., writable=True), in one process at a time."
+            )
+        if not self._closed.alive:
+            raise StorageClosed(f"{self.path} was closed. Ask the storage for the overlay again.")
+        if not self._held:
+            with self._turn:
+                if not self._held:
+                    lock = acquire(self._reader, self.path, self.key)
+                    self._right = RightToWrite(lock, self.path)
+                    self._held.append(lock)
+        if self._held[0].lost:  # in a forked child, which a look at times would not see
+            self._right.require()
+        self._right.look()
+
+    def put(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Write values [n, ...] of ``rows`` [n], which are in the reader's span."""
+        self.require_right()  # before the turn, which a forked child may never get
+        with self._turn:
+            self._mapped()
+            if self._words[DROPPED]:
+                raise _missing(self._reader, self.key, " any more: it was dropped")
+            self._forget_rewound()
+            if len(rows):
+                slots = self._slots(rows)
+                entries.put(self._with_room(slots), slots, rows, values)
+
+    def _forget_rewound(self) -> None:
+        now = self._reader.rewinds
+        if (limit := self._limit()) is not None:
+            mapped = self._mapped()
+            for start, stop in self.stretches(_AT_ONCE):
+                entries.clear(mapped[start:stop], limit)
+            self._words[REWINDS] = now
+
+    def _with_room(self, slots: np.ndarray) -> np.ndarray:
+        """Return the entries, with those of slots [n] on disk: a sparse file kills when full."""
+        mapped, size = self._mapped(), self._dtype.itemsize
+        if (needed := int(slots.max()) + 1) > len(mapped):
+            ring = self._reader.ring
+            room = ring or max(needed, len(mapped) + len(mapped) // 2, _FEWEST)
+            if room > entries.MOST_ROWS:
+                raise StateMismatch(f"{self.path} may have {entries.MOST_ROWS} rows, got {room}.")
+            with translated(self.path, HEADER_NBYTES + room * size):
+                os.ftruncate(self._file, HEADER_NBYTES + room * size)
+            self._words[ROOM] = room
+            mapped = self._mapped()
+            blocks = (HEADER_NBYTES + room * size) // self._block + 1
+            self._reserved = np.append(
+                self._reserved, np.zeros(blocks - len(self._reserved), np.bool_)
+            )
+        if not len(self._reserved):
+            blocks = (HEADER_NBYTES + len(mapped) * size) // self._block + 1
+            self._reserved = np.zeros(blocks, np.bool_)
+        first = HEADER_NBYTES + slots * size
+        block, last = first // self._block, (first + size - 1) // self._block
+        if not (self._reserved[block].all() and self._reserved[last].all()):
+            self._reserve(np.unique(np.concatenate([block, last])))
+        return mapped
+
+    def _reserve(self, blocks: np.ndarray) -> None:
+        end = HEADER_NBYTES + len(self._entries) * self._dtype.itemsize
+        for block in blocks[~self._reserved[blocks]].tolist():
+            start = block * self._block
+            nbytes = min(self._block, end - start)
+            try:
+                os.posix_fallocate(self._file, start, nbytes)
+            except OSError as error:
+                found = failed(self.path, error, nbytes)
+                if error.errno in FULL:
+                    found = StorageFull(
+                        f"{self.path} needs {nbytes} more bytes ({error.strerror}). Values that "
+                        "were written are intact, and none of this call is. Free space."
+                    )
+                raise found from error
+            self._reserved[block] = True
+
+    def flush(self) -> None:
+        """Return when all values are on the disk."""
+        with translated(self.path):
+            os.fdatasync(self._file)
+
+    def mark_dropped(self) -> None:
+        """Let processes that have the file open know that it is none of the storage's any more."""
+        self._words[DROPPED] = 1
+
+
+def _missing(reader: FileReader, key: Key, why: str = "") -> ColumnsMissing:
+    return ColumnsMissing(
+        f"{reader.path} has no overlay {spell(key)}{why}. Make it: storage.overlay(name, dtype, "
+        "shape, fill)."
+    )
+
+
+def _let_go(file: int, held: list[WriterLock]) -> None:
+    for lock in held:
+        lock.release()
+    os.close(file)

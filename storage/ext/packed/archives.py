@@ -1,0 +1,157 @@
+"""The files of packed rows: a Zarr group, or an HDF5 file.
+
+::
+
+    DIR/zarr.json                      the root group: schema, provenance
+    DIR/action/zarr.json               a column that is an array
+    DIR/action/c.0, c.1, ...           its shards
+    DIR/observation/frames/            of one that is made of states: their frames
+    DIR/observation/breaks/, starts/   the rows and states that follow no other
+    DIR/tallyroll/row/                 the numbers that rows had before
+    DIR/tallyroll/manifest.json        what it is, and how its rows are packed
+    DIR/tallyroll/episodes.npy         the table of episodes
+    DIR/tallyroll/trajectories.index   where the rows of trajectories are
+"""
+# ruff: noqa: D102 - what an archive does is said once, in `Archive`
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.errors import NotAStorage
+from tallyroll.storage.ext.packed.chunk_cache import Chunks
+from tallyroll.storage.ext.packed.documents import documents
+from tallyroll.storage.ext.packed.front import LEAST, front_in
+from tallyroll.storage.ext.packed.layout import FORMAT, ArrayLayout, Layout
+from tallyroll.storage.ext.packed.shards import LocalFiles, ShardChunks
+from tallyroll.storage.files.manifest import Manifest, read_manifest
+from tallyroll.storage.files.safe_files import Inside, open_any
+from tallyroll.storage.formats.metadata_checks import differs
+from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.trajectories.episode_file import read_table
+from tallyroll.storage.trajectories.lane_file import Owner, read_index
+
+OURS: Final = "tallyroll"
+MANIFEST, EPISODES, INDEX = "manifest.json", "episodes.npy", "trajectories.index"
+
+
+class Archive(ABC):
+    """The files of packed rows."""
+
+    path: Path
+
+    @abstractmethod
+    def is_there(self) -> bool:
+        """Return whether there are packed rows at the path, damaged or not."""
+
+    @abstractmethod
+    def read_manifest(self) -> Manifest:
+        """Return the manifest; raise as the function of that name does."""
+
+    @abstractmethod
+    def chunks(self, layout: ArrayLayout) -> Chunks:
+        """Return the chunks of an array."""
+
+    def read_episodes(self, dtype: np.dtype[Any], rows: int) -> np.ndarray | None:
+        """Return the table of episodes, None without one; raise as `read_table` does."""
+        return None
+
+    def read_index(self, owner: Owner, rows: int, *, whole: bool) -> KeptBlocks | None:
+        """Return the index of trajectories, which has at most ``rows`` rows; None without one.
+
+        Raise as `read_index` does.
+        """
+        return None
+
+    def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
+        """Return faults in what other libraries read."""
+        return iter(())
+
+    def close(self) -> None:  # noqa: B027 - a directory keeps no file open
+        """Close all files."""
+
+
+class ZarrArchive(Archive):
+    """A Zarr group."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.inside = path, Inside(path)
+
+    @property
+    def ours(self) -> Path:
+        """The directory of what is ours."""
+        return self.path / OURS
+
+    def is_there(self) -> bool:
+        try:
+            return bool(self.read_manifest()["format"] == FORMAT)
+        except NotAStorage:
+            return False
+
+    def read_manifest(self) -> Manifest:
+        return read_manifest(self.inside, self.ours / MANIFEST)
+
+    def chunks(self, layout: ArrayLayout) -> Chunks:
+        return ShardChunks(LocalFiles(self.inside), layout)
+
+    def read_episodes(self, dtype: np.dtype[Any], rows: int) -> np.ndarray | None:
+        return read_table(self.inside, self.ours / EPISODES, dtype, rows)
+
+    def read_index(self, owner: Owner, rows: int, *, whole: bool) -> KeptBlocks | None:
+        return read_index(self.inside, self.ours / INDEX, owner, lambda: rows, whole=whole)
+
+    def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
+        for place, wanted in documents(layout, manifest).items():
+            file = self.path / place / "zarr.json"
+            try:
+                found = self.inside.read_json(file)
+            except (OSError, ValueError, RecursionError) as error:
+                yield f"{file} cannot be read by other libraries ({error})."
+                continue
+            if json.dumps(found, sort_keys=True) != json.dumps(wanted, sort_keys=True):
+                yield str(differs(file, "restore it from a copy"))
+
+
+class Hdf5Archive(Archive):
+    """An HDF5 file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: Any = None
+
+    def is_there(self) -> bool:
+        from tallyroll.storage.ext.packed.hdf5 import is_packed
+
+        return is_packed(self.path)
+
+    def read_manifest(self) -> Manifest:
+        from tallyroll.storage.ext.packed.hdf5 import opened, stored_manifest
+
+        self._file = opened(self.path)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            found = stored_manifest(self._file, self.path)
+            stack.pop_all()
+        return found
+
+    def chunks(self, layout: ArrayLayout) -> Chunks:
+        from tallyroll.storage.ext.packed.hdf5 import DatasetChunks
+
+        return DatasetChunks(self._file, self.path, layout)
+
+    def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:
+        with open(open_any(self.path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
+            if self._file.userblock_size > LEAST and front_in(file) is None:
+                yield f"{self.path} has no whole copy at its front, by which it could be repaired."
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

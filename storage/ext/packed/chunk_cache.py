@@ -1,0 +1,423 @@
+"""The rows of an array in chunks: decompressed, kept while there is room, ahead of a reader.
+
+What is kept of an array lies in one piece of memory, in places of a chunk each, so that rows of
+many chunks are copied by one call. Its places are those that were used last.
+
+To keep a chunk takes longer than to decompress it, since that goes to memory which was not touched
+before. So a chunk of many bytes is kept when its rows are asked for again, or many of them at once:
+random rows of more chunks than there is room for are decompressed, and copied, and displace
+nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from tallyroll.storage.engine.pool import BufferPool
+from tallyroll.storage.ext.packed.layout import ArrayLayout
+
+_FEW: Final = 4
+"""Chunks that are loaded by the caller: threads would take longer to begin."""
+_MOST_THREADS: Final = 8
+_SMALL_NBYTES: Final = 2**16
+"""A chunk of so many bytes is kept at once, and so many bytes are new memory."""
+_MOST_POOLED_NBYTES: Final = 2**26
+_DENSE: Final = 4
+"""Rows of a call are near each other if they are one of so many of their chunks' rows."""
+
+
+class Chunks(Protocol):
+    """The stored chunks of an array."""
+
+    layout: ArrayLayout
+    nbytes: int
+
+    def prepared(self, chunk: int) -> Any:
+        """Return what `load` needs of a chunk; called by one thread at a time."""
+
+    def load(self, where: Any, chunk: int) -> np.ndarray:
+        """Decompress a chunk: [chunk_rows, *shape]; called by several threads at a time."""
+
+    def done(self, *, idle: bool = False) -> None:
+        """Release what `prepared` opened, if nothing has asked for it lately; if ``idle``, all."""
+
+    def another(self) -> Chunks:
+        """Return the same chunks with files of its own, for another cache."""
+
+    def close(self) -> None:
+        """Close all files."""
+
+
+class Workers:
+    """Threads that load chunks, started when they are needed, and again in a forked child."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = _threads() if threads is None else threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Run jobs, beside one another where there are some."""
+        if len(jobs) < _FEW or self.threads < 2:
+            for job in jobs:
+                job()
+            return
+        parts = [list(jobs[number :: self.threads]) for number in range(self.threads)]
+        running = [self._executor().submit(_all_of, part) for part in parts[1:] if part]
+        try:
+            _all_of(parts[0])
+        finally:
+            errors = [each.exception() for each in running]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def begin(self, job: Callable[[], None]) -> Future[None] | None:
+        """Run a job meanwhile; None where there is one thread only."""
+        return self._executor().submit(job) if self.threads > 1 else None
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="tallyroll-unpack")
+        return self._pool
+
+    def forget(self) -> None:
+        """Know no threads: this is a forked child, which has none."""
+        self._pool = None
+
+    def close(self) -> None:
+        """End the threads."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+
+def _all_of(jobs: Sequence[Callable[[], None]]) -> None:
+    for job in jobs:
+        job()
+
+
+def _threads() -> int:
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+_Some = tuple[np.ndarray, np.ndarray]
+"""Places [k] in an array, and which rows [k] of a chunk go there."""
+_Wanted = tuple[int, np.ndarray | None, _Some | None]
+"""A chunk, the array that it goes to, None for none, and which of its rows; None for all."""
+
+
+class CachedArray:
+    """The rows of an array.
+
+    Args:
+        chunks: the stored chunks.
+        nbytes: how many bytes of them are kept; one chunk at least.
+        workers: threads that load chunks.
+    """
+
+    def __init__(self, chunks: Chunks, nbytes: int, workers: Workers) -> None:
+        self.chunks, self._workers = chunks, workers
+        self.layout = layout = chunks.layout
+        self._slots = max(1, min(nbytes // max(1, layout.chunk_nbytes), layout.chunks))
+        self.loads = 0
+        """Chunks that were decompressed so far."""
+        self._forget()
+        _LIVE.add(self)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """The most bytes that it keeps."""
+        return self._slots * self.layout.chunk_nbytes
+
+    def _forget(self) -> None:
+        layout = self.layout
+        self._lock = threading.Lock()
+        self._slab: np.ndarray | None = None
+        self._slot_of = np.full(layout.chunks, -1, np.int32)
+        self._chunk_in = np.full(self._slots, -1, np.int64)
+        self._used = np.full(self._slots, -1, np.int64)
+        self._lately = 2 * self._slots
+        self._asked = np.full(layout.chunks, -1 - self._lately, np.int64)
+        self._pool = BufferPool([(layout.numpy_dtype, layout.shape)])
+        self._clock = 0
+        self._next = -1
+        self._ahead: Future[None] | None = None
+
+    def forked(self) -> None:
+        """Begin again in a forked child: another thread may have held the lock."""
+        self._workers.forget()
+        self._forget()
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Copy rows [*], in any order, as `ColumnReader.take` does."""
+        layout = self.layout
+        shape = (*rows.shape, *layout.shape)
+        if out is None:
+            out = np.empty(shape, layout.numpy_dtype)
+        if not rows.size:
+            return out
+        flat, target = rows.reshape(-1), out.reshape(-1, *layout.shape)
+        chunk = flat // layout.chunk_rows
+        with self._lock:
+            slots = self._slot_of[chunk]
+            if (slots >= 0).all():
+                self._clock += 1
+                self._used[slots] = self._clock
+                self._gather(slots, flat, target)
+                return out
+            held, copied = self._chosen(np.unique(chunk), len(flat))
+            if len(held):
+                self._hold(held)
+                # Rows of other chunks have any values until they are copied.
+                self._gather(self._slot_of[chunk], flat, target)
+            if len(copied):
+                self._copy_rows(copied, chunk, flat, target)
+        return out
+
+    def take_each(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Copy rows for several at once, of which many may be in the same chunks.
+
+        The memory is used again when nothing refers to it.
+        """
+        every = self._memory(sum(each.size for each in rows))
+        if len(rows) == 1:
+            return [self.take(rows[0], every.reshape(*rows[0].shape, *self.layout.shape))]
+        self.take(np.concatenate([each.reshape(-1) for each in rows]), every)
+        found, start = [], 0
+        for each in rows:
+            part = every[start : start + each.size]
+            found.append(part.reshape(*each.shape, *self.layout.shape))
+            start += each.size
+        return found
+
+    def _memory(self, count: int) -> np.ndarray:
+        """Return memory for rows; what is small, or very large, is new."""
+        layout = self.layout
+        if _SMALL_NBYTES < count * layout.row_nbytes <= _MOST_POOLED_NBYTES:
+            return self._pool.arrays((count,))[0]
+        return np.empty((count, *layout.shape), layout.numpy_dtype)
+
+    def _chosen(self, needed: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which chunks are to be there, and those of which rows are copied only.
+
+        Those that nothing has asked for lately, unless so many ``rows`` are asked for that they are
+        a quarter of the chunks', and those for which there is no place.
+        """
+        there = self._slot_of[needed] >= 0
+        missing, present = needed[~there], needed[there]
+        small = self.layout.chunk_nbytes <= _SMALL_NBYTES
+        if small or _DENSE * rows >= len(needed) * self.layout.chunk_rows:
+            again = np.ones(len(missing), np.bool_)
+        else:
+            again = self.loads - self._asked[missing] <= self._lately
+            self._asked[missing] = self.loads
+        again &= np.cumsum(again) <= self._slots - len(present)
+        return np.concatenate([present, missing[again]]), missing[~again]
+
+    def _copy_rows(
+        self, chunks: np.ndarray, chunk: np.ndarray, rows: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Decompress chunks [n] to copy those of ``rows`` [k] that they have.
+
+        Args:
+            chunks: the chunks; they are not kept.
+            chunk: the chunk of each row [k].
+            rows: the rows.
+            out: where they go [k, *shape].
+        """
+        order = chunk.argsort(kind="stable")
+        begins, ends = (chunk[order].searchsorted(chunks, side) for side in ("left", "right"))
+        within = (rows % self.layout.chunk_rows)[order]
+        self._load(
+            [
+                (each, out, (order[begin:end], within[begin:end]))
+                for each, begin, end in zip(
+                    chunks.tolist(), begins.tolist(), ends.tolist(), strict=True
+                )
+            ]
+        )
+
+    def _gather(self, slots: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+        assert self._slab is not None
+        size = self.layout.chunk_rows
+        at = slots.astype(np.int64) * size + rows % size
+        # "clip" is the mode in which NumPy writes to `out` directly.
+        self._slab.take(at, axis=0, out=out, mode="clip")
+
+    def _hold(self, needed: np.ndarray, *, alone: bool = False) -> None:
+        """Have chunks [n], no more than there are slots; ``alone``: by no thread more.
+
+        Threads that wait for threads of the same pool could wait for ever.
+        """
+        layout = self.layout
+        if self._slab is None:
+            # Taken when it is touched.
+            self._slab = np.empty((self._slots * layout.chunk_rows, *layout.shape), layout.dtype)
+        self._clock += 1
+        slots = self._slot_of[needed]
+        self._used[slots[slots >= 0]] = self._clock
+        missing = needed[slots < 0]
+        if not len(missing):
+            return
+        free = np.argpartition(self._used, len(missing) - 1)[: len(missing)]
+        gone = self._chunk_in[free]
+        self._slot_of[gone[gone >= 0]] = -1
+        self._chunk_in[free] = self._used[free] = -1
+        size, slab = layout.chunk_rows, self._slab
+        self._load(
+            [
+                (chunk, slab[slot * size : (slot + 1) * size], None)
+                for chunk, slot in zip(missing.tolist(), free.tolist(), strict=True)
+            ],
+            alone,
+        )
+        self._slot_of[missing], self._chunk_in[free] = free, missing
+        self._used[free] = self._clock
+
+    def _load(self, wanted: Sequence[_Wanted], alone: bool = False) -> None:
+        chunks = self.chunks
+        jobs = [_Job(chunks, chunks.prepared(each[0]), *each) for each in wanted]
+        self.loads += len(jobs)
+        try:
+            if alone:
+                _all_of(jobs)
+            else:
+                self._workers.run(jobs)
+        finally:
+            chunks.done()
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        """Copy the rows ``[start, stop)``; a caller who goes on there finds them decompressed."""
+        layout, size = self.layout, self.layout.chunk_rows
+        out = np.empty((max(0, stop - start), *layout.shape), layout.numpy_dtype)
+        if not len(out):
+            return out
+        first, last = start // size, (stop - 1) // size
+        with self._lock:
+            whole = range(-(-start // size), stop // size)
+            loaded = [chunk for chunk in whole if self._slot_of[chunk] < 0]
+            # Whole ones go where they are wanted; of the others, more may be wanted soon.
+            self._load(
+                [
+                    (chunk, out[chunk * size - start : (chunk + 1) * size - start], None)
+                    for chunk in loaded
+                ]
+            )
+            there = {*loaded}
+            for chunk in range(first, last + 1):
+                if chunk not in there:
+                    self._hold(np.array([chunk]))
+                    self._copy(chunk, start, stop, out)
+            goes_on, self._next = start == self._next, stop
+            if goes_on:
+                self._read_ahead(stop, stop - start)
+        return out
+
+    def _copy(self, chunk: int, start: int, stop: int, out: np.ndarray) -> None:
+        assert self._slab is not None
+        size = self.layout.chunk_rows
+        begin, end = max(start, chunk * size), min(stop, (chunk + 1) * size)
+        at = int(self._slot_of[chunk]) * size - chunk * size
+        out[begin - start : end - start] = self._slab[at + begin : at + end]
+
+    def _read_ahead(self, start: int, count: int) -> None:
+        """Begin to decompress the rows after those that were read, if they fit beside them."""
+        size = self.layout.chunk_rows
+        chunks = np.arange(start // size, min(-(-(start + count) // size), self.layout.chunks))
+        if not len(chunks) or 2 * len(chunks) > self._slots:
+            return
+        if self._ahead is None or self._ahead.done():
+            self._ahead = self._workers.begin(_Ahead(self, chunks))
+
+    def hold(self, chunks: np.ndarray) -> None:
+        """Have chunks; one that cannot be loaded is loaded again, and raises, when it is wanted."""
+        with self._lock:
+            self._hold(chunks, alone=True)
+
+    def each_chunk(self) -> range:
+        """Return the numbers of all chunks."""
+        return range(self.layout.chunks)
+
+    def check(self, chunk: int) -> None:
+        """Load a chunk, and keep nothing of it.
+
+        Raises:
+            CorruptStorage: it is damaged.
+        """
+        with self._lock:
+            self._load([(chunk, None, None)])
+
+    def let_go(self) -> None:
+        """Close the files until rows are asked for again."""
+        with self._lock:
+            self.chunks.done(idle=True)
+
+    def close(self) -> None:
+        """Close the files, and give the memory back."""
+        with self._lock:
+            self.chunks.close()
+            self._slab = None
+            self._slot_of[:] = -1
+
+
+class _Job:
+    """A chunk to be loaded, and what becomes of it: see `_Wanted`."""
+
+    __slots__ = ("_chunk", "_chunks", "_out", "_some", "_where")
+
+    def __init__(
+        self, chunks: Chunks, where: Any, chunk: int, out: np.ndarray | None, some: _Some | None
+    ) -> None:
+        self._chunks, self._where, self._chunk = chunks, where, chunk
+        self._out, self._some = out, some
+
+    def __call__(self) -> None:
+        found = self._chunks.load(self._where, self._chunk)
+        if self._out is None:
+            return
+        if self._some is None:
+            self._out[:] = found
+        else:
+            places, within = self._some
+            self._out[places] = found[within]
+
+
+class _Ahead:
+    """Chunks that are decompressed before they are wanted."""
+
+    def __init__(self, array: CachedArray, chunks: np.ndarray) -> None:
+        self._array, self._chunks = weakref.ref(array), chunks
+
+    def __call__(self) -> None:
+        if (array := self._array()) is not None:
+            array.hold(self._chunks)
+
+
+_LIVE: weakref.WeakSet[CachedArray] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for each in list(_LIVE):
+        each.forked()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def budgets(sizes: Sequence[int], nbytes: int) -> list[int]:
+    """Return how many bytes are kept of arrays of these sizes, of ``nbytes`` in all.
+
+    The small ones have all that they need, and large ones equal parts of the rest.
+    """
+    found, left, order = [0] * len(sizes), nbytes, np.argsort(sizes, kind="stable")
+    for place, which in enumerate(order.tolist()):
+        found[which] = min(sizes[which], left // (len(sizes) - place))
+        left -= found[which]
+    return found

@@ -1,0 +1,347 @@
+"""How the columns of a storage are packed: as they are, or as states and frames.
+
+A few rows are looked at first. A column is packed as states where most rows of these begin with
+what came next before them, and as frames where most states are the one before with a frame more.
+Where that does not hold, rows take more space, and are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from tallyroll.storage.ext.packed.codecs import Codec
+from tallyroll.storage.ext.packed.layout import (
+    ArrayLayout,
+    ColumnLayout,
+    Layout,
+    StatesLayout,
+    pair_of,
+)
+from tallyroll.storage.ext.packed.shards import ChunkWriter
+from tallyroll.storage.ext.packed.stacks import (
+    FrameWriter,
+    StateWriter,
+    by_frame,
+    follows,
+    frame_shape,
+    in_order,
+    same_bits,
+)
+from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.schema import Column, Schema
+
+MakeWriter: TypeAlias = Callable[[ArrayLayout], ChunkWriter]
+Values: TypeAlias = Callable[[Key], np.ndarray]
+"""Returns some rows of a column [n, ...]."""
+Read: TypeAlias = Callable[[Key, np.ndarray], np.ndarray]
+"""Returns the rows of these numbers [n] of a column [n, ...], until it is called again."""
+
+_BLOCK_NBYTES: Final = 2**21
+"""Rows of a column are read so many bytes at a time, which stay in the processor's cache."""
+_LONG, _WIDE_NBYTES = 16, 2**10
+"""So many rows of so many bytes that follow one another are read where they are, not copied."""
+
+_MOST_FRAMES: Final = 16
+_LEAST_FRAME_NBYTES: Final = 16
+
+
+@dataclass(frozen=True)
+class FrameStack:
+    """A column whose values are stacks of frames, the oldest first.
+
+    Args:
+        key: the column, such as ``"observation"``; what comes next is stacked as it is.
+        n: frames of a stack; None: the length of the axis.
+        axis: of a row's value, along which frames are stacked; -1 is the last.
+    """
+
+    key: str | Key
+    n: int | None = None
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """How a column is packed, and what comes next after it if it is in ``next``."""
+
+    column: Column
+    next: Column | None = None
+    n: int = 1
+    axis: int = 0
+
+
+def frames_declared(schema: Schema, stacks: Sequence[FrameStack]) -> dict[Key, tuple[int, int]]:
+    """Return frames and axis of the columns of ``stacks``.
+
+    Raises:
+        ValueError: a column is not there, or cannot be such a stack.
+    """
+    found: dict[Key, tuple[int, int]] = {}
+    shapes = {each.key: each.shape for each in schema.columns}
+    for each in stacks:
+        key = (each.key,) if isinstance(each.key, str) else tuple(each.key)
+        if key not in shapes:
+            raise ValueError(
+                f"stacks: there is no column {spell(key)}; there are "
+                f"{', '.join(map(spell, shapes))}."
+            )
+        shape, axis = shapes[key], each.axis
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(
+                f"stacks: {spell(key)} has values of shape {list(shape)}, of which none is axis "
+                f"{axis}."
+            )
+        axis %= len(shape)
+        n = shape[axis] if each.n is None else each.n
+        if type(n) is not int or n < 2 or shape[axis] % n or n > 4096:
+            raise ValueError(
+                f"stacks: {spell(key)} has values of shape {list(shape)}, and {n!r:.80} frames "
+                f"cannot be stacked along axis {axis} of that."
+            )
+        found[key] = n, axis
+    return found
+
+
+def planned(
+    schema: Schema,
+    looks: Sequence[Values],
+    *,
+    once: bool,
+    stacks: Mapping[Key, tuple[int, int]] | None,
+) -> list[ColumnPlan]:
+    """Return how columns are packed.
+
+    Args:
+        schema: the columns.
+        looks: stretches of rows in the order in which they are packed.
+        once: pack states once, where that helps.
+        stacks: frames and axis of the columns that are stacks; None: look which are.
+    """
+    columns = {each.key: each for each in schema.columns}
+    taken: set[Key] = set()
+    found = []
+    for key, column in columns.items():
+        if key in taken:
+            continue
+        after = columns.get(pair_of(key))
+        if after is not None and (after.dtype, after.shape) != (column.dtype, column.shape):
+            after = None
+        if not (once and after is not None and _mostly(_goes_on(look, key) for look in looks)):
+            after = None
+        plan = ColumnPlan(column, after)
+        if after is not None:
+            taken.add(after.key)
+        if stacks is None:
+            plan = _looked_at(plan, looks)
+        elif key in stacks:
+            n, axis = stacks[key]
+            plan = replace(plan, n=n, axis=axis)
+        found.append(plan)
+    # In the order of the schema; those that come next are with their columns.
+    return [plan for plan in found if plan.column.key not in taken]
+
+
+def _goes_on(look: Values, key: Key) -> np.ndarray:
+    return same_bits(look(key)[1:], look(pair_of(key))[:-1])
+
+
+def _mostly(found: Any) -> bool:
+    every = np.concatenate([np.zeros(0, np.bool_), *found])
+    return len(every) > 0 and 2 * int(every.sum()) >= len(every)
+
+
+def _looked_at(plan: ColumnPlan, looks: Sequence[Values]) -> ColumnPlan:
+    """Return the plan with the frames of a stack, if the column looks like one."""
+    shape = plan.column.shape
+    for axis in dict.fromkeys((0, len(shape) - 1)) if len(shape) > 1 else ():
+        n = shape[axis]
+        if not 2 <= n <= _MOST_FRAMES or plan.column.row_nbytes // n < _LEAST_FRAME_NBYTES:
+            continue
+        pairs = [_pairs(plan, look, n, axis) for look in looks]
+        moves = any(not same_bits(before, after).all() for before, after in pairs if len(before))
+        if moves and _mostly(follows(before, after) for before, after in pairs):
+            return replace(plan, n=n, axis=axis)
+    return plan
+
+
+def _pairs(plan: ColumnPlan, look: Values, n: int, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    root = by_frame(look(plan.column.key), n, axis)
+    if plan.next is None:
+        return root[:-1], root[1:]
+    return root, by_frame(look(plan.next.key), n, axis)
+
+
+class Packing:
+    """Writes the columns of a storage, one block of rows after the other.
+
+    Args:
+        schema: the columns.
+        plans: how each is packed.
+        codec: returns the codec of a column.
+        make: makes the writer of an array.
+        first: the number of the first row.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        plans: Sequence[ColumnPlan],
+        codec: Callable[[Column], Codec],
+        make: MakeWriter,
+        first: int = 0,
+    ) -> None:
+        self._schema, self._make, self._first = schema, make, first
+        self.writers: list[ChunkWriter] = []
+        self._columns: dict[Key, ColumnLayout] = {}
+        self._states: list[_States] = []
+        self._plain: list[tuple[Key, ChunkWriter]] = []
+        for plan in plans:
+            self._add(plan, codec(plan.column))
+        old_rows = ArrayLayout.of(("tallyroll", "row"), np.int64, (), 0, codec_of_numbers(make))
+        self.old_rows = self.array(old_rows)
+        self.rows = 0
+
+    def _add(self, plan: ColumnPlan, codec: Codec) -> None:
+        column, key = plan.column, plan.column.key
+        if plan.next is None and plan.n == 1:
+            layout = ArrayLayout.of(key, column.numpy_dtype, column.shape, 0, codec)
+            place = self.array(layout)
+            self._columns[key] = ColumnLayout(array=place)
+            self._plain.append((key, self.writers[place]))
+            return
+        self._columns[key] = ColumnLayout(states=len(self._states))
+        if plan.next is not None:
+            self._columns[plan.next.key] = ColumnLayout(states=len(self._states), is_next=True)
+        self._states.append(_States(plan, codec, self))
+
+    def array(self, layout: ArrayLayout) -> int:
+        """Return the place of a new array."""
+        self.writers.append(self._make(layout))
+        return len(self.writers) - 1
+
+    def append(self, rows: np.ndarray, read: Read) -> None:
+        """Write the next rows, which had the numbers ``rows`` [n]."""
+        for key, writer in self._plain:
+            for piece in pieces(rows, writer.layout.row_nbytes):
+                writer.append(read(key, piece))
+        for states in self._states:
+            for piece in pieces(rows, states.row_nbytes):
+                states.append(partial(_of_rows, read, piece))
+        self.writers[self.old_rows].append(rows)
+        self.rows += len(rows)
+
+    def finish(self) -> Layout:
+        """Write what is left; return what there is."""
+        states = tuple(each.finish() for each in self._states)
+        for writer in self.writers:
+            writer.finish()
+        arrays = tuple(each.layout.with_rows(each.rows) for each in self.writers)
+        columns = tuple(self._columns[key] for key in self._schema.keys)
+        return Layout(self.rows, arrays, states, columns, self.old_rows, self._first)
+
+    def abandon(self) -> None:
+        """Close all files."""
+        for writer in self.writers:
+            writer.abandon()
+
+
+def _of_rows(read: Read, rows: np.ndarray, key: Key) -> np.ndarray:
+    return read(key, rows)
+
+
+def pieces(rows: np.ndarray, row_nbytes: int) -> Iterator[np.ndarray]:
+    """Cut the numbers of rows in pieces, so that wide rows that follow one another are one."""
+    most = max(1, _BLOCK_NBYTES // row_nbytes)
+    ends = [0, len(rows)]
+    if row_nbytes >= _WIDE_NBYTES:
+        cuts = np.concatenate([[0], np.flatnonzero(np.diff(rows) != 1) + 1, [len(rows)]])
+        long = np.flatnonzero(np.diff(cuts) >= _LONG)
+        ends = np.unique(np.concatenate([ends, cuts[long], cuts[long + 1]])).tolist()
+    for begin, end in pairwise(ends):
+        for start in range(begin, end, most):
+            yield rows[start : min(start + most, end)]
+
+
+def codec_of_numbers(make: MakeWriter) -> Codec:
+    """Return the codec of row numbers, for the writers that ``make`` makes."""
+    return Codec.of("gzip" if getattr(make, "hdf5", False) else "shuffle")
+
+
+class _States:
+    """Writes states of a column, and of what comes next."""
+
+    def __init__(self, plan: ColumnPlan, codec: Codec, packing: Packing) -> None:
+        self._plan, self._packing = plan, packing
+        column = plan.column
+        self.row_nbytes = column.row_nbytes
+        """Bytes of a row that comes."""
+        shape = frame_shape(column.shape, plan.n, plan.axis) if plan.n > 1 else column.shape
+        path = (*column.key, "frames")
+        self._frames = packing.array(ArrayLayout.of(path, column.numpy_dtype, shape, 0, codec))
+        self._found, self._stacks = StateWriter(), FrameWriter()
+        self._breaks: list[np.ndarray] = []
+        self._starts: list[np.ndarray] = []
+        self._rows = 0
+
+    def append(self, values: Values) -> None:
+        """Write the next rows."""
+        plan = self._plan
+        root = values(plan.column.key)
+        writer = self._packing.writers[self._frames]
+        if plan.next is None:
+            goes_on = np.ones(len(root), np.bool_)
+            frames, starts = self._stacks.add(by_frame(root, plan.n, plan.axis), goes_on)
+            self._starts.append(starts)
+            writer.append(frames)
+        else:
+            after = values(plan.next.key)
+            own = self._found.breaks(root, after)
+            self._breaks.append(self._rows + np.flatnonzero(own))
+            if plan.n == 1:
+                writer.append(in_order(root, after, own))
+            else:
+                writer.append(self._new_frames(root, after, own))
+        self._rows += len(root)
+
+    def _new_frames(self, root: np.ndarray, after: np.ndarray, own: np.ndarray) -> np.ndarray:
+        """Return the frames that the states of these rows add."""
+        plan = self._plan
+        root, after = (by_frame(each, plan.n, plan.axis) for each in (root, after))
+        follow = in_order(np.zeros(len(own), np.bool_), follows(root, after), own)
+        at = np.arange(len(own)) + np.cumsum(own)
+
+        def stack(state: int) -> np.ndarray:
+            row = int(np.searchsorted(at, state))
+            found: np.ndarray = (after if at[row] == state else root)[row]
+            return found
+
+        newest = in_order(root[:, -1], after[:, -1], own)
+        frames, starts = self._stacks.of(newest, follow, stack)
+        self._starts.append(starts)
+        return frames
+
+    def finish(self) -> StatesLayout:
+        """Write the rows and states that follow no other; return what there is."""
+        plan, packing = self._plan, self._packing
+        breaks = starts = None
+        if plan.next is not None:
+            breaks = self._table("breaks", self._breaks, ())
+        if plan.n > 1:
+            starts = self._table("starts", self._starts, (4,))
+        states = self._found.states if plan.next is not None else packing.rows
+        return StatesLayout(self._frames, states, breaks, starts, plan.n, plan.axis)
+
+    def _table(self, name: str, parts: list[np.ndarray], shape: tuple[int, ...]) -> int:
+        packing = self._packing
+        codec = packing.writers[packing.old_rows].layout.codec
+        path = (*self._plan.column.key, name)
+        place = packing.array(ArrayLayout.of(path, np.int64, shape, 0, codec))
+        for part in parts:
+            packing.writers[place].append(part)
+        return place

@@ -1,0 +1,304 @@
+"""Packed rows in an HDF5 file: datasets in chunks, with the filters shuffle and gzip of HDF5.
+
+A user block before it names the file, and has a copy of what is at its end (`front`); the manifest
+is a dataset of bytes, ``tallyroll/manifest``.
+Chunks are read as they are stored and decompressed here, so that no more memory is taken than they
+have to have; a chunk's checksum is that of zlib, Adler-32.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.ext.packed import front
+from tallyroll.storage.ext.packed.codecs import BadChunk, inflate
+from tallyroll.storage.ext.packed.layout import FORMAT_HDF5, ArrayLayout, Layout
+from tallyroll.storage.ext.packed.shards import ChunkWriter, damaged_chunk
+from tallyroll.storage.files.manifest import MANIFEST_LIMIT, Manifest, parse_manifest, sealed
+from tallyroll.storage.files.paths import translated
+from tallyroll.storage.files.safe_files import open_any
+from tallyroll.storage.formats.hdf5.datasets import DAMAGE, h5py_module
+from tallyroll.storage.formats.hdf5.guarded_file import GuardedFile, new_hdf5
+
+_MANIFEST: Final = "tallyroll/manifest"
+
+
+def is_packed(path: Path) -> bool:
+    """Return whether a file begins as those that are written here."""
+    if not path.is_file():
+        return False
+    with translated(path), open(open_any(path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
+        return file.read(len(front.MAGIC)) == front.MAGIC
+
+
+def opened(path: Path) -> Any:
+    """Return the file, open to read.
+
+    Raises:
+        MissingLibrary: h5py is not installed.
+        CorruptStorage: it cannot be opened.
+    """
+    h5py = h5py_module()
+    with _reading(path, "the file"):
+        return h5py.File(path, "r", rdcc_nbytes=0)
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Raise errors of h5py for damaged metadata as `CorruptStorage`."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise _damaged(path, f"HDF5 cannot read {what} ({error})") from error
+
+
+def _damaged(path: Path, why: str) -> CorruptStorage:
+    return CorruptStorage(
+        f"{path} is damaged: {why!s:.500}. Restore it from a copy, or save its rows with "
+        "`tallyroll repair`."
+    )
+
+
+def _dataset(file: Any, path: Path, name: str) -> Any:
+    """Return a dataset of this file and of no other one."""
+    h5py = h5py_module()
+    with _reading(path, name):
+        found = file
+        for part in name.split("/"):
+            if not isinstance(found.get(part, getlink=True), h5py.HardLink):
+                raise _damaged(path, f"{name} is not there, or is a link")
+            found = found[part]
+        if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
+            raise _damaged(path, f"{name} is no dataset of this file")
+        return found
+
+
+def stored_manifest(file: Any, path: Path) -> Manifest:
+    """Return the manifest; raise as `parse_manifest` does."""
+    data = _dataset(file, path, _MANIFEST)
+    with _reading(path, _MANIFEST):
+        plain = data.dtype == np.uint8 and data.ndim == 1 and data.chunks is None
+        if not plain or not 0 < data.shape[0] <= min(MANIFEST_LIMIT, data.id.get_storage_size()):
+            raise _damaged(path, f"{_MANIFEST} is no text of up to {MANIFEST_LIMIT} bytes")
+        content = data[()].tobytes()
+    found = parse_manifest(content, path)
+    if found["format"] != FORMAT_HDF5:
+        raise _damaged(path, f"its manifest is of format {found['format']!r:.80}")
+    return found
+
+
+class DatasetChunks:
+    """The chunks of a dataset.
+
+    Raises:
+        CorruptStorage: the dataset is not the array.
+    """
+
+    def __init__(self, file: Any, path: Path, layout: ArrayLayout) -> None:
+        self.layout, self._path = layout, path
+        name = "/".join(layout.path)
+        self._data = data = _dataset(file, path, name)
+        self._shuffled = layout.numpy_dtype.itemsize > 1
+        wanted = ((layout.rows, *layout.shape), layout.numpy_dtype, "gzip", self._shuffled)
+        with _reading(path, name):
+            found = (data.shape, data.dtype, data.compression, data.shuffle)
+            others = data.fletcher32 or data.scaleoffset is not None
+            if found != wanted or others or data.chunks != (layout.chunk_rows, *layout.shape):
+                raise _damaged(path, f"{name} is not as the manifest says")
+            if data.id.get_num_chunks() != layout.chunks:
+                raise _damaged(path, f"{name} has not all {layout.chunks:,} chunks")
+            self.nbytes: int = data.id.get_storage_size()
+
+    def prepared(self, chunk: int) -> tuple[int, bytes]:
+        """Return the filters that a chunk lacks, and what is stored of it."""
+        layout = self.layout
+        place = (chunk * layout.chunk_rows, *(0 for _ in layout.shape))
+        try:
+            info = self._data.id.get_chunk_info_by_coord(place)
+            if info.byte_offset is None or info.size > _most_stored(layout.chunk_nbytes):
+                raise BadChunk("it is not there, or has more bytes than a chunk can have")
+            mask, stored = self._data.id.read_direct_chunk(place)
+        except (BadChunk, *DAMAGE) as error:
+            raise self._bad(chunk, error) from error
+        return mask, stored
+
+    def load(self, where: tuple[int, bytes], chunk: int) -> np.ndarray:
+        """Decompress a chunk; raise CorruptStorage if it is damaged."""
+        (mask, stored), layout = where, self.layout
+        try:
+            return layout.as_chunk(
+                inflate(stored, mask, self._shuffled, layout.chunk_nbytes, layout.itemsize)
+            )
+        except BadChunk as error:
+            raise self._bad(chunk, error) from error
+
+    def _bad(self, chunk: int, error: Exception) -> CorruptStorage:
+        return damaged_chunk(self._path, self.layout, chunk, error)
+
+    def done(self, *, idle: bool = False) -> None:
+        """Do nothing: the file stays open."""
+
+    def another(self) -> DatasetChunks:
+        """Return the same chunks: the library lets one thread in at a time."""
+        return copy.copy(self)
+
+    def close(self) -> None:
+        """Let go of the dataset; the file is closed by what opened it."""
+        self._data = None
+
+
+def _most_stored(nbytes: int) -> int:
+    return nbytes + nbytes // 1000 + 1024
+
+
+class DatasetWriter(ChunkWriter):
+    """Writes the rows of an array to a dataset, one block of them after the other."""
+
+    def __init__(self, file: Any, guard: GuardedFile, layout: ArrayLayout) -> None:
+        super().__init__(layout)
+        self._guard = guard
+        self._shuffled = layout.numpy_dtype.itemsize > 1
+        self._data = file.create_dataset(
+            "/".join(layout.path),
+            shape=(0, *layout.shape),
+            maxshape=(None, *layout.shape),
+            chunks=(layout.chunk_rows, *layout.shape),
+            dtype=layout.numpy_dtype,
+            compression="gzip",
+            compression_opts=layout.codec.level,
+            shuffle=self._shuffled,
+        )
+        self._chunks = 0
+
+    def _store(self, chunk: np.ndarray) -> None:
+        body = chunk.tobytes()
+        if self._shuffled:
+            parts = np.frombuffer(body, np.uint8).reshape(-1, chunk.itemsize)
+            body = np.ascontiguousarray(parts.T).tobytes()
+        stored = zlib.compress(body, self.layout.codec.level)
+        size, start = self.layout.chunk_rows, self._chunks * self.layout.chunk_rows
+        if start + size > len(self._data):
+            # By ever more: a call takes longer than a chunk.
+            self._data.resize(size * max(16, 2 * self._chunks), axis=0)
+        self._data.id.write_direct_chunk((start, *(0 for _ in self.layout.shape)), stored)
+        self._guard.check()
+        self._chunks += 1
+        self.nbytes += len(stored)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        super().finish()
+        self._data.resize(self.rows, axis=0)
+
+
+def new_file(path: Path, room: int) -> AbstractContextManager[tuple[Any, GuardedFile]]:
+    """Return a new file, with a user block of ``room`` bytes, as `new_hdf5` does."""
+    return new_hdf5(path, userblock_size=room, libver="v110")
+
+
+def finish_file(file: Any, manifest: Manifest, layout: Layout) -> bytes:
+    """Write the manifest, and return the content of the user block, for `write_front`.
+
+    Raises:
+        ValueError: the manifest has too many bytes.
+    """
+    content = json.dumps(sealed(manifest)).encode()
+    if len(content) > MANIFEST_LIMIT:
+        raise ValueError(f"the manifest has {len(content)} bytes, and may have {MANIFEST_LIMIT}")
+    file.create_dataset(_MANIFEST, data=np.frombuffer(content, np.uint8))
+    file.attrs["about"] = "packed by Tallyroll: tallyroll/manifest says how its rows are packed"
+    copied = _copy(file, content, layout)
+    return copied if len(copied) <= file.userblock_size else front.MAGIC
+
+
+def write_front(path: Path, content: bytes) -> None:
+    """Write the user block of a file that is closed; return when all is on the disk."""
+    with open(path, "r+b") as target:
+        target.write(content)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _copy(file: Any, manifest: bytes, layout: Layout) -> bytes:
+    """Return the copy of what is at the end of a file, for its front."""
+    late = {place for each in layout.states for place in (each.breaks, each.starts)}
+    places, tables = [], {}
+    for number, array in enumerate(layout.arrays):
+        data = file["/".join(array.path)].id
+        found = [data.get_chunk_info(chunk) for chunk in range(array.chunks)]
+        # In the order of rows, which the library does not promise.
+        found.sort(key=lambda each: each.chunk_offset[0])
+        places.append(([each.byte_offset for each in found], [each.size for each in found]))
+        if number in late:
+            tables[number] = [data.read_direct_chunk(each.chunk_offset)[1] for each in found]
+    return front.written(manifest, places, tables)
+
+
+class FrontChunks:
+    """The chunks of an array, by the copy at the front of the file.
+
+    Args:
+        read: returns bytes of the file, by their count and the first one.
+        path: the file, for messages.
+        layout: the array.
+        places: the first bytes of its chunks, and how many bytes they have.
+        kept: the chunks, of arrays that were written last.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        path: Path,
+        layout: ArrayLayout,
+        places: tuple[np.ndarray, np.ndarray],
+        kept: Sequence[bytes],
+    ) -> None:
+        self.layout, self._read, self._path = layout, read, path
+        self._starts, self._sizes = places
+        self._kept = kept
+        if not len(self._starts) == len(self._sizes) == layout.chunks:
+            raise _damaged(path, f"its front has not the chunks of {'/'.join(layout.path)}")
+        self.nbytes = int(self._sizes.sum())
+
+    def prepared(self, chunk: int) -> bytes:
+        """Return what is stored of a chunk."""
+        start, nbytes = int(self._starts[chunk]), int(self._sizes[chunk])
+        if chunk < len(self._kept):
+            return self._kept[chunk]
+        if not 0 <= nbytes <= _most_stored(self.layout.chunk_nbytes) or start < 0:
+            raise damaged_chunk(self._path, self.layout, chunk, BadChunk("its place is none"))
+        try:
+            return self._read(nbytes, start)
+        except OSError as error:
+            raise damaged_chunk(self._path, self.layout, chunk, error) from error
+
+    def load(self, where: bytes, chunk: int) -> np.ndarray:
+        """Decompress a chunk; raise CorruptStorage if it is damaged."""
+        layout = self.layout
+        shuffled = layout.numpy_dtype.itemsize > 1
+        try:
+            return layout.as_chunk(
+                inflate(where, 0, shuffled, layout.chunk_nbytes, layout.itemsize)
+            )
+        except BadChunk as error:
+            raise damaged_chunk(self._path, layout, chunk, error) from error
+
+    def done(self, *, idle: bool = False) -> None:
+        """Do nothing: the file stays open."""
+
+    def another(self) -> FrontChunks:
+        """Return the same chunks."""
+        return copy.copy(self)
+
+    def close(self) -> None:
+        """Do nothing: the file is closed by what opened it."""

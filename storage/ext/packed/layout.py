@@ -1,0 +1,307 @@
+"""Which arrays a packed storage has, and how its columns come from them. Pure.
+
+The manifest has it, as ``packed``: what a reader knows, it knows from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.errors import CorruptStorage, FormatVersionMismatch
+from tallyroll.storage.ext.packed.codecs import Codec
+from tallyroll.storage.ext.packed.stacks import frame_shape
+from tallyroll.storage.rows.dtypes import NUMPY
+from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.schema import Column, Schema
+
+VERSION: Final = 1
+FORMAT: Final = "tallyroll.packed"
+"""The format of a Zarr group; of an HDF5 file with ``.hdf5`` behind it."""
+FORMAT_HDF5: Final = f"{FORMAT}.hdf5"
+
+WIDE_ROWS: Final = 64
+"""Rows of a chunk of wide rows: so many are decompressed for one."""
+_NARROW_NBYTES, _NARROW_ROWS, _WIDE_NBYTES = 2**14, 2**11, 2**23
+_SHARD_NBYTES, _SHARD_CHUNKS = 2**28, 2**10
+_MOST_ROWS: Final = 2**48
+_DTYPES: Final = frozenset(dtype.name for dtype in NUMPY.values())
+
+
+def chunk_rows_of(row_nbytes: int) -> int:
+    """Return the rows of a chunk: 64; more of narrow rows, and fewer of some MiB each."""
+    if row_nbytes * WIDE_ROWS > _WIDE_NBYTES:
+        return _power_of_two(_WIDE_NBYTES // row_nbytes)
+    narrow = _NARROW_NBYTES // row_nbytes
+    return max(WIDE_ROWS, min(_NARROW_ROWS, _power_of_two(narrow)))
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def shard_rows_of(chunk_rows: int, row_nbytes: int, rows: int) -> int:
+    """Return the rows of a file: up to 1,024 chunks, and 256 MiB before they are compressed.
+
+    The index of a file has a line for each; one file has no more than there are.
+    """
+    chunks = min(_SHARD_CHUNKS, _SHARD_NBYTES // (chunk_rows * row_nbytes))
+    if rows:
+        chunks = min(chunks, -(-rows // chunk_rows))
+    return chunk_rows * max(1, chunks)
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """One array [rows, *shape], in chunks of rows."""
+
+    path: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    rows: int
+    chunk_rows: int
+    shard_rows: int
+    codec: Codec
+
+    @classmethod
+    def of(
+        cls, path: tuple[str, ...], dtype: Any, shape: tuple[int, ...], rows: int, codec: Codec
+    ) -> ArrayLayout:
+        """Return the layout of an array, with chunks as they suit it."""
+        dtype = np.dtype(dtype)
+        nbytes = dtype.itemsize * math.prod(shape)
+        chunk = chunk_rows_of(nbytes)
+        codec.require(chunk * nbytes)
+        shard = shard_rows_of(chunk, nbytes, rows)
+        return cls(path, dtype.name, shape, rows, chunk, shard, codec)
+
+    def with_rows(self, rows: int) -> ArrayLayout:
+        """Return the layout of the array, which has so many rows."""
+        return self.of(self.path, self.dtype, self.shape, rows, self.codec)
+
+    @cached_property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of its values."""
+        return np.dtype(self.dtype)
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return self.numpy_dtype.itemsize
+
+    @cached_property
+    def row_nbytes(self) -> int:
+        """Bytes of one row."""
+        return self.itemsize * math.prod(self.shape)
+
+    @cached_property
+    def chunk_nbytes(self) -> int:
+        """Bytes of a chunk."""
+        return self.row_nbytes * self.chunk_rows
+
+    def as_chunk(self, content: np.ndarray) -> np.ndarray:
+        """Return the bytes of a chunk, uint8 [chunk_nbytes], as [chunk_rows, *shape]."""
+        return content.view(self.dtype).reshape(self.chunk_rows, *self.shape)
+
+    @property
+    def chunks(self) -> int:
+        """The number of its chunks, of which the last may have rows that are not there."""
+        return -(-self.rows // self.chunk_rows)
+
+    @property
+    def shards(self) -> int:
+        """The number of its files."""
+        return -(-self.rows // self.shard_rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads back."""
+        return {**asdict(self), "codec": str(self.codec)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ArrayLayout:
+        """Return the layout that `to_json` wrote; raise ValueError, TypeError or KeyError."""
+        path, shape = (tuple(value[name]) for name in ("path", "shape"))
+        rows, chunk, shard = (value[name] for name in ("rows", "chunk_rows", "shard_rows"))
+        if value["dtype"] not in _DTYPES or not path or not all(type(p) is str for p in path):
+            raise ValueError(f"no array is called {path!r:.80}, of {value['dtype']!r:.80}")
+        if any(part in ("", ".", "..") or "/" in part or "\0" in part for part in path):
+            raise ValueError(f"no array is called {path!r:.80}")
+        if any(type(n) is not int or n < 1 for n in (*shape, chunk, shard)) or len(shape) > 64:
+            raise ValueError(f"the sizes of {path!r:.80} are none")
+        if type(rows) is not int or not 0 <= rows < _MOST_ROWS:
+            raise ValueError(f"{path!r:.80} has {rows!r:.80} rows")
+        found = cls(path, value["dtype"], shape, rows, chunk, shard, Codec.of(value["codec"]))
+        if found != found.with_rows(rows):
+            raise ValueError(f"the chunks of {path!r:.80} are none that version {VERSION} has")
+        return found
+
+
+@dataclass(frozen=True)
+class StatesLayout:
+    """States of which rows are made: row r shows one, and what came next is the one after it.
+
+    ``breaks`` are rows, ascending, that do not begin with what came next before them; None where
+    every row has a state of its own, and nothing comes next. ``starts`` are lines of states that
+    are not the one before them with one frame more: see `stacks`.
+    """
+
+    frames: int
+    """The array of the frames, by its place."""
+    states: int
+    """How many states there are."""
+    breaks: int | None = None
+    starts: int | None = None
+    n: int = 1
+    """Frames of a state."""
+    axis: int = 0
+    """The axis of a row's value along which they are stacked."""
+
+
+@dataclass(frozen=True)
+class ColumnLayout:
+    """A column: an array of its own, or states, where it ``is_next`` the ones that come next."""
+
+    array: int | None = None
+    states: int | None = None
+    is_next: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All of a packed storage."""
+
+    rows: int
+    arrays: tuple[ArrayLayout, ...]
+    states: tuple[StatesLayout, ...]
+    columns: tuple[ColumnLayout, ...]
+    old_rows: int
+    """The array of the numbers that rows had before."""
+    first: int = 0
+    """The number of the first row: in a ring that was packed, that of its oldest one."""
+    version: int = VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads back."""
+        value = asdict(self)
+        value["arrays"] = [each.to_json() for each in self.arrays]
+        return value
+
+    @classmethod
+    def from_json(cls, value: Any, schema: Schema, path: Path) -> Layout:
+        """Return the layout that `to_json` wrote, of these columns.
+
+        Raises:
+            CorruptStorage: it is damaged.
+            FormatVersionMismatch: a later Tallyroll wrote it.
+        """
+        try:
+            version = value["version"]
+            if type(version) is int and VERSION < version < 2**16:
+                raise FormatVersionMismatch(
+                    f"{path} is packed by version {version} of the layout, and this Tallyroll "
+                    f"reads version {VERSION}. Use the Tallyroll that packed it."
+                )
+            found = cls(
+                value["rows"],
+                tuple(map(ArrayLayout.from_json, value["arrays"])),
+                tuple(StatesLayout(**each) for each in value["states"]),
+                tuple(ColumnLayout(**each) for each in value["columns"]),
+                value["old_rows"],
+                value["first"],
+                version,
+            )
+            found._check(schema)
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+            raise CorruptStorage(
+                f"{path} does not say how its rows are packed ({error!s:.200}). Restore it from a "
+                "copy."
+            ) from error
+        return found
+
+    def _check(self, schema: Schema) -> None:
+        if self.version != VERSION or type(self.rows) is not int or self.rows < 0:
+            raise ValueError(f"version {self.version!r:.80} of {self.rows!r:.80} rows is none")
+        if type(self.first) is not int or not 0 <= self.first < _MOST_ROWS:
+            raise ValueError(f"{self.first!r:.80} is no number of a row")
+        if len({each.path for each in self.arrays}) < len(self.arrays):
+            raise ValueError("an array is named twice")
+        require_array(self.arrays, self.old_rows, self.rows, "int64", ())
+        if len(self.columns) != len(schema.columns):
+            raise ValueError(f"{len(self.columns)} columns, expected {len(schema.columns)}")
+        for each in self.states:
+            self._check_states(each)
+        for place, column in zip(self.columns, schema.columns, strict=True):
+            self._check_column(place, column)
+        shown = sorted((p.states, p.is_next) for p in self.columns if p.states is not None)
+        if len({*shown}) < len(shown) or [n for n, later in shown if not later] != [
+            *range(len(self.states))
+        ]:
+            raise ValueError("each states need one column, and at most one next column")
+
+    def _check_states(self, each: StatesLayout) -> None:
+        for number in (each.n, each.states, each.axis):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"states: {number!r:.80} is no count")
+        if each.breaks is None:
+            if each.states != self.rows:
+                raise ValueError("there are not as many states as rows")
+        else:
+            breaks = self.arrays[_place(each.breaks)]
+            require_array(self.arrays, each.breaks, breaks.rows, "int64", ())
+            if each.states != self.rows + breaks.rows or breaks.rows > self.rows:
+                raise ValueError("there are not as many states as rows and breaks")
+        frames = self.arrays[_place(each.frames)]
+        if each.starts is None:
+            if each.n != 1 or frames.rows != each.states:
+                raise ValueError("there are not as many frames as states")
+            return
+        starts = self.arrays[_place(each.starts)]
+        require_array(self.arrays, each.starts, starts.rows, "int64", (4,))
+        most = each.states * max(each.n, 1)
+        if not 2 <= each.n <= 4096 or not starts.rows <= each.states <= frames.rows <= most:
+            raise ValueError("the frames are not those of the states")
+
+    def _check_column(self, place: ColumnLayout, column: Column) -> None:
+        if type(place.is_next) is not bool or (place.array is None) == (place.states is None):
+            raise ValueError("a column comes from nowhere, or from two places")
+        if place.states is None:
+            dtype, shape = column.numpy_dtype.name, column.shape
+            require_array(self.arrays, place.array, self.rows, dtype, shape)
+            return
+        states = self.states[_place(place.states)]
+        if place.is_next and states.breaks is None:
+            raise ValueError("nothing comes next")
+        shape = column.shape
+        if states.starts is not None:
+            if states.axis >= len(shape) or shape[states.axis] % states.n:
+                raise ValueError("a stack does not fit its column")
+            shape = frame_shape(shape, states.n, states.axis)
+        frames = self.arrays[_place(states.frames)]
+        if frames.dtype != column.numpy_dtype.name or frames.shape != shape:
+            raise ValueError("frames do not fit their column")
+
+
+def _place(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.80} is no place")
+    return value
+
+
+def require_array(
+    arrays: Sequence[ArrayLayout], place: Any, rows: int, dtype: str, shape: tuple[int, ...]
+) -> None:
+    """Raise ValueError unless the array at a place is such a one."""
+    found = arrays[_place(place)]
+    if (found.rows, found.dtype, found.shape) != (rows, dtype, shape):
+        raise ValueError(f"array {'/'.join(found.path)} is not that of its column")
+
+
+def pair_of(key: Key) -> Key:
+    """Return the column that may hold what came next after a column."""
+    return ("next", *key)

@@ -1,0 +1,365 @@
+"""The files of a Zarr array: shards, as the codec ``sharding_indexed`` of Zarr v3 has them.
+
+A shard is the stored chunks, one after the other, and at its end an index, which says of every
+chunk where it begins and how many bytes it has, and the CRC-32C of that. Nothing is read that the
+index does not bound, and no more than a chunk can have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol
+
+import numpy as np
+
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.ext.packed.codecs import BadChunk, crc32c
+from tallyroll.storage.ext.packed.layout import ArrayLayout
+from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.safe_files import Inside
+
+_ABSENT: Final = 2**64 - 1
+_SUM_NBYTES: Final = 4
+_MOST_OPEN: Final = 16
+
+
+def shard_path(root: Path, layout: ArrayLayout, number: int) -> Path:
+    """Return the file of a shard."""
+    name = ".".join(["c", str(number), *("0" for _ in layout.shape)])
+    return root.joinpath(*layout.path, name)
+
+
+def _index_nbytes(layout: ArrayLayout) -> int:
+    return layout.shard_rows // layout.chunk_rows * 16 + _SUM_NBYTES
+
+
+class ChunkWriter(ABC):
+    """Cuts the rows of an array, which come one block after the other, in chunks.
+
+    Args:
+        layout: the array, whose number of rows is not known yet.
+    """
+
+    def __init__(self, layout: ArrayLayout) -> None:
+        self.layout = layout
+        self._chunk = np.zeros((layout.chunk_rows, *layout.shape), layout.numpy_dtype)
+        self._filled = 0
+        self.rows = self.nbytes = 0
+        """Rows, and bytes that are stored, so far."""
+
+    def append(self, values: np.ndarray) -> None:
+        """Write rows [n, *shape]."""
+        done, size = 0, self.layout.chunk_rows
+        while done < len(values):
+            if not self._filled and len(values) - done >= size:
+                self._store(np.ascontiguousarray(values[done : done + size]))
+                done += size
+                continue
+            some = min(size - self._filled, len(values) - done)
+            self._chunk[self._filled : self._filled + some] = values[done : done + some]
+            self._filled, done = self._filled + some, done + some
+            if self._filled == size:
+                self._store(self._chunk)
+                self._filled = 0
+        self.rows += len(values)
+
+    @abstractmethod
+    def _store(self, chunk: np.ndarray) -> None:
+        """Write a chunk [chunk_rows, *shape], C-contiguous."""
+
+    def finish(self) -> None:
+        """Write what is left."""
+        if self._filled:
+            self._chunk[self._filled :] = 0
+            self._store(self._chunk)
+            self._filled = 0
+
+    def abandon(self) -> None:  # noqa: B027 - a file of all arrays is closed by what made it
+        """Close the file."""
+
+
+class ShardWriter(ChunkWriter):
+    """Writes the rows of an array to shards.
+
+    Args:
+        inside: the files.
+        layout: the array.
+    """
+
+    def __init__(self, inside: Inside, layout: ArrayLayout) -> None:
+        super().__init__(layout)
+        self._inside = inside
+        self._shard = self._at = 0
+        self._file: BinaryIO | None = None
+        self._entries: list[tuple[int, int]] = []
+        inside.make_directory(inside.root.joinpath(*layout.path))
+
+    def _store(self, chunk: np.ndarray) -> None:
+        if self._file is None:
+            path = shard_path(self._inside.root, self.layout, self._shard)
+            self._file = open(self._inside.make(path), "wb", buffering=2**18)  # noqa: SIM115
+        stored = self.layout.codec.encode(chunk)
+        self._file.write(stored)
+        self._entries.append((self._at, len(stored)))
+        self._at += len(stored)
+        if len(self._entries) == self.layout.shard_rows // self.layout.chunk_rows:
+            self._end_shard()
+
+    def _end_shard(self, *, whole: bool = False) -> None:
+        """Write the index; ``whole`` where this is the last shard."""
+        file = self._file
+        if file is None:
+            return
+        layout = self.layout.with_rows(self.rows) if whole else self.layout
+        index = np.full((layout.shard_rows // layout.chunk_rows, 2), _ABSENT, "<u8")
+        index[: len(self._entries)] = self._entries
+        content = index.tobytes()
+        file.write(content + crc32c(content).to_bytes(_SUM_NBYTES, "little"))
+        self.nbytes += self._at + len(content) + _SUM_NBYTES
+        file.close()
+        self._file, self._entries, self._at = None, [], 0
+        self._shard += 1
+
+    def finish(self) -> None:
+        """Write what is left."""
+        super().finish()
+        self._end_shard(whole=True)
+
+    def abandon(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+class ShardFiles(Protocol):
+    """The bytes of shards, wherever they are; what `open` returned names one of them."""
+
+    @property
+    def root(self) -> Path:
+        """The directory that all are below."""
+
+    def open(self, path: Path) -> Any:
+        """Open a shard; raise OSError where that fails."""
+
+    def size(self, file: Any) -> int:
+        """Return the bytes that a shard has."""
+
+    def read(self, file: Any, nbytes: int, begin: int) -> bytes:
+        """Return bytes, fewer where the shard ends; called by several threads at a time."""
+
+    def will_read(self, file: Any, nbytes: int, begin: int) -> None:
+        """Note that these bytes are wanted next."""
+
+    def distrust(self, file: Any, nbytes: int, begin: int) -> bool:
+        """Keep no copy of these bytes, which are not what was written; whether others may come."""
+
+    def close(self, file: Any) -> None:
+        """Close a shard."""
+
+
+class LocalFiles:
+    """Shards in files of this machine."""
+
+    def __init__(self, inside: Inside) -> None:
+        self.root, self._inside = inside.root, inside
+
+    def open(self, path: Path) -> int:
+        """Return a descriptor."""
+        return self._inside.open(path, os.O_RDONLY)
+
+    def size(self, file: int) -> int:
+        """Return the bytes of a file."""
+        return os.fstat(file).st_size
+
+    def read(self, file: int, nbytes: int, begin: int) -> bytes:
+        """Return bytes of a file."""
+        return os.pread(file, nbytes, begin)
+
+    def will_read(self, file: int, nbytes: int, begin: int) -> None:
+        """Do nothing: the system reads ahead."""
+
+    def distrust(self, file: int, nbytes: int, begin: int) -> bool:
+        """Return False: no copy is kept."""
+        return False
+
+    def close(self, file: int) -> None:
+        """Close a file."""
+        os.close(file)
+
+
+class ShardChunks:
+    """The chunks of an array in its shards; threads may load some at a time.
+
+    Args:
+        files: the shards.
+        layout: the array.
+        nbytes: bytes of the files, where they were looked at before; None: look.
+
+    Raises:
+        CorruptStorage: a shard is missing, or too short for its index.
+    """
+
+    def __init__(self, files: ShardFiles, layout: ArrayLayout, nbytes: int | None = None) -> None:
+        self.layout, self._source = layout, files
+        self._files: OrderedDict[int, Any] = OrderedDict()
+        self._indices: dict[int, np.ndarray] = {}
+        if nbytes is None:
+            nbytes = sum(self._nbytes_of(shard) for shard in range(layout.shards))
+        self.nbytes = nbytes
+        """Bytes of its files."""
+
+    def _path(self, shard: int) -> Path:
+        return shard_path(self._source.root, self.layout, shard)
+
+    def _nbytes_of(self, shard: int) -> int:
+        with self._told(shard), self._opened(shard) as file:
+            found = self._source.size(file)
+        if found < _index_nbytes(self.layout):
+            raise CorruptStorage(
+                f"{self._path(shard)} has {found} bytes, fewer than its index: it was cut short. "
+                f"It has {self._rows_of(shard)}. Restore it from a copy."
+            )
+        return found
+
+    @contextlib.contextmanager
+    def _opened(self, shard: int) -> Iterator[Any]:
+        file = self._source.open(self._path(shard))
+        try:
+            yield file
+        finally:
+            self._source.close(file)
+
+    @contextlib.contextmanager
+    def _told(self, shard: int) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CorruptStorage(
+                f"{self._path(shard)} is missing, which has {self._rows_of(shard)}. Restore it "
+                "from a copy."
+            ) from error
+        except OSError as error:
+            raise failed(self._path(shard), error, 0) from error
+
+    def _rows_of(self, shard: int) -> str:
+        layout = self.layout
+        start = shard * layout.shard_rows
+        stop = min(start + layout.shard_rows, layout.rows)
+        return f"rows {start:,} to {stop - 1:,} of {'/'.join(layout.path)}"
+
+    def _file(self, shard: int) -> Any:
+        if shard in self._files:
+            self._files.move_to_end(shard)
+            return self._files[shard]
+        with self._told(shard):
+            file = self._source.open(self._path(shard))
+        self._files[shard] = file
+        return file
+
+    def _index(self, shard: int) -> np.ndarray:
+        found = self._indices.get(shard)
+        if found is None:
+            found = self._indices[shard] = self._read_index(shard)
+        return found
+
+    def _read_index(self, shard: int) -> np.ndarray:
+        layout, nbytes, file = self.layout, _index_nbytes(self.layout), self._file(shard)
+        with self._told(shard):
+            begin = self._source.size(file) - nbytes
+            content = self._source.read(file, nbytes, begin) if begin >= 0 else b""
+            if not _sum_fits(content) and self._source.distrust(file, nbytes, begin):
+                content = self._source.read(file, nbytes, begin)
+        body = content[:-_SUM_NBYTES]
+        if len(content) != nbytes or not _sum_fits(content):
+            raise self._damaged(shard, "its index is not what was written")
+        index = np.frombuffer(body, "<u8").reshape(-1, 2)
+        chunks = layout.shard_rows // layout.chunk_rows
+        index = index[: min(chunks, layout.chunks - shard * chunks)]
+        most = layout.codec.most_stored(layout.chunk_nbytes)
+        # Without sums, which could overflow.
+        if ((index[:, 0] > begin) | (index[:, 1] > begin) | (index[:, 1] > most)).any() or (
+            index.sum(1) > begin
+        ).any():
+            raise self._damaged(shard, "its index is of bytes that are not there")
+        return index.astype(np.int64)
+
+    def _damaged(self, shard: int, why: str) -> CorruptStorage:
+        return CorruptStorage(
+            f"{self._path(shard)}, which has {self._rows_of(shard)}, is damaged: {why}. Restore it "
+            "from a copy."
+        )
+
+    def prepared(self, chunk: int) -> tuple[Any, int, int]:
+        """Return a file that is open until the next call of `done`, and where a chunk is in it."""
+        chunks = self.layout.shard_rows // self.layout.chunk_rows
+        shard, at = divmod(chunk, chunks)
+        begin, nbytes = self._index(shard)[at].tolist()
+        file = self._file(shard)
+        self._source.will_read(file, nbytes, begin)
+        return file, begin, nbytes
+
+    def load(self, where: tuple[Any, int, int], chunk: int) -> np.ndarray:
+        """Decompress a chunk that was `prepared`: [chunk_rows, *shape]. Do not write to it.
+
+        Raises:
+            CorruptStorage: it is damaged.
+        """
+        file, begin, nbytes = where
+        shard = chunk * self.layout.chunk_rows // self.layout.shard_rows
+        try:
+            return self._decoded(where, shard)
+        except BadChunk as error:
+            if not self._source.distrust(file, nbytes, begin):
+                raise damaged_chunk(self._path(shard), self.layout, chunk, error) from error
+        try:
+            return self._decoded(where, shard)
+        except BadChunk as error:
+            self._source.distrust(file, nbytes, begin)
+            raise damaged_chunk(self._path(shard), self.layout, chunk, error) from error
+
+    def _decoded(self, where: tuple[Any, int, int], shard: int) -> np.ndarray:
+        (file, begin, nbytes), layout = where, self.layout
+        with self._told(shard):
+            stored = self._source.read(file, nbytes, begin)
+        return layout.as_chunk(layout.codec.decode(stored, layout.chunk_nbytes, layout.itemsize))
+
+    def done(self, *, idle: bool = False) -> None:
+        """Close files that nothing has asked for lately; if ``idle``, all."""
+        while len(self._files) > (0 if idle else _MOST_OPEN):
+            self._source.close(self._files.popitem(last=False)[1])
+
+    def another(self) -> ShardChunks:
+        """Return the same chunks with files of its own."""
+        return ShardChunks(self._source, self.layout, self.nbytes)
+
+    def close(self) -> None:
+        """Close all files."""
+        with contextlib.ExitStack() as exits:
+            while self._files:
+                exits.callback(self._source.close, self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        # Of a reader that was not closed.
+        self.close()
+
+
+def _sum_fits(content: bytes) -> bool:
+    body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
+    return crc32c(body).to_bytes(_SUM_NBYTES, "little") == told
+
+
+def damaged_chunk(path: Any, layout: ArrayLayout, chunk: int, error: Exception) -> CorruptStorage:
+    """Return the error for a chunk that is damaged, which names its rows."""
+    start = chunk * layout.chunk_rows
+    stop = min(start + layout.chunk_rows, layout.rows)
+    return CorruptStorage(
+        f"{path} is damaged: {error}, of the chunk with rows {start:,} to {stop - 1:,} of "
+        f"{'/'.join(layout.path)}; those in other chunks are safe. Restore it from a copy."
+    )

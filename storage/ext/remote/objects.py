@@ -1,0 +1,263 @@
+"""The objects below an address, asked for with limits: of time, of tries, of bytes.
+
+Errors of the library are read here, and nowhere else: their texts may have requests in them, of
+which a signature or a key may be a part. So none of them is passed on, as a text or as a cause.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, BinaryIO, Final, TypeVar
+from urllib.parse import quote
+
+from tallyroll.storage.errors import (
+    CorruptStorage,
+    MissingLibrary,
+    ObjectChanged,
+    ObjectStoreFailed,
+)
+from tallyroll.storage.ext.remote.address import HOW, S3Path
+from tallyroll.storage.ext.remote.options import S3Options
+from tallyroll.storage.ext.remote.redirects import host_of, redirected_host
+
+_T = TypeVar("_T")
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
+_MOST_TRIES: Final = 8
+_LOOK_SECONDS: Final = 5.0
+_MOST_OBJECTS: Final = 2**20
+_PART_NBYTES: Final = 2**23
+_STATUS: Final = re.compile(r"status(?: code)?: (\d{3})")
+_CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
+_FINAL_STATUS: Final = {"301", "307", "400", "401", "403", "404", "405", "409", "416", "501"}
+_SIGNS: Final = (
+    ("TimedOut", "no answer in time"),
+    ("Timeout", "no answer in time"),
+    ("ConnectionRefused", "the connection was refused"),
+    ("ConnectionReset", "the connection broke"),
+    ("IncompleteMessage", "the connection broke"),
+    ("dns error", "the host's name is not known"),
+    ("ertificate", "the server's certificate is not trusted"),
+    ("kind: Connect", "no connection"),
+    ("169.254.169.254", "there are no credentials in the environment, and the machine has no role"),
+    ("missing credentials", "there are no credentials"),
+    ("body", "the answer ended before it was whole"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object as it was when it was listed."""
+
+    nbytes: int
+    etag: str | None
+
+
+class Objects:
+    """The objects below an address. Threads may use it at a time; a forked child may not.
+
+    Every call ends within ``patience`` and ``timeout`` of the options together.
+
+    Raises:
+        MissingLibrary: the extra ``s3`` is not installed.
+        InvalidAddress: the endpoint has credentials in it.
+    """
+
+    def __init__(self, place: S3Path, options: S3Options) -> None:
+        self.place, self.options = place, options
+        try:
+            import obstore
+            import obstore.exceptions
+            import obstore.store
+        except ImportError as error:
+            raise MissingLibrary(
+                f"{place} needs obstore, which is not installed: pip install 'tallyroll[s3]'."
+            ) from error
+        self._calls: Any = obstore
+        self._process = os.getpid()
+        self._looked = set[str]()
+        self._turn = threading.Lock()
+        self._url = url = options.url
+        config: dict[str, Any] = {
+            "endpoint": url,
+            "aws_endpoint_url_s3": url,
+            "region": options.region,
+        }
+        self._store = self._calls.store.S3Store(
+            place.bucket,
+            prefix=place.key or None,
+            config={name: value for name, value in config.items() if value is not None},
+            client_options={
+                "allow_http": url is not None and url.startswith("http://"),
+                "timeout": timedelta(seconds=options.timeout),
+                "connect_timeout": timedelta(seconds=min(10.0, options.timeout)),
+            },
+            # Tries are counted here, where a body that is too short counts, too.
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=options.timeout)},
+        )
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether it was made here, and not before this process was forked."""
+        return os.getpid() == self._process
+
+    def require_own_process(self) -> None:
+        """Raise `ObjectStoreFailed` in a forked child, where the library's threads are not."""
+        if not self.is_of_this_process:
+            raise ObjectStoreFailed(
+                f"{self.place} was opened before this process was forked, and the library's "
+                "threads are not here. Open it again in the child, or start it by 'spawn'."
+            )
+
+    def listed(self) -> dict[str, Found]:
+        """Return all objects by their names below the address, of which there may be none."""
+
+        def every() -> dict[str, Found]:
+            found: dict[str, Found] = {}
+            for page in self._calls.list(self._store):
+                for each in page:
+                    found[each["path"]] = Found(each["size"], each["e_tag"])
+                if len(found) > _MOST_OBJECTS:
+                    raise CorruptStorage(
+                        f"{self.place} has more than {_MOST_OBJECTS:,} objects, and no dataset has "
+                        "so many. Give the address of one."
+                    )
+            return found
+
+        return self._tried("list", "", every)
+
+    def read(self, name: str, begin: int, stop: int, listed: Found) -> bytes:
+        """Return bytes of an object.
+
+        Raises:
+            ObjectChanged: it is not the one that was listed.
+            ObjectStoreFailed: the store does not give them.
+        """
+        if begin >= stop:
+            return b""
+
+        def some() -> bytes:
+            got = self._calls.get(self._store, name, options={"range": (begin, stop)})
+            meta = got.meta
+            if meta["size"] != listed.nbytes or listed.etag not in (None, meta["e_tag"]):
+                raise ObjectChanged(
+                    f"{self.place / name} was replaced while it was read: it had {listed.nbytes:,} "
+                    f"bytes, and has {meta['size']:,}, or others. Open the dataset again."
+                )
+            content = bytes(got.bytes())
+            if got.range != (begin, stop) or len(content) != stop - begin:
+                raise _TooShort(f"{len(content)} of {stop - begin} bytes came")
+            return content
+
+        try:
+            return self._tried("read", name, some)
+        except FileNotFoundError as error:
+            raise ObjectChanged(
+                f"{self.place / name} was removed while it was read. Open the dataset again."
+            ) from error
+
+    def note(self, name: str, key: str) -> str | None:
+        """Return what was noted of an object with `put`."""
+        found = self._tried(
+            "read", name, lambda: self._calls.get(self._store, name, options={"head": True})
+        )
+        value: str | None = found.attributes.get(key)
+        return value
+
+    def put(self, name: str, content: BinaryIO | bytes, notes: dict[str, str]) -> None:
+        """Write an object, whole or not at all."""
+
+        def all_of_it() -> None:
+            if not isinstance(content, bytes):
+                content.seek(0)
+            self._calls.put(
+                self._store, name, content, attributes=notes, chunk_size=_PART_NBYTES,
+                max_concurrency=4,
+            )  # fmt: skip
+
+        self._tried("write", name, all_of_it)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects, one after the other; those that are not there are no error."""
+        for name in names:
+            self._tried("remove", name, partial(self._calls.delete, self._store, name))
+
+    def _tried(self, verb: str, name: str, call: Callable[[], _T]) -> _T:
+        """Return what a call returns, which is tried again while that may help."""
+        self.require_own_process()
+        place, end = self.place / name, time.monotonic() + self.options.patience
+        self._refuse_redirects(verb, name)
+        wait = _FIRST_WAIT
+        for tries in range(1, _MOST_TRIES + 1):
+            missing = False
+            try:
+                return call()
+            except FileNotFoundError:
+                missing, why, final = True, "it is not there", True
+            except _TooShort as error:
+                why, final = str(error), False
+            except (self._calls.exceptions.BaseError, OSError, ValueError) as error:
+                why, final = _reason(error)
+            # Outside of `except`: the library's error is no context of ours.
+            if missing:
+                raise FileNotFoundError(f"{place} is not there")
+            if final or tries == _MOST_TRIES or time.monotonic() + wait > end:
+                more = f" It was tried {tries} times." if tries > 1 else ""
+                raise ObjectStoreFailed(
+                    f"the object store does not let us {verb} {place}: {why}.{more} Look whether "
+                    f"the endpoint, the region and the rights are as they should be. {HOW}."
+                )
+            time.sleep(wait * random.uniform(0.5, 1.0))
+            wait = min(2 * wait, _LONGEST_WAIT)
+        raise AssertionError
+
+    def _refuse_redirects(self, verb: str, name: str) -> None:
+        """Raise `ObjectStoreFailed` if the endpoint redirects requests of a kind to another host.
+
+        The store of a region, which has no endpoint, is Amazon's, and redirects within itself.
+        """
+        if self._url is None:
+            return
+        with self._turn:
+            if verb in self._looked:
+                return
+            bucket = f"{self._url.rstrip('/')}/{quote(self.place.bucket)}"
+            key = quote(f"{self.place.key}/{name}".strip("/"))
+            url, method = f"{bucket}/{key}", "HEAD"
+            if verb == "list":
+                url, method = f"{bucket}?list-type=2&prefix={key}", "GET"
+            there = redirected_host(method, url, min(_LOOK_SECONDS, self.options.timeout / 2))
+            if there is not None:
+                raise ObjectStoreFailed(
+                    f"the object store does not let us {verb} {self.place / name}: "
+                    f"{host_of(self._url)} redirects to {there}, another host, where credentials "
+                    f"are not sent. Give the endpoint of the host that has the objects. {HOW}."
+                )
+            self._looked.add(verb)
+
+
+class _TooShort(Exception):
+    """Fewer bytes than were asked for."""
+
+
+def _reason(error: Exception) -> tuple[str, bool]:
+    """Return why a request failed, in words of ours, and whether trying again is of no use."""
+    text = str(error)
+    kind = type(error).__name__
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status is not None:
+        said = f" ({code[1]})" if code else ""
+        return f"it answers with status {status[1]}{said}", status[1] in _FINAL_STATUS
+    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        return "it refuses these credentials", True
+    for sign, words in _SIGNS:
+        if sign in text:
+            return words, words.startswith(("there are no", "the server's"))
+    return f"the library says {kind}", kind in ("InvalidPathError", "NotSupportedError")

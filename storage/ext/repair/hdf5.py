@@ -1,0 +1,186 @@
+"""HDF5 files that are cut, or whose writer was killed: which rows of a dataset can be read."""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.exchange.hdf5_files import DAMAGE
+from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.ext.repair.losses import Losses
+from tallyroll.storage.ext.soundness.checker import Folder
+from tallyroll.storage.ext.soundness.disk import Ranges, touches
+from tallyroll.storage.ext.soundness.hdf5 import room_of
+from tallyroll.storage.ext.soundness.superblock import end_said
+from tallyroll.storage.formats.hdf5.datasets import h5py_module
+
+_WORDS: Final = 16
+"""Bytes that are taken for each row of which it is looked up whether it can be read."""
+
+
+class Padded:
+    """An open file that is as long as its superblock says, of which parts cannot be read.
+
+    HDF5 refuses a file that is shorter. It does not look at the flags of a killed writer in a file
+    that Python reads for it. A read of anything that is not there fails: of metadata, zeros may
+    say something else. Nothing is written.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        size = raw.seek(0, 2)
+        self._end = max(size, end_said(raw) or 0)
+        self.gaps: Ranges = [*getattr(raw, "gaps", []), (size, self._end)]
+        """The bytes that are not there."""
+        self.room = room_of(raw)
+        """Bytes that all its datasets together may claim."""
+        self._at = 0
+
+    def has(self, start: int, nbytes: int) -> bool:
+        """Return whether some bytes are all there."""
+        return start + nbytes <= self._end and not touches(self.gaps, start, start + nbytes)
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        """Go to a byte."""
+        self._at = {0: 0, 1: self._at, 2: self._end}[whence] + at
+        return self._at
+
+    def tell(self) -> int:
+        """Return the byte that comes next."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer."""
+        view = memoryview(buffer).cast("B")
+        if not self.has(self._at, len(view)):
+            raise OSError(errno.EIO, "a part of the file is not there")
+        self._raw.seek(self._at)
+        found = self._raw.readinto(view) or 0
+        self._at += found
+        return int(found)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def opened_damaged(folder: Folder, name: str) -> Iterator[tuple[Any, Padded]]:
+    """Yield an HDF5 file as far as it can be read, and which of its bytes are there.
+
+    Raises:
+        InvalidDataset: nothing of it can be read.
+    """
+    raw, place = folder.opened(name), folder.root / name
+    if raw is None:
+        raise InvalidDataset(f"{place} cannot be repaired: it is missing, or a link.")
+    with raw:
+        try:
+            padded = Padded(raw)
+            file = _opened(padded)
+        except (*DAMAGE, OverflowError) as error:
+            raise InvalidDataset(
+                f"{place} cannot be repaired: HDF5 cannot open it ({error!s:.200}). A "
+                "writer that flushes after each episode leaves a file that can be."
+            ) from error
+        with file:
+            yield file, padded
+
+
+def _opened(padded: Padded) -> Any:
+    """Open a file so that no more of it is read than is asked for."""
+    h5py = h5py_module()
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_sieve_buf_size(0)
+    _, slots, _, preemption = access.get_cache()
+    access.set_cache(0, slots, 2**24, preemption)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, padded)
+    return h5py.File(h5py.h5f.open(b"damaged", h5py.h5f.ACC_RDONLY, fapl=access))
+
+
+def readable_rows(data: Any, there: Padded) -> np.ndarray:
+    """Return which rows [n] of a dataset can be read, of the bytes that are there.
+
+    Raises:
+        NotEnoughMemory: it claims too many of them, or has chunks that are too large.
+    """
+    rows = data.shape[0]
+    row = max(1, math.prod(data.shape[1:]) * data.dtype.itemsize)
+    step = data.chunks[0] if data.chunks else max(1, BLOCK_NBYTES // row)
+    instead = "Nothing was written."
+    require_memory(_WORDS * rows, f"the {rows:,} rows that it claims to have", instead)
+    require_memory(step * row, f"a chunk of {step:,} rows", instead)
+    try:
+        good = _stored(data, there)
+    except DAMAGE:
+        return np.zeros(rows, bool)
+    for begin, end in runs(good):
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            try:
+                data[start:stop]
+            except DAMAGE:
+                good[start:stop] = False
+    return good
+
+
+def _stored(data: Any, there: Padded) -> np.ndarray:
+    """Return which rows lie in the file."""
+    h5py = h5py_module()
+    rows = data.shape[0]
+    good = np.zeros(rows, bool)
+    layout = data.id.get_create_plist().get_layout()
+    if layout == h5py.h5d.COMPACT:
+        good[:] = True
+    elif layout == h5py.h5d.CONTIGUOUS:
+        offset = data.id.get_offset()
+        row = max(1, math.prod(data.shape[1:]) * data.dtype.itemsize)
+        if offset is not None:
+            good[:] = True
+            for start, stop in there.gaps:
+                first = max(0, (start - offset) // row)
+                good[first : max(first, -(-(stop - offset) // row))] = False
+    elif layout == h5py.h5d.CHUNKED:
+        shape, chunk = data.shape, data.chunks
+        wanted = math.prod(-(-n // c) for n, c in zip(shape[1:], chunk[1:], strict=True))
+        counts = np.zeros(-(-rows // chunk[0]), np.int64)
+
+        def count(info: Any) -> None:
+            number = info.chunk_offset[0] // chunk[0]
+            if there.has(info.byte_offset, info.size) and number < len(counts):
+                counts[number] += 1
+
+        data.id.chunk_iter(count)
+        good = np.repeat(counts >= wanted, chunk[0])[:rows]
+    return good
+
+
+def runs(good: np.ndarray) -> list[tuple[int, int]]:
+    """Return the runs of True [n], each by its first row and one more than its last."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]]).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def cut_after(pieces: Iterable[tuple[int, int]], last: np.ndarray) -> list[tuple[int, int]]:
+    """Return runs of rows, cut after each row [n] that is the last of its trajectory."""
+    found = list[tuple[int, int]]()
+    for start, stop in pieces:
+        ends = (np.flatnonzero(last[start : stop - 1]) + start + 1).tolist()
+        found += pairwise([start, *ends, stop])
+    return found
+
+
+def lose_gaps(
+    losses: Losses, good: np.ndarray, message: str, file: str, episode: int | None = None
+) -> None:
+    """List the rows [n] that are not good."""
+    for start, stop in runs(~good):
+        losses.add(message, stop - start, file=file, episode=episode, row=start)

@@ -1,0 +1,49 @@
+"""The list of what a repair lost, by place. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tallyroll.storage.ext.verification.findings import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Something that could not be read."""
+
+    message: str
+    """The thing that was lost, and why, in one sentence."""
+    place: Place
+    rows: int | None
+    """The number of rows; 0: none, but something beside them; None: it is not known."""
+
+    def __str__(self) -> str:
+        count = "" if self.rows is None else f" ({self.rows:,} row{'s' * (self.rows != 1)})"
+        where = str(self.place)
+        return f"{where}: {self.message}{count}" if where else f"{self.message}{count}"
+
+
+class Losses:
+    """A collection of losses, in their order."""
+
+    def __init__(self) -> None:
+        self._found: list[Loss] = []
+
+    def __iter__(self) -> Iterator[Loss]:
+        return iter(self._found)
+
+    def add(
+        self,
+        message: str,
+        rows: int | None,
+        *,
+        file: str | None = None,
+        episode: int | None = None,
+        row: int | None = None,
+        column: str | None = None,
+        what: str = "",
+    ) -> None:
+        """Add a loss at a place."""
+        place = Place(row=row, column=column, what=what, file=file, episode=episode)
+        self._found.append(Loss(message, place, rows))

@@ -1,0 +1,149 @@
+"""The episodes of a damaged dataset of Minari, whatever files they are in: a group of HDF5 each."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.exchange.hdf5_files import DAMAGE
+from tallyroll.storage.ext.exchange.of_minari.pictures import Jpegs
+from tallyroll.storage.ext.repair.hdf5 import Padded, readable_rows
+from tallyroll.storage.ext.soundness import hdf5
+from tallyroll.storage.ext.soundness.checker import Gathered, Where
+from tallyroll.storage.rows.keys import Key
+
+FILE: Final = "main_data.hdf5"
+_EPISODE: Final = re.compile(r"episode_([0-9]{1,18})")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A column of an episode [rows, ...]; its rows are those of a dataset of HDF5, or alike."""
+
+    name: str
+    """Its place in the episode."""
+    values: Any
+    look: Callable[[], np.ndarray]
+    """Returns which rows [n] can be read."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of its values."""
+        found: np.dtype[Any] = self.values.dtype
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of rows, and the shape of one."""
+        return tuple(self.values.shape)
+
+    @cached_property
+    def good(self) -> np.ndarray:
+        """Which rows [n] can be read."""
+        return self.look()
+
+    def __getitem__(self, rows: Any) -> Any:
+        """Return rows."""
+        return self.values[rows]
+
+
+def part_of(name: str, values: Any, look: Callable[[], np.ndarray]) -> Part:
+    """Return a column; of images, those that cannot be decoded cannot be read."""
+    if not isinstance(values, Jpegs):
+        return Part(name, values, look)
+    return Part(name, values, lambda: decoded(values, look()))
+
+
+def decoded(images: Jpegs, good: np.ndarray) -> np.ndarray:
+    """Return which of the images that are ``good`` [n] can be decoded."""
+    found = good.copy()
+    for row in np.flatnonzero(good).tolist():
+        try:
+            images[row : row + 1]
+        except (InvalidDataset, *DAMAGE):
+            found[row] = False
+    return found
+
+
+class EpisodeFiles(ABC):
+    """The episodes of a dataset."""
+
+    numbers: list[int]
+    """The numbers of those that there are, in their order."""
+
+    @abstractmethod
+    def file(self, number: int) -> str:
+        """Return the file of an episode, as losses name it."""
+
+    @abstractmethod
+    def parts(self, number: int) -> dict[Key, Part]:
+        """Return the columns of an episode that can be opened, by their places in it.
+
+        Raises:
+            InvalidDataset: the episode cannot be opened.
+        """
+
+    @abstractmethod
+    def said(self, number: int) -> Mapping[str, Any] | None:
+        """Return what is said of an episode, as its seed; None where that cannot be read."""
+
+    def lost_end(self, number: int) -> tuple[str, int | None] | None:
+        """Return why the end of an episode cannot be read, and how many steps; None: it can."""
+        return None
+
+
+class GroupFiles(EpisodeFiles):
+    """The groups of an HDF5 file.
+
+    Args:
+        file: the file.
+        there: its bytes.
+        pictures: shapes of the images that are JPEG, by their places in a group.
+    """
+
+    def __init__(self, file: Any, there: Padded, pictures: Mapping[Key, tuple[int, ...]]) -> None:
+        self._file, self._there, self._pictures = file, there, pictures
+        self.numbers = sorted(int(m[1]) for name in _names(file) if (m := _EPISODE.fullmatch(name)))
+
+    def file(self, number: int) -> str:
+        """Return the one file."""
+        return FILE
+
+    def parts(self, number: int) -> dict[Key, Part]:
+        """Return the datasets of a group."""
+        try:
+            group = self._file[f"episode_{number}"]
+        except (KeyError, OSError, RuntimeError) as error:
+            raise InvalidDataset(f"{error!s:.150}") from error
+        datasets = hdf5.datasets_in(group, Gathered(room=self._there.room), Where(FILE, number))
+        return {path: self._part(name, path, data) for name, data, path in _split(datasets)}
+
+    def _part(self, name: str, path: Key, data: Any) -> Part:
+        shape = self._pictures.get(path)
+        values = Jpegs(data, shape) if shape and data.shape else data
+        return part_of(name, values, lambda: readable_rows(data, self._there))
+
+    def said(self, number: int) -> Mapping[str, Any] | None:
+        """Return the attributes of a group."""
+        try:
+            return dict(self._file[f"episode_{number}"].attrs)
+        except DAMAGE:
+            return None
+
+
+def _names(file: Any) -> list[str]:
+    try:
+        return list(file)
+    except DAMAGE:
+        return []
+
+
+def _split(datasets: Mapping[str, Any]) -> Iterable[tuple[str, Any, Key]]:
+    return ((name, data, tuple(name.split("/"))) for name, data in datasets.items())

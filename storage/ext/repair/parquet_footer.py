@@ -1,0 +1,186 @@
+"""Files of Parquet whose writer was killed: their footer is made again from the pages.
+
+The pages of a group of rows lie one after the other, column by column, each behind a header. The
+columns are known from elsewhere; a file that is written with them, of one row, gives the footer
+into which the places of the pages go.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tallyroll.storage.ext.repair.thrift import (
+    I32,
+    I64,
+    LIST,
+    STRUCT,
+    Fields,
+    Reader,
+    written,
+)
+from tallyroll.storage.formats.optional_libraries import needed
+
+_MAGIC: Final = b"PAR1"
+_HEADER_NBYTES: Final = 2**16
+_DATA, _DICTIONARY, _DATA_2 = 0, 2, 3
+_ENCODINGS: Final = (0, 3, 8)
+"""Plain, run lengths, and numbers of a dictionary: those of a writer's defaults."""
+
+
+@dataclass(frozen=True)
+class _Page:
+    """A page: where it is, and how many values it has."""
+
+    kind: int
+    start: int
+    stop: int
+    unpacked: int
+    """Bytes with the header, before compression."""
+    values: int
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A file whose pages were found."""
+
+    stop: int
+    """The first byte that is in no whole group of rows."""
+    footer: bytes
+    rows: tuple[int, ...]
+    """The rows of each group."""
+
+
+def rebuilt(raw: Any, size: int, kinds: Any, values: Sequence[int], codec: str) -> Rebuilt | None:
+    """Return the footer of a file that has none; None if it has no whole group of rows.
+
+    Args:
+        raw: the file, open to read.
+        size: its bytes.
+        kinds: the Arrow schema of its rows.
+        values: the values that a row has in each column of Parquet.
+        codec: the compression of its pages.
+    """
+    pages = _pages(raw, size)
+    groups, at = [], 0
+    while (found := _group(pages, at, values)) is not None:
+        groups.append(found)
+        at += sum(len(chunk) for chunk in found[1])
+    if not groups:
+        return None
+    meta = _template(kinds, codec)
+    (group,) = meta[4][1][1]
+    made = [_row_group(group, rows, chunks, n) for n, (rows, chunks) in enumerate(groups)]
+    counts = tuple(rows for rows, _ in groups)
+    meta[3] = I64, sum(counts)
+    meta[4] = LIST, (STRUCT, made)
+    stop = groups[-1][1][-1][-1].stop
+    text = written(meta)
+    return Rebuilt(stop, text + len(text).to_bytes(4, "little") + _MAGIC, counts)
+
+
+def _pages(raw: Any, size: int) -> list[_Page]:
+    """Return all whole pages from the beginning of a file on."""
+    found, at = list[_Page](), len(_MAGIC)
+    while at < size:
+        raw.seek(at)
+        try:
+            reader = Reader(raw.read(min(_HEADER_NBYTES, size - at)))
+            page = _page(reader.struct(), at, reader.at)
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            break
+        if page is None or page.stop > size:
+            break
+        found.append(page)
+        at = page.stop
+    return found
+
+
+def _page(fields: Fields, at: int, header: int) -> _Page | None:
+    kind, unpacked, packed = (fields[number][1] for number in (1, 2, 3))
+    inner = {_DATA: 5, _DICTIONARY: 7, _DATA_2: 8}.get(kind)
+    if inner is None or unpacked < 0 or packed < 0:
+        return None
+    values = fields[inner][1][1][1]
+    if not isinstance(values, int) or values < 0:
+        return None
+    return _Page(kind, at, at + header + packed, header + unpacked, values)
+
+
+def _group(
+    pages: list[_Page], at: int, values: Sequence[int]
+) -> tuple[int, list[list[_Page]]] | None:
+    """Return the rows and the pages of the group that begins with a page, if it is whole."""
+    total, end = 0, at
+    while end < len(pages):
+        page = pages[end]
+        if page.kind == _DICTIONARY and end > at:
+            break
+        total += page.values if page.kind != _DICTIONARY else 0
+        end += 1
+        if total and total % values[0] == 0:
+            rows = total // values[0]
+            chunks = [pages[at:end]]
+            if _rest(pages, end, rows, values[1:], chunks):
+                return rows, chunks
+    return None
+
+
+def _rest(
+    pages: list[_Page], at: int, rows: int, values: Sequence[int], chunks: list[list[_Page]]
+) -> bool:
+    """Add the pages of the other columns of a group; return whether they are all there."""
+    for each in values:
+        left, start = rows * each, at
+        while left > 0 and at < len(pages):
+            page = pages[at]
+            if page.kind == _DICTIONARY and at > start:
+                return False
+            left -= page.values if page.kind != _DICTIONARY else 0
+            at += 1
+        if left:
+            return False
+        chunks.append(pages[start:at])
+    return True
+
+
+def _template(kinds: Any, codec: str) -> Fields:
+    """Return the footer of a file with such columns, and one group of rows."""
+    arrow = needed("pyarrow", "arrow", "Parquet needs")
+    parquet = needed("pyarrow.parquet", "arrow", "Parquet needs")
+    file = io.BytesIO()
+    with parquet.ParquetWriter(file, kinds, compression=codec, write_statistics=False) as writer:
+        arrays = [arrow.nulls(1, each.type) for each in kinds]
+        writer.write_table(arrow.Table.from_arrays(arrays, schema=kinds))
+    content = file.getvalue()
+    size = int.from_bytes(content[-8:-4], "little")
+    return Reader(content[-8 - size : -8]).struct()
+
+
+def _row_group(template: Fields, rows: int, chunks: list[list[_Page]], number: int) -> Fields:
+    columns = []
+    total = packed = 0
+    for each, pages in zip(template[1][1][1], chunks, strict=True):
+        old: Fields = each[3][1]
+        unpacked = sum(page.unpacked for page in pages)
+        nbytes = pages[-1].stop - pages[0].start
+        data = next(page for page in pages if page.kind != _DICTIONARY)
+        meta: Fields = {key: old[key] for key in (1, 3, 4)}
+        meta[2] = LIST, (I32, list(_ENCODINGS))
+        meta[5] = I64, sum(page.values for page in pages if page.kind != _DICTIONARY)
+        meta[6], meta[7] = (I64, unpacked), (I64, nbytes)
+        meta[9] = I64, data.start
+        if pages[0].kind == _DICTIONARY:
+            meta[11] = I64, pages[0].start
+        columns.append({2: (I64, 0), 3: (STRUCT, meta)})
+        total, packed = total + unpacked, packed + nbytes
+    return {
+        1: (LIST, (STRUCT, columns)),
+        2: (I64, total),
+        3: (I64, rows),
+        5: (I64, chunks[0][0].start),
+        6: (I64, packed),
+        7: (4, number),
+    }

@@ -1,0 +1,163 @@
+"""`repair`: what is readable of a damaged or unfinished dataset becomes a new storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tallyroll.storage.errors import CorruptStorage, InvalidDataset, NotAStorage
+from tallyroll.storage.ext.aside import folder_beside, require_free
+from tallyroll.storage.ext.exchange.door import ExchangeFormat, source_errors
+from tallyroll.storage.ext.exchange.importing import imported
+from tallyroll.storage.ext.exchange.registry import format_named
+from tallyroll.storage.ext.repair.d4rl import D4rlRepair
+from tallyroll.storage.ext.repair.lerobot import LerobotRepair
+from tallyroll.storage.ext.repair.losses import Loss, Losses
+from tallyroll.storage.ext.repair.minari import MinariRepair
+from tallyroll.storage.ext.repair.ours import OurRepair
+from tallyroll.storage.ext.repair.rlds import RldsRepair
+from tallyroll.storage.ext.repair.rows_repair import RowsRepair
+from tallyroll.storage.ext.soundness.checking import kind_at
+from tallyroll.storage.ext.soundness.disk import Ranges, unreadable_in
+from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.storages import open_storage
+
+OURS: Final = "tallyroll"
+"""The kind of our own storages."""
+_KINDS: Final[dict[str, type[RowsRepair]]] = {
+    "d4rl": D4rlRepair,
+    "minari": MinariRepair,
+    "rlds": RldsRepair,
+}
+_SUFFIX: Final = ".repaired-aside"
+_REPAIRED: Final = "repaired"
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """Rows that were read of a damaged dataset, and a list of what was lost."""
+
+    path: str
+    format: str
+    """The short name: ``memmap``, ``hdf5`` or ``zarr``."""
+    kind: str
+    """The kind of the source; ``tallyroll``: a storage of ours."""
+    rows: int
+    columns: tuple[str, ...]
+    lost: tuple[Loss, ...]
+    """In the order of the source."""
+
+    @property
+    def whole(self) -> bool:
+        """True if nothing was lost."""
+        return not self.lost
+
+    @property
+    def lost_rows(self) -> int | None:
+        """The number of rows that were lost; None if it is not known of all."""
+        counts = [each.rows for each in self.lost]
+        known = [each for each in counts if each is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+
+def kinds() -> list[str]:
+    """Return the kinds of datasets that can be repaired."""
+    return sorted([*_KINDS, "lerobot", OURS])
+
+
+def repair(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    kind: str | None = None,
+    *,
+    format: str | None = None,
+    progress: Progress | None = None,
+) -> RepairReport:
+    """Write what is readable of a damaged or unfinished dataset to a new storage.
+
+    For a recording of LeRobot, in HDF5 or in TFRecord that was killed, and for storages after a
+    fault of the disk. The source stays as it is; nothing in it is executed or unpickled, and no
+    link in it is followed. A row is there whole or not at all. Rows after a gap are a trajectory
+    of their own. What was lost is listed with its place. The new storage is there whole, or not at
+    all.
+
+    Args:
+        source: a file or a folder.
+        destination: where the storage will be; nothing may be there.
+        kind: ``"lerobot"``, ``"minari"``, ``"d4rl"``, ``"rlds"``, or ``"tallyroll"``, a storage;
+            None: its files say it.
+        format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``; None: by the suffix of ``destination``.
+        progress: called now and then with the bytes that were written, and with all.
+
+    Raises:
+        InvalidDataset: nothing of it can be read, or its kind is not known.
+        MissingLibrary: a library is not installed.
+        NotEnoughMemory: it claims more rows than memory has room for, or larger ones.
+        OpenError: a path cannot be opened, or is taken.
+        StorageFull: the rows do not fit on the disk.
+        ValueError: an argument is none of its values.
+    """
+    whence, place = user_path(source), user_path(destination)
+    if kind is not None and kind not in kinds():
+        raise ValueError(f"kind is one of {', '.join(kinds())}, got {kind!r:.80}.")
+    refuse_nothing(whence, "Give the path of a dataset.")
+    require_free(place)
+    losses = Losses()
+    with translated(whence), folder_beside(place, _SUFFIX) as aside:
+        unreadable = unreadable_in(whence)
+        wanted = kind or _kind_of(whence, bool(unreadable))
+        said = {"kind": wanted, "path": str(whence.absolute()), "repaired": "True"}
+        report = imported(
+            OurRepair(losses, aside, unreadable)
+            if wanted == OURS
+            else _door(wanted, whence, losses, aside, unreadable),
+            aside / _REPAIRED if wanted == "lerobot" else whence,
+            place,
+            format=format,
+            progress=progress,
+            said=said,
+        )
+    return RepairReport(
+        report.path, report.format, wanted, report.rows, report.columns, tuple(losses)
+    )
+
+
+def _kind_of(whence: Path, unreadable: bool) -> str:
+    """Return the kind of a dataset; a storage that is ``unreadable`` in parts is not opened."""
+    found = kind_at(whence)
+    theirs = found if found in (*_KINDS, "lerobot") else None
+    if unreadable:
+        return theirs or OURS
+    try:
+        open_storage(whence, accept_copy=True).close()
+        return OURS
+    except CorruptStorage:
+        return OURS
+    except NotAStorage as error:
+        if theirs is not None:
+            return theirs
+        raise InvalidDataset(
+            f"{whence} cannot be repaired: its files do not say of which library it is, or it is "
+            f"of one whose datasets are not repaired. Give its kind, one of {', '.join(kinds())}."
+        ) from error
+
+
+def _door(
+    wanted: str, whence: Path, losses: Losses, aside: Path, unreadable: Mapping[Path, Ranges]
+) -> ExchangeFormat:
+    """Return what reads the rows; of LeRobot a dataset that is repaired in the folder ``aside``."""
+    for path, ranges in unreadable.items():
+        for start, stop in ranges:
+            what = f"bytes {start:,} to {stop - 1:,}"
+            losses.add("the disk cannot read a part of a file", 0, file=str(path), what=what)
+    if wanted == "lerobot":
+        target = aside / _REPAIRED
+        target.mkdir()
+        with source_errors(whence):
+            LerobotRepair(whence, losses, unreadable).write(target)
+        return format_named("lerobot")
+    return _KINDS[wanted](losses, unreadable)

@@ -1,0 +1,114 @@
+"""Repair of RLDS: the episodes whose records are whole, of a damaged or unfinished folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from tallyroll.storage.errors import InvalidDataset, InvalidSchema
+from tallyroll.storage.ext.exchange.about import schema_said
+from tallyroll.storage.ext.exchange.door import Incoming
+from tallyroll.storage.ext.exchange.rlds import layout
+from tallyroll.storage.ext.exchange.rlds.examples import features_in
+from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
+from tallyroll.storage.ext.exchange.rlds.reading import (
+    Steps,
+    count_of,
+    episode_in,
+)
+from tallyroll.storage.ext.exchange.rlds.records import Damage, records
+from tallyroll.storage.ext.exchange.rlds.rlds_format import OurRows, rows_of
+from tallyroll.storage.ext.exchange.rlds.values import Values
+from tallyroll.storage.ext.repair.losses import Losses
+from tallyroll.storage.ext.repair.rows_repair import RowsRepair
+from tallyroll.storage.ext.soundness.checker import Folder
+
+
+class RldsRepair(RowsRepair):
+    """Reads the episodes whose records are whole; steps of a damaged record are lost."""
+
+    name: ClassVar[str] = "rlds"
+
+    @contextlib.contextmanager
+    def read(self, place: Path) -> Iterator[Incoming]:
+        """Look at all records, and find those that can be read."""
+        folder = self.folder(place)
+        rows = _rows(folder, place)
+        found = _Records(folder, _files(folder), [Values(each) for each in rows.read])
+        counts = (count_of(steps, rows.features) for steps in found.episodes(self._losses))
+        count = sum(max(0, each) for each in counts)
+        if not count:
+            raise InvalidDataset(f"{place} cannot be repaired: no step can be read.")
+        every = (rows.of(steps) for steps in found.episodes(Losses()))
+        blocks = (block for block in every if block is not None)
+        yield Incoming(rows.schema, count, blocks, None, "rlds")
+
+
+def _rows(folder: Folder, place: Path) -> OurRows | TheirRows:
+    """Return how rows are read: by the columns of ours, where their text is whole."""
+    features = folder.json(layout.FEATURES)
+    about = folder.json(layout.ABOUT) if os.path.lexists(place / layout.ABOUT) else None
+    try:
+        said = schema_said(about)
+    except InvalidSchema:
+        said = None
+    try:
+        return rows_of(features, said)
+    except (InvalidDataset, InvalidSchema) as error:
+        raise InvalidDataset(
+            f"{place} cannot be repaired: {error!s:.300}. Put {layout.FEATURES} of a sound dataset "
+            "of the same features there."
+        ) from error
+
+
+def _files(folder: Folder) -> dict[str, int | None]:
+    """Return the files of records and how many episodes each should have, if it is said."""
+    there = sorted(each for each in os.listdir(folder.root) if layout.SHARD.fullmatch(each))
+    found: dict[str, int | None] = {}
+    with contextlib.suppress(InvalidDataset):  # metadata that are damaged, too, say nothing
+        for split in layout.Info.of(folder.json(layout.INFO)).splits:
+            found |= zip(split.files, split.lengths, strict=True)
+    return found | {name: None for name in there if name not in found}
+
+
+class _Records:
+    """The records of files that may be damaged."""
+
+    def __init__(
+        self, folder: Folder, files: Mapping[str, int | None], values: list[Values]
+    ) -> None:
+        self._folder, self._files, self._values = folder, files, values
+
+    def episodes(self, losses: Losses) -> Iterator[Steps]:
+        """Yield the values of each episode that can be read; list the others."""
+        for name, wanted in self._files.items():
+            file, count = self._folder.opened(name), 0
+            if file is None:
+                losses.add("a file of records is missing, or a link", None, file=name)
+                continue
+            with file:
+                for content in records(file):
+                    steps = self._steps(content)
+                    if isinstance(steps, str):
+                        message = "an episode cannot be read"
+                        losses.add(message, None, file=name, episode=count, what=steps)
+                    else:
+                        yield steps
+                    count += 1
+            if count == 0 and wanted is None:
+                losses.add("a file of records is empty", None, file=name)
+            elif count < (wanted or 0):
+                what = f"it has {count:,} of {wanted:,}"
+                losses.add("a file of records has fewer episodes", None, file=name, what=what)
+
+    def _steps(self, content: bytes | Damage) -> Steps | str:
+        """Return the values of an episode, or why it cannot be read."""
+        if isinstance(content, Damage):
+            return content.why
+        try:
+            return episode_in(features_in(content), self._values)
+        except InvalidDataset as error:
+            return f"{error!s:.200}"

@@ -1,0 +1,1 @@
+"""Samplers with priorities, goals in hindsight, mixtures and rate limits."""

@@ -1,0 +1,260 @@
+"""Batches of several storages or samplers at a ratio, as of offline and online rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+
+from tallyroll.storage.errors import ColumnsMissing, NoSlices, SchemaMismatch
+from tallyroll.storage.ext.sampling.hindsight import HindsightSampler
+from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
+from tallyroll.storage.sampling.trajectory_slices import TrajectorySliceSampler
+from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.trajectories.windows import check_positive
+
+SOURCE: Final[Key] = ("collector", "source")
+Empty: TypeAlias = Literal["error", "others"]
+"""Ways to go on where a part has nothing to draw."""
+_Draw: TypeAlias = Callable[[int, torch.Generator | None], Any]
+
+_MOST_DENOMINATOR: Final = 10**6
+
+
+class MixedSampler:
+    """Draws batches of which each part has its share, as half of old data and half of new::
+
+        mixed = MixedSampler([(demonstrations, 1), (storage, 1)])
+        batch = mixed.sample(256)  # 128 rows of each
+
+    A batch has the rows of the parts one after the other, and ``("collector", "source")`` says of
+    each row the number of its part, from 0 on. A part whose share of a batch is a whole number
+    has exactly that many rows. Where it is not, it is rounded up or down at random, so that the
+    mean of each part is its share exactly, and the batch is never larger or smaller.
+
+    Args:
+        parts: pairs of what is drawn from, and its share, in proportion to the others: 1 and 3 are
+            a quarter and three quarters. Each is a storage, whose rows are drawn uniformly, with
+            replacement; or has a method ``sample(n)``, as `PrioritizedSampler`,
+            `HindsightSampler`, a `MixedSampler` and TorchRL's replay buffers; or is a function
+            of n, as ``lambda n: storage.trajectories.sample_slices(n, 16)``. They return a
+            TensorDict whose first dimension is n. Parts may have rows in common, such as a storage
+            and a copy of its best trajectories, which are then drawn more often.
+        keys: the columns that are wanted, for parts that do not have the same; None: all, which
+            must then be the same.
+        fill: values for columns that some parts lack, by key, as ``{"priority_weight": 1.0}``.
+        empty: what becomes of a part that has nothing to draw, such as a storage without rows:
+            ``"error"`` raises; ``"others"`` gives its share to the others, in proportion.
+        generator: of random numbers, where the caller gives none; None is torch's own. Samplers
+            other than `HindsightSampler` and `MixedSampler`, and functions, have their own.
+
+    Raises:
+        TypeError: a part cannot be drawn from.
+        ValueError: a share is less than a millionth of all shares, or ``empty`` is not one of its
+            values.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Any, float]],
+        *,
+        keys: Keys | None = None,
+        fill: Mapping[str | Key, Any] | None = None,
+        empty: Empty = "error",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        pairs = list(parts)
+        if not pairs or not all(
+            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
+        ):
+            raise ValueError(
+                "parts are pairs of a storage or sampler and its share, one or more, got "
+                f"{parts!r}."
+            )
+        if empty not in get_args(Empty):
+            names = ", ".join(map(repr, get_args(Empty)))
+            raise ValueError(f"empty is one of {names}, got {empty!r}.")
+        self.shares = tuple(_share(share) for _, share in pairs)
+        """The share of each part, all of which together are 1."""
+        total = sum(self.shares)
+        self.shares = tuple(share / total for share in self.shares)
+        for (_, given), share in zip(pairs, self.shares, strict=True):
+            if share < Fraction(1, _MOST_DENOMINATOR):
+                raise ValueError(
+                    f"a share is at least a millionth of all shares, got {given!r}, of "
+                    f"{float(total):g}. Leave that part out, or give it more."
+                )
+        self._keys = None if keys is None else _names(keys)
+        self._fill = {as_key(key): value for key, value in (fill or {}).items()}
+        self._empty, self._generator = empty, generator
+        self._names = [_name(part) for part, _ in pairs]
+        self._draws = [self._draw_of(part) for part, _ in pairs]
+
+    def sample(self, batch_size: int, *, generator: torch.Generator | None = None) -> TensorDict:
+        """Return a TensorDict of ``batch_size`` rows, or slices, part after part.
+
+        Args:
+            batch_size: how many.
+            generator: of random numbers, as threads of a loader have them; None: the sampler's.
+
+        Raises:
+            NoSlices: a part has nothing to draw; with ``empty="others"``, none has.
+            SchemaMismatch: the parts differ in columns, dtypes or shapes; every difference is
+                named.
+            ColumnsMissing: a part lacks one of ``keys``.
+        """
+        check_positive("batch_size", batch_size)
+        random = self._generator if generator is None else generator
+        there = list(range(len(self._draws)))
+        while True:
+            counts, batches = self._counts(batch_size, there, random), {}
+            try:
+                for part, count in zip(there, counts, strict=True):
+                    if count:
+                        batches[part] = self._drawn(part, count, random)
+            except NoSlices as error:
+                there.remove(part)
+                if self._empty == "error" or not there:
+                    raise NoSlices(
+                        f"part {part}, {self._names[part]}, has nothing to draw: {error} "
+                        'With empty="others" the other parts give its rows, if they have some.'
+                    ) from error
+            else:
+                return self._joined(batches)
+
+    def _counts(
+        self, batch_size: int, there: Sequence[int], random: torch.Generator | None = None
+    ) -> list[int]:
+        """Return the number of rows of each part that is ``there``."""
+        wanted, stops = Fraction(0), []
+        total = sum(self.shares[part] for part in there)
+        for part in there:
+            wanted += self.shares[part] * batch_size / total
+            stops.append(wanted)
+        if all(stop.denominator == 1 for stop in stops):
+            whole = [int(stop) for stop in stops]
+        else:  # one number for all: the sizes of parts are then whole, and add up
+            device = None if random is None else random.device
+            number = torch.rand((), dtype=torch.float64, generator=random, device=device).item()
+            whole = [math.floor(stop + Fraction(number)) for stop in stops]
+        return [stop - start for start, stop in zip([0, *whole], whole, strict=False)]
+
+    def _draw_of(self, part: Any) -> _Draw:
+        if isinstance(part, DiskStorage):
+            return _Rows(part)
+        if isinstance(part, TrajectorySliceSampler):
+            raise TypeError(
+                "a TrajectorySliceSampler draws for replay buffers only. Give a function, "
+                "lambda n: storage.trajectories.sample_slices(n, slice_len), or the buffer."
+            )
+        if isinstance(part, (HindsightSampler, MixedSampler)):
+            return lambda count, random: part.sample(count, generator=random)
+        draw = getattr(part, "sample", part)
+        if not callable(draw):
+            raise TypeError(
+                "expected storages of tallyroll.storage, objects with sample(n), or functions of "
+                f"n, got {type(part).__name__}."
+            )
+        return lambda count, random: draw(count)
+
+    def _drawn(self, part: int, count: int, random: torch.Generator | None) -> TensorDictBase:
+        batch = self._draws[part](count, random)
+        if not is_tensor_collection(batch) or batch.shape[:1] != (count,):
+            got = list(batch.shape) if is_tensor_collection(batch) else type(batch).__name__
+            raise ValueError(
+                f"part {part}, {self._names[part]}, was asked for {count} rows: expected a "
+                f"TensorDict [{count}, ...], got {got}."
+            )
+        batch = batch.clone(recurse=False)  # what is added here is not the part's
+        for key, value in self._fill.items():
+            if batch.get(key, None) is None:
+                like = torch.as_tensor(value)
+                batch.set(key, like.expand(*batch.shape, *like.shape).clone())
+        if self._keys is not None:
+            if missing := [key for key in self._keys if batch.get(key, None) is None]:
+                raise ColumnsMissing(
+                    f"part {part}, {self._names[part]}, has no "
+                    f"{', no '.join(map(spell, missing))}. Name columns that all parts have in "
+                    "keys=, or give a value for it in fill=."
+                )
+            batch = batch.select(*self._keys)
+        batch.set(SOURCE, torch.full(batch.shape, part))
+        return batch
+
+    def _joined(self, batches: Mapping[int, TensorDictBase]) -> TensorDict:
+        first, *others = batches.items()
+        columns = _columns(first[1])
+        for part, batch in others:
+            if (mine := _columns(batch)) != columns:
+                self._refuse(first[0], columns, part, mine)
+        found: Any = torch.cat([*batches.values()]) if others else first[1]
+        joined: TensorDict = found
+        return joined
+
+    def _refuse(self, first: int, columns: _Columns, part: int, mine: _Columns) -> None:
+        differences = []
+        for key in [*columns, *(key for key in mine if key not in columns)]:
+            if columns.get(key) != mine.get(key):
+                one, other = (_said(found.get(key)) for found in (columns, mine))
+                differences.append(f"{spell(key)} is {one} in part {first} and {other} in {part}")
+        raise SchemaMismatch(
+            f"expected the same columns of part {first}, {self._names[first]}, and part {part}, "
+            f"{self._names[part]}: {'; '.join(differences)}. Name those that they share in keys=, "
+            "or give values for the ones that are missing in fill=."
+        )
+
+    def __repr__(self) -> str:
+        shares = ", ".join(
+            f"({name}, {share})" for name, share in zip(self._names, self.shares, strict=True)
+        )
+        return f"{type(self).__name__}([{shares}])"
+
+
+class _Rows:
+    """Draws rows of a storage uniformly, with replacement."""
+
+    def __init__(self, storage: DiskStorage) -> None:
+        self._storage = storage
+
+    def __call__(self, count: int, random: torch.Generator | None) -> TensorDict:
+        storage = self._storage
+        if not (rows := len(storage)):
+            raise NoSlices(f"{storage.path} has no rows yet to draw from. Collect some first.")
+        device = None if random is None else random.device
+        index = torch.randint(rows, (count,), generator=random, device=device)
+        return storage.reader.get(index.numpy(force=True))
+
+
+_Columns: TypeAlias = dict[Key, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def _columns(batch: TensorDictBase) -> _Columns:
+    """Return dtype and shape of each column, without the first dimension."""
+    return {
+        as_key(key): (leaf.dtype, tuple(leaf.shape[1:]))
+        for key, leaf in batch.items(include_nested=True, leaves_only=True)
+    }
+
+
+def _said(column: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "missing" if column is None else f"{column[0]} {list(column[1])}"
+
+
+def _share(share: Any) -> Fraction:
+    number = isinstance(share, (int, float, Fraction)) and not isinstance(share, bool)
+    if not number or not 0 < share < math.inf:
+        raise ValueError(f"a share is a number above 0, got {share!r}.")
+    found = Fraction(share)
+    return found.limit_denominator(_MOST_DENOMINATOR) or found
+
+
+def _names(keys: Keys) -> list[Key]:
+    return [as_key(key) for key in ((keys,) if isinstance(keys, str) else keys)]
+
+
+def _name(part: Any) -> str:
+    return str(part.path) if isinstance(part, DiskStorage) else type(part).__name__

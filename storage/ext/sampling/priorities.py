@@ -1,0 +1,353 @@
+"""Priorities of the rows of a storage, brought up to the rows that are committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.engine.ring import pieces
+from tallyroll.storage.errors import IndexOutOfRange
+from tallyroll.storage.ext.sampling.powers import Powers, powers_of
+from tallyroll.storage.ext.sampling.starts import Starts
+from tallyroll.storage.ext.sampling.sum_tree import Numbering, Plain, SumTree, tree_nbytes
+from tallyroll.storage.files.rewind_history import least_kept
+from tallyroll.storage.readers.row_reader import RowReader
+
+_FIRST_ROOM: Final = 2**12
+_FLOAT32: Final = np.finfo(np.float32)
+
+
+class Priorities:
+    """A leaf above 0 for each row that may be drawn; callers take turns.
+
+    `follow` brings them up to the rows that are committed: rows that came get the largest leaf
+    that there is, and rows that are gone get 0.
+
+    Args:
+        reader: of the rows.
+        first_leaf: the leaf of rows that come where no row has one.
+        starts: which rows may be drawn; None: all.
+    """
+
+    def __init__(self, reader: RowReader, first_leaf: float, starts: Starts | None) -> None:
+        self._reader, self._starts, self._first_leaf = reader, starts, first_leaf
+        self._tree = SumTree(0)
+        self._rewinds, self._floor = reader.rewinds, reader.floor
+        # Rows whose numbers were other rows' before a rewind, by slot, until they are drawn.
+        self._twice: np.ndarray | None = None
+        self.entering = first_leaf
+        """The largest leaf that was known last."""
+        self.there = Numbering(0, 0, 0, 0)
+        """The rows that are known."""
+        self.most = 0
+        """One more than the largest row that there ever was."""
+        self.changed = False
+        """True if a leaf is another one since the last save."""
+        if reader.ring:
+            self._make_room(reader.ring)
+
+    # --- rows that come and go --------------------------------------------------------------------
+
+    def follow(self) -> Numbering:
+        """Bring the priorities up to the rows that are committed, and return which are."""
+        reader, there = self._reader, self.there
+        while True:
+            rewinds, span = reader.rewinds, reader.span
+            if rewinds == reader.rewinds:
+                break
+        if span.stop == there.stop and span.start == there.first and rewinds == self._rewinds:
+            return there
+        self.entering = self.largest
+        if rewinds != self._rewinds or span.stop < there.stop:
+            self._take_back(rewinds, span)
+        self._go(span)
+        if span.stop > self.there.stop:
+            self._come(span)
+        return self.there
+
+    def _take_back(self, rewinds: int, span: range) -> None:
+        """Forget rows whose numbers mean other rows since."""
+        ring, base, first, stop = self.there
+        kept = min(stop, span.stop)
+        if rewinds != self._rewinds:
+            left = least_kept(self._reader.manifest, self._rewinds, rewinds)
+            kept = min(kept, 0 if left is None else left)
+        self._rewinds, self._floor = rewinds, self._reader.floor
+        self._fill(max(kept, first), stop, 0)
+        if self._twice is None:
+            self._twice = np.zeros(len(self._tree.leaves), np.bool_)
+        for slot, _, count in self._pieces(kept, self.most):
+            self._twice[slot : slot + count] = True
+        self.there = Numbering(ring, base, min(first, kept), kept)
+        self._require_starts(max(first, span.start), kept)
+
+    def _require_starts(self, start: int, stop: int) -> None:
+        """Take the leaves of starts of sequences that went on in rows that are gone."""
+        if self._starts is None:
+            return
+        may = self._starts.which(np.arange(start, stop))
+        for slot, begin, count in self._pieces(start, stop):
+            left = self._tree.leaves[slot : slot + count] * may[begin : begin + count]
+            self._tree.fill(slot, slot + count, left)
+
+    def _go(self, span: range) -> None:
+        """Take the leaves of rows that are gone."""
+        ring, base, first, stop = self.there
+        if span.start <= first:
+            return
+        gone = min(span.start, stop)
+        floor = self._reader.floor
+        if floor != self._floor:
+            self._floor = floor
+            if gone == stop:  # emptied
+                self.entering = self._first_leaf
+        self._fill(first, gone, 0)
+        self.there = Numbering(ring, base, span.start, max(stop, span.start))
+
+    def _come(self, span: range) -> None:
+        """Give rows that came the largest leaf."""
+        ring, base, first, stop = self.there
+        if not self.most:
+            ring = self._reader.ring
+            base = 0 if ring else span.start
+            first = stop = span.start
+        self._make_room(ring or span.stop - base)
+        start = max(stop, span.start)
+        self.there = Numbering(ring, base, first, stop)
+        if self._starts is None:
+            for slot, _, count in self._pieces(start, span.stop):
+                self._tree.fill(slot, slot + count, self.entering)
+        else:
+            for rows in self._starts.ended_in(range(start, span.stop), first):
+                at = self._slots(rows)
+                new = at[self._tree.leaves[at] == 0]
+                self._tree.set(new, np.full(len(new), self.entering, np.float32))
+        if self._twice is not None:
+            for slot, _, count in self._pieces(max(start, self.most), span.stop):
+                self._twice[slot : slot + count] = False
+        self.there = Numbering(ring, base, first, span.stop)
+        self.most, self.changed = max(self.most, span.stop), True
+
+    def _make_room(self, slots: int) -> None:
+        before = len(self._tree.leaves)
+        if slots <= before:
+            return
+        if not self._reader.ring:  # half as much again, so that few rows make it seldom
+            slots = max(slots, before * 3 // 2, _FIRST_ROOM)
+        require_memory(tree_nbytes(slots), f"the priorities of {slots:,} rows")
+        self._tree.grow(slots)
+        if self._twice is not None:
+            self._twice = np.append(self._twice, np.zeros(len(self._tree.leaves) - before, bool))
+
+    def _pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return the runs of slots of rows; see `ring.pieces`."""
+        ring, base, *_ = self.there
+        if start >= stop:
+            return []
+        if not ring:
+            return [(start - base, 0, stop - start)]
+        return pieces(max(start, stop - ring), stop, ring)
+
+    def _fill(self, start: int, stop: int, leaf: float) -> None:
+        for slot, _, count in self._pieces(start, stop):
+            self._tree.fill(slot, slot + count, leaf)
+        self.changed |= start < stop
+
+    def _slots(self, rows: np.ndarray) -> np.ndarray:
+        ring, base, *_ = self.there
+        return rows % ring if ring else rows - base
+
+    # --- draws and changes ------------------------------------------------------------------------
+
+    @property
+    def total(self) -> float:
+        """The sum of all leaves."""
+        return self._tree.total
+
+    @property
+    def least(self) -> np.float32:
+        """The least leaf above 0."""
+        return self._tree.least
+
+    @property
+    def largest(self) -> float:
+        """The largest leaf, which rows get that come."""
+        found = float(self._tree.largest)
+        return found if found > 0 else self.entering
+
+    def draw(self, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Draw rows in proportion to their leaves; see `SumTree.draw`."""
+        found = self._tree.draw(uniform, self.there)
+        if self._twice is not None:
+            self._twice[self._slots(found[0])] = False
+        return found
+
+    def put_at_once(
+        self, drawn: np.ndarray | None, index: Plain, priority: Plain, powers: Powers
+    ) -> int | None:
+        """Set priorities of rows; return how many are gone. See `SumTree.put_priorities`.
+
+        Return None, with nothing done, if `put` must do that, or say what is wrong with them.
+        """
+        if self._twice is not None or self._starts is not None:
+            return None
+        gone = self._tree.put_priorities(
+            powers.address, drawn, index, priority, self.there, self.most
+        )
+        if gone < 0:
+            return None
+        self.changed = True
+        return gone
+
+    def put(self, rows: np.ndarray, leaves: np.ndarray, *, sure: bool = False) -> int:
+        """Set the leaves, float32 [n], of ``rows``, int64 [n]; return how many are gone.
+
+        A row whose number was another row's, before a rewind, counts as gone until it is drawn,
+        unless the caller is ``sure`` that it means this one.
+
+        Raises:
+            IndexOutOfRange: a row that never was; nothing was changed.
+        """
+        gone = 0
+        if self._twice is not None and not sure and len(rows):
+            _, _, first, stop = self.there
+            known = (rows >= first) & (rows < stop)
+            known[known] = ~self._twice[self._slots(rows[known])]
+            known |= (rows < 0) | (rows >= self.most)  # errors
+            gone = len(rows) - int(known.sum())
+            rows, leaves = rows[known], leaves[known]
+        try:
+            gone += self._tree.put(rows, leaves, self.there, self.most)
+        except IndexError as error:
+            raise IndexOutOfRange(
+                f"priorities of rows that were never written: {self._reader.path} has had "
+                f"{self.most:,}. Give the rows, or the index, of a sample of it."
+            ) from error
+        self.changed = True
+        return gone
+
+    def convert(self, converted: Callable[[np.ndarray], np.ndarray], first_leaf: float) -> None:
+        """Replace all leaves by others, of another alpha and eps; nothing changes if it raises."""
+        leaves = converted(self._tree.leaves)
+        entering = float(converted(np.array([self.largest], np.float32))[0])
+        self.entering, self._first_leaf, self.changed = entering, first_leaf, True
+        self._tree.fill(0, len(leaves), leaves)
+
+    # --- all of them ------------------------------------------------------------------------------
+
+    def leaves(self) -> np.ndarray:
+        """Return a copy of the leaves of the rows that are known, float32 [rows]."""
+        _, _, first, stop = self.there
+        found = np.zeros(stop - first, np.float32)
+        for slot, begin, count in self._pieces(first, stop):
+            found[begin : begin + count] = self._tree.leaves[slot : slot + count]
+        return found
+
+    def replace(self, leaves: np.ndarray, first: int, entering: float, *, same: bool) -> None:
+        """Begin again with the leaves, float32 [n], of rows from ``first`` on.
+
+        Of rows that are gone they are left out, and rows after them come as new ones.
+
+        Args:
+            leaves: of rows whose numbers mean the same rows now.
+            first: the first of them.
+            entering: the leaf of rows that come where no row has one.
+            same: no row was taken back since these leaves were known.
+        """
+        reader, span = self._reader, self._reader.span
+        ring = reader.ring
+        base = 0 if ring else span.start
+        if len(span):
+            self._make_room(ring or span.stop - base)
+        start, stop = span.start, min(first + len(leaves), span.stop)
+        if first > start or stop < start:
+            stop = start
+        self._tree.fill(0, len(self._tree.leaves), 0)
+        self._rewinds, self._floor = reader.rewinds, reader.floor
+        self.there, self.entering = Numbering(ring, base, start, stop), entering
+        self.most = max(self.most, span.stop)
+        for slot, begin, count in self._pieces(start, stop):
+            at = begin + start - first
+            self._tree.fill(slot, slot + count, leaves[at : at + count])
+        if not same:
+            self._require_starts(start, stop)
+        self.changed = True
+        self.follow()
+
+
+def leaves_of(priority: np.ndarray, alpha: float, eps: float) -> np.ndarray:
+    """Return leaves, (priority + eps)^alpha in float32, of priorities in float64 [n].
+
+    Raises:
+        ValueError: a priority that is negative, infinite or no number, or too large; or 0, with
+            an ``eps`` of 0.
+    """
+    found = powers_of(alpha, eps).of(priority)
+    if not len(found) or (
+        priority.min() >= 0 and found.min() >= _FLOAT32.tiny and found.max() <= _FLOAT32.max
+    ):
+        return found
+    _refuse(priority, found, alpha, eps)
+    raised: np.ndarray = np.maximum(found, _FLOAT32.tiny)
+    return raised
+
+
+def _refuse(priority: np.ndarray, leaves: np.ndarray, alpha: float, eps: float) -> None:
+    """Raise `ValueError` for the first priority that is none, if there is one."""
+    known = np.isfinite(priority) & (priority >= 0)
+    if not known.all():
+        at = int(np.flatnonzero(~known)[0])
+        raise ValueError(
+            f"priorities are numbers from 0 on, got {priority[at]} at place {at}, the first of "
+            f"{int((~known).sum())} such ones of {len(priority)}. Nothing was changed; see whether "
+            "the loss is finite, and give its absolute value."
+        )
+    if (large := leaves > _FLOAT32.max).any():
+        at = int(np.flatnonzero(large)[0])
+        raise ValueError(
+            f"priorities to the power of alpha={alpha} are to be below {_FLOAT32.max:.3g}, got "
+            f"{priority[at]} at place {at}. Nothing was changed; clip or scale them."
+        )
+    zeros = priority + eps == 0
+    if zeros.any():
+        at = int(np.flatnonzero(zeros)[0])
+        raise ValueError(
+            f"a priority of 0, at place {at}, means with eps=0 that its row is never drawn again. "
+            "Nothing was changed; give an eps above 0, such as 1e-8."
+        )
+
+
+def moved(leaves: np.ndarray, was: tuple[float, float], now: tuple[float, float]) -> np.ndarray:
+    """Return leaves for another alpha and eps: each pair is (alpha, eps).
+
+    Raises:
+        ValueError: alpha was 0, so that leaves do not say the priorities.
+    """
+    if was == now:
+        return leaves
+    (alpha, eps), found = was, np.zeros_like(leaves)
+    if alpha == 0:
+        raise ValueError(
+            "with alpha=0 all rows are alike, and their priorities are not known. Make another "
+            "sampler, or begin with a small alpha, such as 1e-3."
+        )
+    alive = leaves > 0
+    with np.errstate(over="ignore", under="ignore"):  # `leaves_of` refuses infinite ones
+        priority = np.maximum(leaves[alive].astype(np.float64) ** (1 / alpha) - eps, 0)
+    found[alive] = leaves_of(priority, *now)
+    return found
+
+
+def number(name: str, value: Any) -> float:
+    """Return a finite number from 0 on, or raise `ValueError`."""
+    found = None if isinstance(value, (bool, str)) else value
+    try:
+        found = None if found is None else float(found)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or not 0 <= found < np.inf:
+        raise ValueError(f"{name} is a finite number from 0 on, got {value!r}.")
+    return found

@@ -1,0 +1,663 @@
+"""Prioritised draws of rows, or of sequences, for TorchRL's replay buffers and alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import torch
+from tensordict import TensorDict, is_tensor_collection
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLSampler
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.errors import (
+    IndexOutOfRange,
+    NoSlices,
+    NotPicklable,
+    ReadOnlyStorage,
+    StateMismatch,
+)
+from tallyroll.storage.ext.overlays.overlaid_storage import storage_of_rows
+from tallyroll.storage.ext.sampling.given_numbers import numbers, plain, whole
+from tallyroll.storage.ext.sampling.powers import powers_of
+from tallyroll.storage.ext.sampling.priorities import Priorities, leaves_of, moved, number
+from tallyroll.storage.ext.sampling.priority_file import (
+    Kept,
+    check_leaves,
+    read_priorities,
+    write_priorities,
+)
+from tallyroll.storage.ext.sampling.starts import Starts
+from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.sampling.drawn_from import (
+    require_same,
+    require_slots_stay,
+    require_storage,
+)
+from tallyroll.storage.sampling.trajectory_slices import end_marks
+from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.stores.row_writer import RowWriter
+from tallyroll.storage.trajectories.windows import Slices, check_positive
+
+ROW: Final[Key] = ("collector", "row")
+WEIGHT: Final = "priority_weight"
+_FILE: Final = "priorities"
+_REDUCTIONS: Final = ("max", "mean", "median", "min")
+_PATIENCE_SECONDS: Final = 1.0
+
+
+class PrioritizedSampler(Sampler):
+    """Draws rows in proportion to their priorities, to the power of ``alpha``.
+
+    In a replay buffer of TorchRL's, in the place of theirs::
+
+        sampler = PrioritizedSampler(storage, alpha=0.6, beta=0.4)
+        buffer = TensorDictReplayBuffer(
+            storage=storage, sampler=sampler, batch_size=256, priority_key="td_error"
+        )
+        batch = buffer.sample()  # has "priority_weight", "index" and ("collector", "row")
+        batch["td_error"] = ...
+        buffer.update_tensordict_priority(batch)
+
+    and alone::
+
+        batch = sampler.sample(256)
+        sampler.update_priority(batch, td_error)
+
+    A row is drawn with replacement, with the probability p^alpha / sum(p^alpha), p being its
+    priority plus ``eps``. Rows that were committed since the last call, by any collector, buffer or
+    process, come in with the largest priority of those that were there. Rows that a ring has
+    overwritten, or that ``empty()`` or a rewind has removed, are not drawn. The weight of a row is
+    ``(p / least p)^(-alpha * beta)``, the least being that of all rows: the largest weight that
+    there can be is 1, as in TorchRL's.
+
+    A sample has ``("collector", "row")``, the number of each row over all that were ever written.
+    An update with it, as of a batch, means that row. One with an index alone, as TorchRL's buffers
+    give, means the row that was at this index when it was drawn last; if it never was, the one
+    that is there now. So where a ring may go round between a sample and its update, as with
+    ``prefetch``, give the batch. An update of a row that is gone is ignored, and counted in `gone`.
+
+    With ``slice_len`` it draws sequences: ``slice_len`` consecutive steps of one trajectory,
+    wherever its rows lie, with the priority of their first row. A row may start a sequence as soon
+    as all rows of it are stored; it comes in then. Under a buffer a sample is flat, sequence after
+    sequence, and is marked as `TrajectorySliceSampler` does; alone it is [n, slice_len]. Weights
+    are alike in all rows of a sequence. An update has one priority a sequence, or one a row, of
+    which the ``reduction`` is taken.
+
+    Priorities are kept in a file beside the rows, which is written when the storage closes, and by
+    `save`; a new sampler over this storage goes on with them. Where the file is damaged, or not of
+    these rows, a warning says so, and all rows have the same priority.
+
+    Args:
+        storage: a Tallyroll storage; one with ``mode="read"`` may be growing. Its ring cannot be
+            one that this process only reads.
+        alpha: from 0, which draws uniformly, on.
+        beta: of the weights, from 0, where all are 1, on. Both may be set later.
+        eps: what is added to each priority, so that no row has 0.
+        slice_len: rows a sequence; None: draws rows.
+        reduction: ``"max"``, ``"mean"``, ``"median"`` or ``"min"`` of several priorities.
+        generator: of random numbers; a buffer's replaces it. None is torch's own.
+
+    Raises:
+        TypeError: not a Tallyroll storage.
+        ValueError: an argument is out of its range.
+        SlotsMayChange: a ring that this process only reads.
+        ColumnsMissing: sequences, and rows that do not say which trajectory they belong to.
+        NotEnoughMemory: 5 bytes a row, and in a ring 13, are not to be had.
+    """
+
+    def __init__(
+        self,
+        storage: DiskStorage,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-8,
+        *,
+        slice_len: int | None = None,
+        reduction: str = "max",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        others = "TorchRL's PrioritizedSampler draws from TorchRL's."
+        require_storage(storage, "PrioritizedSampler", others)
+        require_slots_stay(storage, "Draw where it is written.", "reading them")
+        self._saved = False
+        self._rewinds_kept: int | None = None
+        """How often rows had been taken back when the file beside the rows was written."""
+        if slice_len is not None:
+            check_positive("slice_len", slice_len)
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction is one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
+        self.storage, self.slice_len, self.reduction = storage, slice_len, reduction
+        self._reader: RowReader = storage.reader
+        self._alpha, self._beta, self._eps = number("alpha", alpha), 0.0, number("eps", eps)
+        self.beta = beta
+        self._generator, self._lock = generator, threading.RLock()
+        self.gone = 0
+        """How many priorities were given for rows that were gone, and ignored."""
+        self._starts = None if slice_len is None else Starts(self._reader, slice_len)
+        first = _first_leaf(self._alpha, self._eps)
+        self._priorities = Priorities(self._reader, first, self._starts)
+        self._drawn: np.ndarray | None = None
+        """One more than the row that was drawn last at each index of a ring; 0: none was."""
+        if ring := self._reader.ring:
+            require_memory(8 * ring, f"the samples of a ring of {ring:,} rows")
+            self._drawn = np.zeros(ring, np.int64)
+        self._joining = False
+        self._written: tuple[Any, np.ndarray] | None = None
+        """The index that a buffer wrote to last, and the rows there."""
+        self._load()
+        if isinstance(writer := storage_of_rows(storage).writer, RowWriter):
+            writer.closing.append(_called(weakref.WeakMethod(self._save_at_the_end)))
+
+    # --- draws ------------------------------------------------------------------------------------
+
+    def draw(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the numbers of ``count`` rows, int64 [count], and their weights, float32 [count].
+
+        With ``slice_len`` the rows are [count, slice_len].
+
+        Raises:
+            NoSlices: there is nothing to draw.
+        """
+        with self._lock:
+            rows, weights = self._draw(count)
+            if self._drawn is not None:
+                self._drawn[self._reader.index_of(rows)] = rows + 1
+            if self._starts is not None:
+                rows = self._starts.sequences(rows)
+            return rows, weights
+
+    def _draw(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        self._joining = False
+        if self._written is not None and type(self._written[0]) is int:
+            self._written = None
+        check_positive("the number of draws", count)
+        priorities = self._priorities
+        priorities.follow()
+        if not priorities.total > 0:
+            self._refuse_empty()
+        generator = self._generator
+        device = None if generator is None else generator.device
+        uniform = torch.empty(count, dtype=torch.float64, device=device)
+        uniform.uniform_(generator=generator)
+        rows, leaves = priorities.draw(uniform.numpy(force=device is not None))
+        with np.errstate(over="ignore", under="ignore"):  # quotients of priorities far apart
+            leaves /= priorities.least
+            return rows, np.power(leaves, np.float32(-self._beta), out=leaves)
+
+    def _refuse_empty(self) -> NoReturn:
+        path = self._reader.path
+        if self.slice_len is None or not len(self._reader.span):
+            raise NoSlices(f"{path} has no rows yet to draw from. Collect some first.")
+        raise NoSlices(
+            f"no trajectory of {path} has {self.slice_len} steps in a row, which are a sequence. "
+            "Give a smaller slice_len, or collect more."
+        )
+
+    def sample(self, storage: Any, batch_size: int | None = None) -> Any:
+        """Return a sample: ``sample(n)`` of the storage, ``sample(storage, n)`` for a buffer.
+
+        ``sample(n)`` is a TensorDict of n rows [n], or sequences [n, slice_len], with
+        ``"priority_weight"`` and ``("collector", "row")``.
+
+        ``sample(storage, n)``, which TorchRL's buffers call, returns the index of n rows, of
+        n / slice_len sequences, and a mapping of these two and of values that differ from the
+        stored ones.
+
+        Raises:
+            NoSlices: there is nothing to draw.
+            ValueError: another storage than the sampler's, or n is no multiple of ``slice_len``.
+            Overrun: a ring is overwritten by another thread faster than it is read.
+        """
+        if batch_size is None:
+            return steadily(self._reader, lambda: self._sample(storage))
+        require_same(self.storage, storage)
+        length = self.slice_len or 1
+        if batch_size < 1 or batch_size % length:
+            raise ValueError(
+                f"a batch of sequences of {length} rows has a multiple of as many rows, got "
+                f"batch_size={batch_size}. Use {length} times the number of sequences."
+            )
+        with self._lock:
+            rows, weights = self.draw(batch_size // length)
+            index = self._reader.index_of(rows.reshape(-1))
+        info: dict[Any, torch.Tensor] = {
+            WEIGHT: torch.from_numpy(np.repeat(weights, length)),
+            ROW: torch.from_numpy(rows.reshape(-1)),
+        }
+        if self._starts is not None:
+            info |= self._marks(rows)
+        return torch.from_numpy(index), info
+
+    def _marks(self, rows: np.ndarray) -> dict[Any, torch.Tensor]:
+        """Return values at both ends of sequences [n, length] that differ from the stored ones."""
+        return end_marks(self._reader, Slices(rows))
+
+    def _sample(self, count: int) -> TensorDict:
+        reader, deadline = self._reader, time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            rows, weights = self.draw(count)
+            with contextlib.suppress(IndexOutOfRange):  # overwritten since they were drawn
+                found = reader.take(rows)
+                marks = {} if self._starts is None else self._marks(rows)
+                if not marks or rows.min() >= reader.span.start:
+                    break
+            if time.monotonic() > deadline:
+                raise reader.overrun(f"{rows.size} rows")
+        for key, values in marks.items():
+            found.set(key, values.reshape(*rows.shape, *values.shape[1:]))
+        found.set(ROW, torch.from_numpy(rows))
+        shape = (-1, *(1 for _ in rows.shape[1:]))
+        found.set(WEIGHT, torch.from_numpy(weights).reshape(shape).expand(rows.shape).clone())
+        return found
+
+    # --- updates ----------------------------------------------------------------------------------
+
+    def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
+        """Set priorities of rows that were drawn, or of any others.
+
+        Args:
+            index: a batch, whose ``("collector", "row")`` says which rows; or where rows are in the
+                storage, as a buffer's ``"index"``, in a tensor, an array, a list or an int. With
+                ``slice_len``, of all rows of sequences, one after the other.
+            priority: as many numbers from 0 on, or a single one; with ``slice_len``, one a
+                row, or one a sequence.
+            storage: the buffer's, which gives it.
+
+        Raises:
+            ValueError: a priority is negative, infinite or no number, or they are too few or many;
+                no priority was changed.
+            IndexOutOfRange: a row that never was.
+        """
+        if is_tensor_collection(index):
+            if (rows := index.get(ROW, None)) is None:
+                raise ValueError(
+                    f"a batch needs {ROW}, which says which rows it has, as samples do. Give "
+                    "update_rows the numbers of the rows, or this the index."
+                )
+            self.update_rows(rows, priority)
+            return
+        with self._lock:
+            if self._put_at_once(index, priority, self._drawn, self._reader.span.start):
+                return
+            joining, self._joining = self._joining, False
+            at, rows = whole("index", index), self._just_written(index)
+            if joining and self._is_all(at, priority):
+                return  # a buffer gives all rows the priority of new ones, when it is made
+            if rows is None:
+                self._update(self._rows_at(at), priority)
+            elif self._starts is None:  # else no sequence starts there yet
+                self._update(rows, priority, sure=True)
+
+    def update_rows(self, rows: Any, priority: Any) -> None:
+        """Set priorities of rows by their numbers over all rows ever written.
+
+        See `update_priority` for the arguments and errors.
+        """
+        with self._lock:
+            if not self._put_at_once(rows, priority):
+                self._joining = False
+                self._update(whole("rows", rows), priority)
+
+    def _put_at_once(
+        self, index: Any, priority: Any, drawn: np.ndarray | None = None, first: int = 0
+    ) -> bool:
+        """Set priorities of rows in one call into the extension; return False if that cannot be.
+
+        Args:
+            index: of the rows.
+            priority: theirs.
+            drawn: one more than the row of each index; None: the index is the row.
+            first: the row of index 0, without ``drawn``.
+        """
+        written = None if self._written is None else self._written[0]
+        if self._joining or (first and drawn is None) or type(written) is int:
+            return False
+        if written is not None and written is index:
+            return False
+        at, given = plain(index, torch.int64), plain(priority, torch.float32, torch.float64)
+        if at is None or given is None:
+            return False
+        self._priorities.follow()
+        gone = self._priorities.put_at_once(drawn, at, given, powers_of(self._alpha, self._eps))
+        if gone is not None:
+            self.gone += gone
+        return gone is not None
+
+    def _is_all(self, index: np.ndarray, priority: Any) -> bool:
+        given, default = numbers(priority), np.float32(self.default_priority)
+        if not (
+            0 < len(index) == len(self._reader) and bool((index == np.arange(len(index))).all())
+        ):
+            return False
+        with np.errstate(all="ignore"):
+            return bool((given.astype(np.float32) == default).all())
+
+    def _just_written(self, index: Any) -> np.ndarray | None:
+        """Return the rows that a buffer wrote to this ``index`` right before, if it did."""
+        if self._written is None:
+            return None
+        written, rows = self._written
+        if type(written) is int:  # the buffer gives a copy, and gives it at once
+            self._written = None
+            return rows.copy() if whole("index", index).tolist() == [written] else None
+        return rows.copy() if index is written else None
+
+    def _rows_at(self, index: np.ndarray) -> np.ndarray:
+        """Return the rows that were drawn last at each index [n], or else are there now."""
+        reader = self._reader
+        if self._drawn is None:
+            return reader.rows_in(index) if reader.span.start else index
+        if len(index) and not 0 <= index.min() <= index.max() < len(self._drawn):
+            raise IndexOutOfRange(
+                f"priorities at index {index.min()} to {index.max()} were given, and {reader.path} "
+                f"has {len(self._drawn):,} slots. Give the index of a sample of it."
+            )
+        rows: np.ndarray = self._drawn[index] - 1
+        if len(rows) and rows.min() < 0:
+            rows = np.where(rows < 0, reader.rows_at(index, reader.span), rows)
+        return rows
+
+    def _update(self, rows: np.ndarray, priority: Any, *, sure: bool = False) -> None:
+        given = numbers(priority)
+        if self.slice_len is not None:
+            rows, given = self._of_starts(rows, given)
+        if len(given) != len(rows):
+            if len(given) != 1:
+                raise ValueError(
+                    f"expected {len(rows)} priorities, one a row, or a single one, got "
+                    f"{len(given)}. Nothing was changed."
+                )
+            given = np.repeat(given, len(rows))
+        leaves = leaves_of(given, self._alpha, self._eps)
+        self._priorities.follow()
+        self.gone += self._priorities.put(rows, leaves, sure=sure)
+
+    def _of_starts(self, rows: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first rows of sequences, and a priority of each."""
+        length = self.slice_len
+        assert length is not None
+        if len(rows) % length:
+            raise ValueError(
+                f"expected all rows of sequences of {length}, got {len(rows)} rows. Nothing was "
+                "changed."
+            )
+        if len(given) == len(rows) and length > 1:
+            leaves_of(given, self._alpha, self._eps)  # none is wrong
+            given = getattr(np, self.reduction)(given.reshape(-1, length), axis=1)
+        return rows[::length].copy(), given
+
+    # --- what TorchRL's buffers ask ---------------------------------------------------------------
+
+    @property
+    def _rng(self) -> torch.Generator | None:
+        return self._generator
+
+    @_rng.setter
+    def _rng(self, generator: torch.Generator | None) -> None:
+        # A buffer that takes the sampler does this first.
+        self._joining = self._reader.initialised
+        if generator is not None or self._generator is None:
+            self._generator = generator
+
+    @property
+    def alpha(self) -> float:
+        """The exponent of priorities. Where it is set, all priorities stay as they are."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, alpha: float) -> None:
+        alpha = number("alpha", alpha)
+        with self._lock:
+            if alpha != self._alpha:
+                was, now = (self._alpha, self._eps), (alpha, self._eps)
+                self._priorities.follow()
+                first = _first_leaf(alpha, self._eps)
+                self._priorities.convert(lambda leaves: moved(leaves, was, now), first)
+                self._alpha = alpha
+
+    @property
+    def beta(self) -> float:
+        """The exponent of weights."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        self._beta = number("beta", beta)
+
+    @property
+    def eps(self) -> float:
+        """The number that is added to each priority."""
+        return self._eps
+
+    @property
+    def default_priority(self) -> float:
+        """The priority of new rows."""
+        if not self._alpha:
+            return 1.0
+        return float(max(0.0, self._priorities.largest ** (1 / self._alpha) - self._eps))
+
+    def add(self, index: int) -> None:
+        """Remember the row that a buffer just wrote, whose priority may follow."""
+        self._remember(int(index))
+
+    def extend(self, index: torch.Tensor) -> None:
+        """Remember the rows that a buffer just wrote, whose priorities may follow."""
+        self._remember(index)
+
+    def _remember(self, index: Any) -> None:
+        with self._lock:
+            self._joining, reader = False, self._reader
+            self._written = index, reader.rows_at(whole("index", index), reader.span)
+
+    def mark_update(self, index: Any, *, storage: Any = None) -> None:
+        """Give the rows that are at ``index`` now the priority of new ones."""
+        with self._lock:
+            at, reader = whole("index", index), self._reader
+            rows = reader.rows_at(at, reader.span) if reader.ring else self._rows_at(at)
+            rows = rows[rows < self._priorities.there.stop]  # the others will come with it
+            if len(rows):
+                priorities = self._priorities
+                priorities.follow()
+                leaf = np.full(len(rows), priorities.largest, np.float32)
+                self.gone += priorities.put(rows, leaf, sure=True)
+
+    def _sampleable_count(self, storage: Any, batch_size: int) -> int:
+        with self._lock:
+            self._priorities.follow()
+            return len(self._reader) if self._priorities.total > 0 else 0
+
+    def _empty(self) -> None:
+        """Do nothing: the storage says itself which rows are gone."""
+
+    # --- what is kept -----------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write the priorities beside the rows, where a new sampler finds them.
+
+        Raises:
+            ReadOnlyStorage: this process only reads; `dumps` writes to another place.
+            StorageFull: no space; an older file stays.
+        """
+        writer, reader = storage_of_rows(self.storage).writer, self._reader
+        if not isinstance(writer, RowWriter) or self.storage.mode == "read":
+            raise ReadOnlyStorage(
+                f"{self.storage.path} is only read by this process, and priorities lie beside its "
+                "rows. Use dumps(path) and loads(path), with another place."
+            )
+        with writer.turn, self._lock:
+            reader.require_open()
+            if reader.initialised and not writer.temporary:
+                writer.reader.running().right.require()
+                kept, leaves = self._kept()
+                files = writer.files
+                write_priorities(files.inside, files.priorities_path, kept, leaves)
+                self._priorities.changed, self._saved = False, True
+                self._rewinds_kept = kept.rewinds
+
+    def _save_at_the_end(self) -> None:
+        with self._lock:
+            if self._priorities.most or self._saved:  # it was used, or its file is to be newer
+                self._priorities.follow()
+                # Rows that came and were taken back in between change no priority.
+                if self._priorities.changed or self._rewinds_kept not in (
+                    None,
+                    self._reader.rewinds,
+                ):
+                    self.save()
+
+    def _kept(self) -> tuple[Kept, np.ndarray]:
+        priorities = self._priorities
+        there = priorities.follow()
+        kept = Kept(
+            self._reader.id,
+            there.first,
+            there.stop,
+            self._reader.rewinds,
+            self.slice_len,
+            self._alpha,
+            self._beta,
+            self._eps,
+            priorities.largest,
+        )
+        return kept, priorities.leaves()
+
+    def _load(self) -> None:
+        """Take over what is kept beside the rows."""
+        reader = storage_of_rows(self.storage).reader
+        if not isinstance(reader, FileReader) or not reader.initialised:
+            return
+        files = reader.format
+        try:
+            found = read_priorities(files.inside, files.priorities_path, max(reader.head, 2**16))
+            if found is None:
+                return
+            kept, leaves = found
+            self._take(kept, leaves, "it")
+        except (ValueError, StateMismatch) as error:
+            warnings.warn(
+                f"{files.priorities_path} is not used: {error} All rows begin with one priority.",
+                stacklevel=4,
+            )
+            return
+        old = kept.stop != reader.head or kept.rewinds != reader.rewinds
+        if old:
+            warnings.warn(
+                f"{files.priorities_path} is of {kept.stop} rows, and {reader.path} has "
+                f"{reader.head}: rows that came since begin with the largest priority.",
+                stacklevel=4,
+            )
+        self._priorities.changed, self._rewinds_kept = old, kept.rewinds
+
+    def _take(self, kept: Kept, leaves: np.ndarray, what: str) -> None:
+        until = kept.require_of(self._reader, self.slice_len, what)
+        leaves = leaves[: max(0, until - kept.first)]
+        was, now = (kept.alpha, kept.eps), (self._alpha, self._eps)
+        entering = moved(np.array([kept.entering], np.float32), was, now)
+        self._priorities.replace(
+            moved(leaves, was, now),
+            kept.first,
+            float(entering[0]),
+            same=kept.rewinds == self._reader.rewinds,
+        )
+
+    def _take_all(self, kept: Kept, leaves: np.ndarray, what: str) -> None:
+        kept.require_of(self._reader, self.slice_len, what)
+        self._alpha, self._beta, self._eps = kept.alpha, kept.beta, kept.eps
+        self._take(kept, leaves, what)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the priorities, for `torch.save` beside a model."""
+        with self._lock:
+            kept, leaves = self._kept()
+            return {**asdict(kept), "leaves": torch.from_numpy(leaves)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over priorities, alpha, beta and eps; rows that came since have the largest.
+
+        Raises:
+            StateMismatch: they are of another storage, of later rows, or no such state.
+        """
+        with self._lock:
+            try:
+                kept = Kept.of(state_dict)
+                leaves = state_dict["leaves"].numpy(force=True)
+                if leaves.dtype != np.float32:
+                    raise ValueError(f"its priorities are {leaves.dtype}, and not float32")
+                check_leaves(leaves, kept)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise StateMismatch(
+                    f"this state is none of a PrioritizedSampler of Tallyroll's: {error}."
+                ) from error
+            self._take_all(kept, leaves, "this state")
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write the priorities to a folder, which is made; see `loads`."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            kept, leaves = self._kept()
+            write_priorities(Inside(folder), folder / _FILE, kept, leaves)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Take over the priorities, alpha, beta and eps that `dumps` wrote to a folder.
+
+        Raises:
+            StateMismatch: they are damaged, of another storage, or of later rows.
+        """
+        folder = Path(path)
+        with self._lock:
+            try:
+                found = read_priorities(
+                    Inside(folder), folder / _FILE, max(self._reader.head, 2**16)
+                )
+            except ValueError as error:
+                raise StateMismatch(f"{folder / _FILE} cannot be used: {error}.") from error
+            if found is None:
+                raise StateMismatch(f"{folder / _FILE} is not there. Give the folder of a dump.")
+            self._take_all(*found, f"{folder / _FILE}")
+
+    def __reduce__(self) -> NoReturn:
+        raise NotPicklable(
+            "a PrioritizedSampler is of one process. Make one in the other process, over the "
+            "storage there, or give that its state_dict()."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.storage!r}, alpha={self._alpha}, beta={self._beta}, "
+            f"eps={self._eps}, slice_len={self.slice_len})"
+        )
+
+
+# TorchRL's buffers hand priorities on to samplers that are of this class.
+TorchRLSampler.register(PrioritizedSampler)
+
+
+def _first_leaf(alpha: float, eps: float) -> float:
+    """Return the leaf of a priority of 1, which rows have where none was given yet."""
+    return float(leaves_of(np.ones(1), alpha, eps)[0])
+
+
+def _called(method: weakref.WeakMethod[Any]) -> Callable[[], None]:
+    """Return a function that calls a method while its object is there."""
+
+    def call() -> None:
+        if (found := method()) is not None:
+            found()
+
+    return call

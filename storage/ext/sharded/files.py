@@ -1,0 +1,136 @@
+"""The folder of a sharded storage: a manifest, the rows that count, and a folder a shard.
+
+::
+
+    DIR/manifest.json         what it is: columns, and the runs that wrote the rows
+    DIR/acknowledged.lines    how many of each shard's rows count; see `acknowledged`
+    DIR/tallyroll.lock        held by the process that decides that
+    DIR/shards/000000-…       a memory-mapped storage a start of a worker, on the worker's node
+
+A node without this disk writes to the same path on its own; its shards are brought here to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageMissing
+from tallyroll.storage.ext.sharded.acknowledged import (
+    Acknowledged,
+    KeptShard,
+    read_acknowledged,
+)
+from tallyroll.storage.files.manifest import SHARDED, Manifest, read_manifest
+from tallyroll.storage.files.paths import translated
+from tallyroll.storage.files.safe_files import Inside, close_all
+from tallyroll.storage.formats.memmap import MemmapFormat
+from tallyroll.storage.readers.file_reader import FileReader
+
+_BEFORE: Final = "shards_before"
+"""The field of a run's entry: how many shards there were when it began."""
+
+
+class ShardedFiles:
+    """The files of a sharded storage at ``root``, an absolute path."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.inside = root, Inside(root)
+        self.manifest_path = root / "manifest.json"
+        self.lines_path = root / "acknowledged.lines"
+        self.lock_path = root / "tallyroll.lock"
+        self.shards_path = root / "shards"
+
+    def manifest(self) -> Manifest:
+        """Return the manifest.
+
+        Raises:
+            StorageMissing: nothing is there.
+            NotAStorage: it is of another format.
+            CorruptStorage: it is damaged.
+        """
+        if not self.root.exists():
+            raise StorageMissing(f"there is no storage at {self.root}. Give the path of one.")
+        found = read_manifest(self.inside, self.manifest_path)
+        if found["format"] != SHARDED:
+            raise NotAStorage(f"{self.root} is of format {found['format']}, not {SHARDED}.")
+        return found
+
+    def acknowledged(self) -> Acknowledged:
+        """Return which rows count."""
+        return read_acknowledged(self.inside, self.lines_path)[0]
+
+    def place_of(self, name: str) -> Path:
+        """Return the folder of a shard."""
+        return self.shards_path / name
+
+    def open_shard(self, shard: KeptShard, *, accept_copy: bool = False) -> FileReader:
+        """Open a shard, and check that it is that one, and has the rows that count.
+
+        Raises:
+            CorruptStorage: it is not there, lacks rows, or another storage is in its place.
+            StorageError: it cannot be opened.
+        """
+        place = self.place_of(shard.name)
+        try:
+            close_all([self.inside.open_directory(place)])  # through no link
+        except FileNotFoundError as error:
+            raise CorruptStorage(
+                f"{place} is missing, with {shard.rows:,} rows that count: a worker on node "
+                f"{shard.host} wrote them. Bring the folder from there; or resume the run, which "
+                "collects as many again in their place."
+            ) from error
+        except OSError as error:
+            with translated(place):
+                raise error
+        try:
+            reader = FileReader(MemmapFormat(place), place, "read").open(accept_copy=accept_copy)
+        except NotAStorage as error:
+            raise CorruptStorage(
+                f"{place} is damaged, with {shard.rows:,} rows that count: {error} Or resume the "
+                "run, which collects as many again in their place."
+            ) from error
+        if (id := reader.manifest["id"]) != shard.id:
+            with reader:
+                raise CorruptStorage(
+                    f"{place} is another storage (its id is {id}, expected {shard.id}), and "
+                    f"{shard.rows:,} rows of the one from node {shard.host} count. Bring that one "
+                    "back; or resume the run, which collects as many again in their place."
+                )
+        if reader.head < shard.rows or reader.ring:
+            with reader:
+                raise CorruptStorage(
+                    f"{place} has {reader.head:,} rows, and {shard.rows:,} count. Bring a newer "
+                    f"copy from node {shard.host}; or resume the run, which collects them again."
+                )
+        return reader
+
+    def open_all(self, said: Acknowledged, *, accept_copy: bool = False) -> list[FileReader]:
+        """Open each shard that has rows which count."""
+        with ExitStack() as undo:
+            found = [
+                undo.enter_context(self.open_shard(each, accept_copy=accept_copy))
+                for each in said.shards
+                if each.rows
+            ]
+            undo.pop_all()
+        return found
+
+
+def entry_before(run: Mapping[str, Any], shards: int) -> dict[str, Any]:
+    """Return the entry of a run that begins, or goes on, after so many shards."""
+    return {**run, _BEFORE: shards}
+
+
+def entries_in(manifest: Manifest, said: Acknowledged) -> Iterator[dict[str, Any]]:
+    """Yield the entries of runs, each with its first row among those that count now."""
+    for run in manifest["runs"]:
+        before = run.get(_BEFORE)
+        if type(before) is not int or not before >= 0:
+            raise CorruptStorage(
+                f"the manifest of a sharded storage is damaged: {_BEFORE} is {before!r:.100}. "
+                "Restore it from a copy."
+            )
+        yield {**run, "first_row": sum(each.rows for each in said.shards[:before])}

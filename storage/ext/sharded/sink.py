@@ -1,0 +1,274 @@
+"""A sharded storage while its run is written: it takes counts, and no rows."""
+# ruff: noqa: D102 - what a reader and a writer do is said in `RowReader` and `RunWriter`
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tallyroll.storage.engine.new_rows import CopiedInSteps
+from tallyroll.storage.errors import (
+    CorruptStorage,
+    DirectoryNotEmpty,
+    NotInitialised,
+    ReadOnlyStorage,
+    SchemaMismatch,
+    StorageExists,
+)
+from tallyroll.storage.ext.sharded.acknowledged import (
+    Acknowledged,
+    AcknowledgedFile,
+    KeptShard,
+)
+from tallyroll.storage.ext.sharded.files import (
+    ShardedFiles,
+    entries_in,
+    entry_before,
+)
+from tallyroll.storage.files.lock import WriterLock
+from tallyroll.storage.files.manifest import SHARDED, Manifest, new_manifest, run_of, write_manifest
+from tallyroll.storage.files.paths import make_directory, translated
+from tallyroll.storage.files.run_record import RunRecord, record_after, record_with_version
+from tallyroll.storage.readers.file_reader import Mode
+from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.rows.keys import Key
+from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.stores.row_writer import NoWriter
+from tallyroll.storage.stores.run_claim import RunClaim
+
+
+class _NoRows(ColumnReader):
+    """A column of rows that are elsewhere."""
+
+    def __init__(self, column: Column) -> None:
+        self._column = column
+
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        assert not rows.size
+        return np.empty((*rows.shape, *self._column.shape), self._column.numpy_dtype)
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        return self.take(np.arange(start, stop))
+
+
+class CountedRows(RowReader):
+    """The counts of a sharded storage; its rows are read by those who open it to read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.said = Acknowledged()
+        self.made: Manifest | None = None
+        self._schema: Schema | None = None
+
+    def use(self, manifest: Manifest, said: Acknowledged) -> None:
+        """Take over what the files say."""
+        self.made, self.said = manifest, said
+        self._schema = Schema.from_json(manifest.get("schema"))
+
+    @property
+    def schema(self) -> Schema:
+        if self._schema is None:
+            raise NotInitialised(f"{self.path} has no rows and no schema yet. Collect some first.")
+        return self._schema
+
+    @property
+    def span(self) -> range:
+        return range(self.said.rows, self.said.rows)
+
+    @property
+    def manifest(self) -> Manifest:
+        if self.made is None:
+            raise NotInitialised(f"{self.path} has no rows and no schema yet. Collect some first.")
+        return {**self.made, "runs": list(entries_in(self.made, self.said))}
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        return [] if self.made is None else list(self.manifest["runs"])
+
+    @property
+    def initialised(self) -> bool:
+        return self.made is not None
+
+    @property
+    def record(self) -> tuple[int, bytes] | None:
+        return self.said.record
+
+    def column(self, key: Key) -> ColumnReader:
+        return _NoRows(next(each for each in self.schema.columns if each.key == key))
+
+
+class ShardedWriter(NoWriter):
+    """Says which rows of shards count, and keeps the entries of the run. One run a storage.
+
+    Args:
+        path: of the folder.
+        mode: ``"create"`` or ``"append"``.
+
+    Raises:
+        StorageExists, DirectoryNotEmpty: something is there, with ``"create"``.
+        StorageLocked: another process writes to it.
+    """
+
+    grows, in_one_call = True, False
+
+    reader: CountedRows
+
+    def __init__(self, path: Path, mode: Mode) -> None:
+        self.path, self.reader = path, CountedRows(path)
+        super().__init__(self.reader)
+        self.files, self.claim, self.runs = ShardedFiles(path), RunClaim(self), self
+        self.provenance: Mapping[str, Any] = {}
+        """Entries that are added to a run's entry: the command that writes it."""
+        self._newest = -1
+        """The newest version of a policy in rows that count, or counted."""
+        self._named = 0
+        self._lock: WriterLock | None = None
+        self._lines: AcknowledgedFile | None = None
+        if mode == "create":
+            self._refuse_existing()
+            return
+        self.files.manifest()
+        with translated(path):
+            self._lock = WriterLock(self.files.inside, self.files.lock_path)
+        try:
+            self._open(self.files.manifest())
+        except BaseException:
+            self.close()
+            raise
+
+    def _refuse_existing(self) -> None:
+        files = self.files
+        if files.manifest_path.exists():
+            raise StorageExists(f"{self.path} holds a storage already. Give another path.")
+        ours = {files.lines_path, files.lock_path, files.shards_path}
+        if files.root.exists() and (others := {*files.root.iterdir()} - ours):
+            raise DirectoryNotEmpty(
+                f"{self.path} is not empty: {min(others).name} is in it. Give another path."
+            )
+
+    def _open(self, manifest: Manifest) -> None:
+        self._lines = AcknowledgedFile(self.files.inside, self.files.lines_path)
+        self.reader.use(manifest, self._lines.said)
+        record = RunRecord.parse(self.reader.record)
+        self._newest = -1 if record is None else record.policy_version
+        self._named = len(self._lines.said.shards)
+
+    # --- shards -----------------------------------------------------------------------------------
+
+    def lose_missing(self, seen: Iterable[tuple[str, str, int]]) -> list[str]:
+        """Let rows of shards that are gone, or damaged, count no more; return what is lost.
+
+        What else keeps a shard from being opened is raised: a limit of files loses no row.
+
+        ``seen`` are shards that others saw on their nodes: name, id and rows of each.
+        """
+        lost, most = [], dict[tuple[str, str], int]()
+        for name, id, rows in seen:
+            most[name, id] = max(rows, most.get((name, id), 0))
+        for number, shard in enumerate(self.reader.said.shards):
+            if shard.rows and most.get((shard.name, shard.id), 0) < shard.rows:
+                try:
+                    self.files.open_shard(shard, accept_copy=True).close()
+                except CorruptStorage as error:
+                    lost.append((number, str(error)))
+        if lost:
+            assert self._lines is not None
+            self._lines.lose([number for number, _ in lost])
+        return [why for _, why in lost]
+
+    def new_shard(self) -> str:
+        """Return the name of a shard that there was not yet, on any node."""
+        self._named += 1
+        return f"{self._named:06d}-{secrets.token_hex(4)}"
+
+    def acknowledge(self, kept: Iterable[KeptShard], record: bytes, newest: int) -> None:
+        """Let the first rows of shards count from now on, as many as ``kept`` says of each.
+
+        ``newest`` is the newest version of a policy in them.
+
+        Raises:
+            StorageFull, DiskFailed: they do not.
+        """
+        assert self._lines is not None
+        numbers = self.reader.said.numbers
+        fresh, rows = [], {}
+        for each in kept:
+            if each.name in numbers:
+                rows[str(numbers[each.name])] = each.numbers
+            else:
+                fresh.append([each.name, each.host, each.id, *each.numbers])
+        self._newest = max(self._newest, newest)
+        payload = record_with_version(record, self._newest).decode()
+        self._lines.append({"shards": fresh, "rows": rows, "record": payload})
+
+    def _with_newest(self, payload: bytes) -> bytes:
+        return record_after(payload, next_id=-1, incarnation=-1, policy_version=self._newest)
+
+    # --- the run, as a collector writes it --------------------------------------------------------
+
+    def append(self, rows: CopiedInSteps, record: bytes | None = None) -> range:
+        self._refuse("rows are written by workers, to shards")
+
+    def put_record(self, payload: bytes) -> None:
+        assert self._lines is not None
+        self._lines.append({"record": self._with_newest(payload).decode()})
+
+    def require_schema(self, schema: Schema) -> None:
+        if found := self.reader.schema.differences(schema):
+            raise SchemaMismatch(f"{self.path} has other columns: {'; '.join(found)}")
+
+    def begin(self, schema: Schema, provenance: Mapping[str, Any] | None = None) -> None:
+        run = run_of(self.reader.head, {**(provenance or {}), **self.provenance})
+        if self.reader.initialised:
+            self.require_schema(schema)
+            assert self.reader.made is not None
+            if run.get("first_row_of_run"):
+                raise StorageExists(
+                    f"{self.path} has a run, and a sharded storage has no more than one. Resume "
+                    "it, or give another path."
+                )
+            runs = [*self.reader.made["runs"], entry_before(run, len(self.reader.said.shards))]
+            self._write({**self.reader.made, "runs": runs})
+            return
+        with translated(self.path):
+            make_directory(self.files.root)
+            self._lock = WriterLock(self.files.inside, self.files.lock_path)
+            self._refuse_existing()
+            self.files.inside.remove(self.files.lines_path)
+        manifest = new_manifest(SHARDED, schema, [entry_before(run, 0)])
+        self._write(manifest)
+        self._open(manifest)
+
+    def _write(self, manifest: Manifest) -> None:
+        write_manifest(self.files.inside, self.files.manifest_path, manifest)
+        if self.reader.initialised:
+            self.reader.made = manifest
+
+    def withdraw(self, run: Mapping[str, Any]) -> None:
+        made = self.reader.made
+        if made is not None and run in (shown := self.reader.runs):
+            at = shown.index(dict(run))
+            runs = made["runs"]
+            self._write({**made, "runs": [*runs[:at], *runs[at + 1 :]]})
+
+    def add_event(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._refuse("it keeps no calls of environments")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ReadOnlyStorage(f"{self.path} is a sharded storage: {why}.")
+
+    def flush(self) -> None:
+        """Nothing is to be shown."""
+
+    def close(self) -> None:
+        """Close the files, and let another process write."""
+        self.reader.close()
+        if self._lines is not None:
+            self._lines.close()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()

@@ -1,0 +1,183 @@
+"""The statistics of the columns of a storage, as users have them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tallyroll.storage.errors import ColumnsMissing
+from tallyroll.storage.ext.statistics.counting import (
+    add_quantiles,
+    can_be_counted,
+    count_on,
+    most_sampled,
+    none_counted,
+)
+from tallyroll.storage.ext.statistics.kept import place_of, read_kept, write_kept
+from tallyroll.storage.ext.statistics.moments import QUANTILES
+from tallyroll.storage.package.near_names import did_you_mean
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.rows.schema import Column
+from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.user_code import user_callback
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnStatistics:
+    """Statistics of the numbers of a column, without NaNs but for their share.
+
+    Arrays have the shape of a row's value, or [] where that has more than 256 numbers: then they
+    are of all of them together.
+    """
+
+    count: np.ndarray
+    """How many numbers there are, NaNs left out, int64."""
+    mean: np.ndarray
+    """float64; NaN where there are no numbers."""
+    std: np.ndarray
+    """The deviation of these numbers, float64: the root of the mean squared difference."""
+    min: np.ndarray
+    """The smallest, float64; NaN where there are no numbers."""
+    max: np.ndarray
+    """The largest, float64; NaN where there are no numbers."""
+    nan: np.ndarray
+    """The share of NaNs, from 0 to 1, float64."""
+    quantiles: Mapping[float, np.ndarray]
+    """By their share: for 0.25, the smallest number with a quarter of all at or below it. Of
+    columns of one byte exact. Of others exact up to 16,384 rows; of more rows, from so many of
+    them, one of each of as many stretches: the share at or below is right to 0.015 in 999 of 1,000
+    cases. Of columns of more than 256 numbers from fewer rows, 4 million numbers. Empty for a
+    run."""
+
+
+class Statistics(Mapping[str, ColumnStatistics]):
+    """Statistics of columns by their names, ``"next/reward"`` or ``("next", "reward")``."""
+
+    def __init__(
+        self,
+        rows: int,
+        columns: Mapping[str, ColumnStatistics],
+        runs: Sequence[Mapping[str, ColumnStatistics]],
+    ) -> None:
+        self._columns = columns
+        self.rows = rows
+        """How many rows they are of."""
+        self.runs = tuple(runs)
+        """The statistics of the rows of each run, by its number, without quantiles."""
+
+    def __getitem__(self, key: str | Key) -> ColumnStatistics:
+        return self._columns[spell(key)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rows:,} rows: {', '.join(self)})"
+
+
+@user_callback("statistics")
+def statistics_of(
+    reader: RowReader, keys: Keys | None, progress: Progress | None, *, keep: bool = True
+) -> Statistics:
+    """Return statistics of the rows of a reader; see `DiskStorage.statistics`."""
+    columns = _chosen(reader, keys)
+    return steadily(reader, lambda: _statistics(reader, columns, progress, keep))
+
+
+def _chosen(reader: RowReader, keys: Keys | None) -> list[Column]:
+    columns = {column.key: column for column in reader.schema.columns}
+    if keys is None:
+        return [column for column in columns.values() if can_be_counted(column)]
+    wanted = dict.fromkeys(as_key(key) for key in ((keys,) if isinstance(keys, str) else keys))
+    found = []
+    for key in wanted:
+        name = spell(key)
+        # A name as it is shown, next/reward, too.
+        key = key if key in columns else tuple(name.split("/"))
+        if key not in columns:
+            known = [*map(spell, columns)]
+            near = did_you_mean(name, known)
+            raise ColumnsMissing(
+                f"statistics: expected some of {', '.join(known)}, got {name}{near or '.'}"
+            )
+        if not can_be_counted(columns[key]):
+            raise ValueError(
+                f"statistics: {name} is {columns[key].dtype_name}, whose numbers have no order. "
+                "Leave it out."
+            )
+        found.append(columns[key])
+    return found
+
+
+def _statistics(
+    reader: RowReader, columns: Sequence[Column], progress: Progress | None, keep: bool
+) -> Statistics:
+    rows = reader.span
+    place = place_of(reader) if keep else None
+    known = {} if place is None else read_kept(reader, place)
+    found = {c.key: known.get(c.key) or none_counted(c) for c in columns}
+    missing = {c.key: range(max(rows.start, found[c.key].stop), rows.stop) for c in columns}
+    total, done = sum(len(missing[c.key]) * c.row_nbytes for c in columns), 0
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    for column in columns:
+        counted = found[column.key]
+        if len(missing[column.key]) or counted.quantiles is None:
+            count_on(reader, column, counted, missing[column.key], told)
+            add_quantiles(reader, column, counted, rows)
+    if total and place is not None:
+        write_kept(reader, place, {**known, **found})
+    return Statistics(
+        len(rows),
+        {spell(c.key): as_shown(c, found[c.key].total(), found[c.key].quantiles) for c in columns},
+        [
+            {spell(c.key): as_shown(c, found[c.key].of_runs[number]) for c in columns}
+            for number in range(max((len(each.of_runs) for each in found.values()), default=0))
+        ],
+    )
+
+
+def as_shown(
+    column: Column, moments: np.ndarray, quantiles: np.ndarray | None = None
+) -> ColumnStatistics:
+    """Return moments [numbers] in the shape of a row's value."""
+    shape = column.shape if math.prod(column.shape) == len(moments) else ()
+    count, none = moments["count"], moments["count"] == 0
+
+    def shaped(values: Any) -> np.ndarray:
+        return np.asarray(values).reshape(shape)
+
+    def where_some(values: np.ndarray) -> np.ndarray:
+        return shaped(np.where(none, np.nan, values))
+
+    every = np.maximum(count, 1)
+    return ColumnStatistics(
+        count=shaped(count),
+        mean=where_some(moments["mean"]),
+        std=where_some(np.sqrt(moments["squares"] / every)),
+        min=where_some(moments["least"]),
+        max=where_some(moments["most"]),
+        nan=shaped(moments["nans"] / np.maximum(count + moments["nans"], 1)),
+        quantiles={}
+        if quantiles is None
+        else {share: shaped(each) for share, each in zip(QUANTILES, quantiles, strict=True)},
+    )
+
+
+def is_sampled(column: Column, rows: int) -> bool:
+    """Return whether quantiles of so many rows are taken from some of them."""
+    return column.numpy_dtype.itemsize > 1 and rows > most_sampled(column)

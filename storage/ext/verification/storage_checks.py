@@ -1,0 +1,445 @@
+"""`verify`: is everything in a storage as it was when it was written?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tallyroll.storage.errors import (
+    CorruptStorage,
+    DamagedTable,
+    MissingLibrary,
+    Overrun,
+    RowsDoubled,
+)
+from tallyroll.storage.ext.joined.doubled import doubled_trajectories
+from tallyroll.storage.ext.joined.members import Member, PathLike
+from tallyroll.storage.ext.joined.union import UnionReader
+from tallyroll.storage.ext.statistics.counting import Counted
+from tallyroll.storage.ext.statistics.kept import OfOthers, Unusable, place_of, read_whole
+from tallyroll.storage.ext.verification.content_checks import check_content, check_statistics
+from tallyroll.storage.ext.verification.event_checks import check_events
+from tallyroll.storage.ext.verification.findings import PLACES, Finding, Findings, Place, Report
+from tallyroll.storage.ext.verification.index_checks import check_index
+from tallyroll.storage.ext.verification.overlay_checks import check_overlays
+from tallyroll.storage.ext.verification.record_checks import check_ledger, check_record, check_runs
+from tallyroll.storage.ext.verification.row_checks import RowChecks
+from tallyroll.storage.files.checksums import mismatches
+from tallyroll.storage.files.manifest import Manifest
+from tallyroll.storage.files.paths import failed, translated
+from tallyroll.storage.files.rewind_history import without_runs_from
+from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, spell
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.storages import open_storage
+from tallyroll.storage.trajectories.columns import WHOSE, missing
+from tallyroll.storage.trajectories.content import NAMING
+from tallyroll.storage.trajectories.episodes import table_dtype
+from tallyroll.storage.trajectories.kept_leaves import KeptLeaves, UnusableLeaves
+from tallyroll.storage.trajectories.leaves import kept_of
+from tallyroll.storage.user_code import user_callback
+
+CHECKS: Mapping[str, str] = {
+    "files": "header, manifest and files can be opened and are long enough",
+    "metadata": "what other libraries read is what was written for them",
+    "runs": "the manifest's runs follow one another within the rows",
+    "events": "calls of environments are whole, and lie within the rows of their run",
+    "record": "the last commit's record balances, and counts the rows that are there",
+    "lanes": "every row is of a lane that its run has",
+    "ids": "every trajectory id is one lane's, and used once",
+    "steps": "every trajectory has the steps 0, 1, 2 ...",
+    "ends": "done is terminated or truncated, and nothing follows it",
+    "versions": "policy versions never go back within a lane",
+    "observations": "each row begins with what the one before says came next",
+    "finals": "final observations are there, or marked as lost",
+    "nan": "no NaN, and no infinity in observations and rewards",
+    "spaces": "values are within the spaces that the environment named",
+    "zeros": "no rows that look as if they were never written",
+    "episodes": "the table of episodes says what the rows say",
+    "index": "the index of trajectories says what the rows say",
+    "checksums": "the bytes are those of a finalized storage",
+    "content": "the bytes are those whose hashes `content_hash` kept",
+    "overlays": "every overlay can be used, and names rows that were written",
+    "statistics": "the statistics of columns that are kept are those of the rows",
+}
+"""The checks by name, with the rule of each, in the order of the report."""
+
+_MEMBERS = "members"
+"""The check of several storages together: no rows are there twice, and no shard is missing."""
+
+_PATIENCE = 1000
+_HEALING = (
+    "The storage was left open, by a writer that was killed or by a power cut, or is being "
+    "written. Committed rows are as they were: this goes when a writer opens the storage and "
+    'closes it, as open_storage(path, mode="append").close() or `tallyroll collect --resume` do.'
+)
+
+
+def verify(
+    path: PathLike | Sequence[PathLike],
+    *,
+    skip: Collection[str] = (),
+    progress: Progress | None = None,
+    accept_copy: bool = False,
+) -> Report:
+    """Read every committed row of a storage, and find rows that cannot have been written so.
+
+    If a writer did not close a storage, because of a power cut, for one, then files for other
+    libraries, the table of episodes and the last record may be cut short. That is a note and no
+    finding: it hurts no row, and the next writer repairs it.
+
+    The checks keep a few numbers a lane, however many rows there are, but for that of kept hashes,
+    which needs some for each row. Another process may write meanwhile: the rows that were committed
+    at the start are checked.
+
+    Args:
+        path: a storage, of any format; or several, as `open_storage` takes them: each is checked,
+            and that no two have the same rows, and whether all shards of a run are there.
+        skip: names of `CHECKS` to leave out.
+        progress: called now and then with the bytes that were read, and with those of all rows.
+        accept_copy: check a copy that was made while a writer had the storage open.
+
+    Raises:
+        CopyOfOpenStorage: the storage is such a copy, and ``accept_copy`` is False.
+        OpenError: there is no storage at ``path``, or it may not be read.
+        ValueError: ``skip`` names no check.
+    """
+    if unknown := sorted(set(skip) - set(CHECKS)):
+        raise ValueError(
+            f"skip: no check is called {', '.join(unknown)}; there are {', '.join(CHECKS)}."
+        )
+    try:
+        with open_storage(path, accept_copy=accept_copy) as storage:
+            reader = storage.reader
+            if isinstance(reader, UnionReader):
+                return _union_report(reader, skip, progress)
+            return steadily(reader, lambda: _Verification(reader, skip, progress).report(str(path)))
+    except RowsDoubled as error:
+        found = Finding(_MEMBERS, str(error), 1, ())
+        rest = dict.fromkeys(CHECKS, "the same rows are there twice")
+        return Report(str(path), None, 0, (found,), (_MEMBERS,), rest)
+    except CorruptStorage as error:
+        found = Finding("files", str(error), 1, ())
+        rest = {name: "the storage cannot be read" for name in CHECKS if name != "files"}
+        return Report(str(path), None, 0, (found,), ("files",), rest)
+
+
+def _union_report(union: UnionReader, skip: Collection[str], progress: Progress | None) -> Report:
+    """Return one report of all members, and of what is wrong between them."""
+    check = _MemberChecks([each.reader for each in union.members], skip, progress)
+    reports = [check(each) for each in union.members]
+    findings, notes = Findings(), Findings()
+    shards = union.shards
+    for problem in shards.problems if shards else ():
+        findings.add(_MEMBERS, problem)
+    if not missing(union.schema, (*WHOSE, TERMINATED)):
+        for each in doubled_trajectories(union, PLACES):
+            # A few short ones may be so by chance; more than half of a storage's are not.
+            (findings if 2 * each.count > each.of else notes).add(
+                _MEMBERS,
+                f"trajectories of {union.members[each.member].path} have the rows of those of an "
+                "earlier storage",
+                *(
+                    Place(row=row, trajectory=id, what=f"those of trajectory {before}")
+                    for row, id, before in each.pairs
+                ),
+                count=each.count,
+            )
+    of_all = [name for name in CHECKS if all(name in report.checked for report in reports)]
+    skipped = {name: why for report in reports for name, why in report.skipped.items()}
+    return Report(
+        str(union.path),
+        union.manifest["format"],
+        sum(report.rows for report in reports),
+        (*(_named(r, each) for r in reports for each in r.findings), *findings),
+        (*of_all, _MEMBERS),
+        {name: skipped[name] for name in CHECKS if name in skipped},
+        (*(_named(r, each) for r in reports for each in r.notes), *notes),
+        next((report.healing for report in reports if report.healing is not None), None),
+    )
+
+
+def _named(report: Report, finding: Finding) -> Finding:
+    return replace(finding, message=f"{finding.message} ({report.path})")
+
+
+class _MemberChecks:
+    """Verifies the members of a union, with one progress over all."""
+
+    def __init__(
+        self, members: Sequence[RowReader], skip: Collection[str], progress: Progress | None
+    ) -> None:
+        self._skip, self._progress = skip, progress
+        self._done, self._total = 0, sum(len(m) * m.schema.row_nbytes for m in members)
+
+    def __call__(self, member: Member) -> Report:
+        """Return the report of a member."""
+        reader, before = member.reader, self._done
+        own = len(reader) * reader.schema.row_nbytes
+
+        def tell(done: int, total: int) -> None:
+            self._done = before + own * done // max(1, total)
+            if self._progress is not None:
+                with user_callback("progress"):
+                    self._progress(self._done, self._total)
+
+        report = steadily(
+            reader, lambda: _Verification(reader, self._skip, tell).report(str(member.path))
+        )
+        self._done = before + own
+        return report
+
+
+class _Verification:
+    """One look at an open storage."""
+
+    def __init__(self, reader: RowReader, skip: Collection[str], progress: Progress | None) -> None:
+        self._reader, self._progress = reader, progress
+        self._left_open = reader.left_open
+        self._findings, self._notes = Findings(), Findings()
+        # Findings that a write cut short explains, and that the next writer repairs.
+        self._cut_short = self._notes if self._left_open else self._findings
+        self._skip, self._skipped = skip, dict.fromkeys(skip, "not wanted")
+        self._done = self._total = 0
+
+    def report(self, path: str) -> Report:
+        """Make all checks."""
+        reader, findings = self._reader, self._findings
+        at, record = self._last_commit()
+        manifest = self._manifest(at)
+        if "metadata" not in self._skip:
+            self._check_metadata()
+        runs = check_runs(manifest["runs"], at, findings)
+        if "events" not in self._skip:
+            self._check_events(manifest["runs"], at)
+        table = None if "episodes" in self._skip else self._table()
+        rows = RowChecks(reader, runs, nan="nan" not in self._skip, table=table)
+        # A writer that is just writing one looks like that, once.
+        if all(reader.record_damaged for _ in range(3)):
+            what = "was cut short" if self._left_open else "is damaged"
+            message = f"the newest commit record {what}; the previous one was used"
+            self._cut_short.add("record", message)
+        known = check_record(record, runs, at, findings)
+        sums = self._sums(manifest)
+        hashes = None if "content" in self._skip else self._hashes()
+        statistics = {} if "statistics" in self._skip else self._statistics()
+        passes = 1 + bool(sums) + (hashes is not None)
+        self._total = len(rows.span) * reader.schema.row_nbytes * passes
+        nbytes = {column.key: column.row_nbytes for column in reader.schema.columns}
+        self._total += sum(each.stop * nbytes[key] for key, each in statistics.items())
+        if not self._chunks_whole():
+            return self._cut_off(path, manifest)
+        rows.run(findings, self._tell)
+        if known is None:
+            self._skipped.setdefault("record", "no collector wrote one")
+        else:
+            # Of rows that came later, which no collector wrote, it knows nothing.
+            newest = known.at == rows.span.stop
+            whole = newest and known.first_row >= rows.span.start and not rows.overtaken
+            ended = rows.ended.get(known.first_row, 0) if whole else None
+            check_ledger(known, ended, rows.largest_id if newest else -1, findings)
+        self._skipped = rows.unavailable | self._skipped
+        if sums is not None:
+            self._check_sums(sums)
+        if statistics:
+            check_statistics(reader, statistics, findings, self._tell)
+        if hashes is not None:
+            self._check_content(*hashes)
+        if "index" not in self._skip and (why := check_index(reader, self._cut_short)):
+            self._skipped.setdefault("index", why)
+        if "overlays" not in self._skip and not (
+            isinstance(reader, FileReader) and check_overlays(reader, findings)
+        ):
+            self._skipped.setdefault("overlays", "there are none")
+        notes = self._listed(self._notes)
+        return Report(
+            path,
+            manifest["format"],
+            len(rows.span),
+            self._listed(findings),
+            tuple(name for name in CHECKS if name not in self._skipped),
+            {name: self._skipped[name] for name in CHECKS if name in self._skipped},
+            notes,
+            _HEALING if notes else None,
+        )
+
+    def _chunks_whole(self) -> bool:
+        """Return whether rows can be read, as far as checksums beside them say."""
+        if "checksums" in self._skip:
+            return True
+        found = self._reader.damaged_chunks(lambda nbytes: None)
+        if found is None:
+            return True
+        self._skipped.pop("checksums", None)
+        whole = True
+        for column, message in found:
+            self._findings.add("checksums", "rows are damaged", Place(column=column, what=message))
+            whole = False
+        return whole
+
+    def _cut_off(self, path: str, manifest: Manifest) -> Report:
+        """Return the report on rows that cannot all be read."""
+        for name in CHECKS:
+            if name not in ("files", "metadata", "runs", "events", "record", "checksums"):
+                self._skipped.setdefault(name, "rows are damaged")
+        return Report(
+            path,
+            manifest["format"],
+            len(self._reader.span),
+            self._listed(self._findings),
+            tuple(name for name in CHECKS if name not in self._skipped),
+            {name: self._skipped[name] for name in CHECKS if name in self._skipped},
+            self._listed(self._notes),
+        )
+
+    def _manifest(self, head: int) -> Manifest:
+        """Return the manifest; of a rewind that was not finished, as the next writer leaves it."""
+        reader = self._reader
+        if not reader.rewinding:
+            return reader.manifest
+        self._cut_short.add("runs", "rows were taken back, and runs of theirs are still named")
+        return without_runs_from(reader.manifest, head)
+
+    def _last_commit(self) -> tuple[int, tuple[int, bytes] | None]:
+        """Return the rows that are committed, and the record that was written with them."""
+        for _ in range(_PATIENCE):
+            head, record = self._reader.head, self._reader.record
+            if self._reader.head == head:
+                break
+        return head, record
+
+    def _check_metadata(self) -> None:
+        reader = self._reader
+        try:
+            with translated(reader.path):
+                for wrong in reader.shown_wrongly():
+                    self._cut_short.add("metadata", wrong)
+                for wrong in reader.made_wrongly():
+                    self._findings.add("metadata", wrong)
+        except MissingLibrary as error:
+            self._skipped.setdefault("metadata", str(error))
+
+    def _check_events(self, entries: list[Mapping[str, Any]], head: int) -> None:
+        reader = self._reader
+        if not any(EVENTS in entry or LEFT_OUT in entry for entry in entries):
+            self._skipped.setdefault("events", "no environment was called")
+            return
+        for fault in reader.event_faults():
+            self._findings.add("events", fault)
+        if reader.events_torn:
+            self._cut_short.add("events", "the last line of the file of events was cut short")
+        check_events(entries, head, self._findings)
+
+    def _table(self) -> np.ndarray | None:
+        """Return the table of episodes, where there is one that can be read."""
+        columns = self._reader.schema.columns
+        reward = next((each.shape for each in columns if each.key == REWARD), ())
+        try:
+            table = self._reader.episode_lines(table_dtype(reward))
+        except DamagedTable as error:
+            self._cut_short.add("episodes", str(error))
+            return None
+        if table is None:
+            self._skipped.setdefault(
+                "episodes", "there is no table yet; it is written when a writer closes"
+            )
+        return table
+
+    def _hashes(self) -> tuple[KeptLeaves, np.ndarray] | None:
+        """Return the hashes of the content that are kept, where some are that can be used."""
+        reader = self._reader
+        lines = None
+        if isinstance(reader, FileReader) and not missing(reader.schema, NAMING):
+            kept = kept_of(reader, reader.format)
+            try:
+                lines = kept.read()
+            except UnusableLeaves as error:
+                what = "Delete it: the hashes are made again from the rows."
+                self._cut_short.add("content", f"{error} {what}")
+                return None
+        if lines is None:
+            self._skipped.setdefault("content", "no hashes are kept beside the rows")
+            return None
+        return kept, lines
+
+    def _statistics(self) -> Mapping[Key, Counted]:
+        """Return the statistics of columns that are kept, where some are that can be used."""
+        reader, why = self._reader, "no statistics are kept beside the rows"
+        if (place := place_of(reader)) is not None:
+            try:
+                return read_whole(reader, place)
+            except OfOthers:
+                why = "those that are kept are of other rows, and are not used"
+            except Unusable:
+                what = "is damaged, or rows have changed. Delete it: they are counted again."
+                self._cut_short.add("statistics", f"{place.path} {what}")
+                return {}
+            except FileNotFoundError:
+                pass
+            except PermissionError as error:
+                why = f"those that may be kept cannot be read: {error.strerror}"
+            except OSError as error:
+                raise failed(place.path, error, 0) from error
+        self._skipped.setdefault("statistics", why)
+        return {}
+
+    def _check_content(self, kept: KeptLeaves, lines: np.ndarray) -> None:
+        try:
+            check_content(self._reader, kept, lines, self._findings, self._tell)
+        except Overrun:
+            why = "another process writes to this ring; wait for it"
+            self._skipped.setdefault("content", why)
+        self._tell(self._total)  # those without a kept hash, too
+
+    def _tell(self, nbytes: int) -> None:
+        self._done = min(self._total, self._done + nbytes)
+        if self._progress is not None:
+            with user_callback("progress"):
+                self._progress(self._done, self._total)
+
+    def _listed(self, gathered: Findings) -> tuple[Finding, ...]:
+        """Return the findings of the checks that are wanted, in the order of the checks."""
+        wanted = [name for name in CHECKS if name not in self._skip]
+        return tuple(found for name in wanted for found in gathered if found.check == name)
+
+    def _sums(self, manifest: Mapping[str, Any]) -> Any:
+        if "finalized" not in manifest:
+            self._skipped.setdefault("checksums", "the storage was not finalized")
+        elif "checksums" not in self._skip:
+            done = manifest["finalized"]
+            return done.get("checksums", {}) if isinstance(done, dict) else {}
+        return None
+
+    def _check_sums(self, recorded: Any) -> None:
+        reader = self._reader
+        columns = {key: SlotColumn(reader, key) for key in reader.keys}
+        message = "the bytes of a block of rows are not those that were finalized"
+        try:
+            for each in mismatches(columns, recorded, self._tell):
+                rows = reader.rows_in(np.arange(each.start, each.stop))
+                what = f"or one of the {len(rows) - 1:,} rows after it"
+                place = Place(row=int(rows.min()), column=spell(each.key), what=what)
+                self._findings.add("checksums", message, place)
+        except CorruptStorage as error:
+            self._findings.add("checksums", str(error))
+
+
+class SlotColumn:
+    """A column by slots, for checksums."""
+
+    def __init__(self, reader: RowReader, key: Key) -> None:
+        self._reader, self._key, self._array = reader, key, reader.column(key).array
+
+    def __len__(self) -> int:
+        return len(self._reader.span) if self._array is None else len(self._array)
+
+    def __getitem__(self, slots: slice) -> np.ndarray:
+        if self._array is not None:
+            return self._array[slots]
+        return self._reader.in_slots(self._key, slots.start, slots.stop)

@@ -1,0 +1,150 @@
+"""Checks of values that need no row but their own: NaN, spaces, rows of zeros. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from tallyroll.storage.ext.verification.findings import Findings, NumberedRows, Place
+from tallyroll.storage.ext.verification.lane_checks import CheckedRows
+from tallyroll.storage.readers.row_reader import ColumnReader
+from tallyroll.storage.rows.keys import NEXT, Key, spell
+from tallyroll.storage.rows.row_words import batches, words
+from tallyroll.storage.rows.schema import Column
+from tallyroll.storage.rows.spaces import NO_SPACE, Space, space_of
+
+_FEW_WORDS = 16
+_LONG_RUN = 1024
+
+
+def holds_numbers(column: Column) -> bool:
+    """Return whether the column's values can be NaN."""
+    return column.dtype.is_floating_point or column.dtype.is_complex
+
+
+def zero_rows(rows: np.ndarray) -> np.ndarray:
+    """Return which rows of ``words`` [n, k] are zero."""
+    found: np.ndarray = rows[:, 0] == 0
+    for width in (_FEW_WORDS, rows.shape[1]):
+        if rows.shape[1] > 1 and found.any():
+            where = np.flatnonzero(found)
+            for part in batches(len(where), rows.strides[0]):
+                found[where[part]] = ~rows[where[part], :width].any(axis=1)
+    return found
+
+
+def rows_with(bad: Callable[[slice], np.ndarray], count: int, row_nbytes: int) -> np.ndarray:
+    """Return which of ``count`` rows [n] have a bad value; ``bad`` returns [k, values]."""
+    found = np.zeros(count, np.bool_)
+    for part in batches(count, row_nbytes):
+        values = bad(part)
+        if values.any():  # in a sound storage there is none, and all at once are fastest
+            found[part] = values.any(axis=1)
+    return found
+
+
+def not_finite(column: Column, rows: np.ndarray, *, infinity: bool) -> np.ndarray:
+    """Return which rows [n, ...] of a column hold NaN, or infinity where that is wrong, too."""
+    flat = rows.reshape(len(rows), math.prod(column.shape))
+
+    def bad(part: slice) -> np.ndarray:
+        values = flat[part]
+        if column.dtype is torch.bfloat16:  # arrays of it are bits
+            found: np.ndarray = (values & 0x7FFF) > (0x7F7F if infinity else 0x7F80)
+        else:
+            found = ~np.isfinite(values) if infinity else np.isnan(values)
+        return found
+
+    return rows_with(bad, len(rows), column.row_nbytes)
+
+
+class SpaceChecks:
+    """Looks for values outside the spaces that the entries of runs have.
+
+    Numbers of actions may be: exploration drives them beyond a box, and they are stored so.
+
+    Args:
+        columns: each of them, by its key.
+        finals: next observations are not lost at ends, where they may be anything.
+    """
+
+    def __init__(self, columns: Mapping[Key, Column], *, finals: bool) -> None:
+        self._columns, self._finals = columns, finals
+        self._known: dict[int, list[tuple[Column, Space]]] = {}
+
+    def of(self, first_row: int, said: Mapping[str, Any]) -> list[tuple[Column, Space]]:
+        """Return the columns that can be checked of the run from ``first_row`` on."""
+        found = self._known.get(first_row)
+        if found is None:
+            found = self._known[first_row] = [*self._checked(said)]
+        return found
+
+    def _checked(self, said: Mapping[str, Any]) -> Iterator[tuple[Column, Space]]:
+        for key, column in self._columns.items():
+            after = self._columns.get((NEXT, *key))
+            if spell(key) not in said or column.dtype is torch.bfloat16:
+                continue
+            try:
+                space = space_of(said[spell(key)])
+            except NO_SPACE:
+                continue
+            if space.differs(column.numpy_dtype, column.shape) or space.takes_all:
+                continue
+            if after is not None or column.numpy_dtype.kind != "f":
+                yield column, space
+            if after is not None and self._finals:
+                yield after, space
+
+    @staticmethod
+    def check(
+        column: Column, space: Space, values: np.ndarray, rows: NumberedRows, findings: Findings
+    ) -> None:
+        """Look at the first values [n, ...] of ``rows``."""
+        lanes = rows.lane if isinstance(rows, CheckedRows) and space.of_lanes else None
+        if lanes is not None or not space.holds(values):
+            name, wrong = spell(column.key), space.outside(values)
+            if lanes is not None:
+                wrong = space.outside_of_lanes(values, lanes)
+            message = f"a value of {name} is outside its space"
+            rows.report(findings, "spaces", message, wrong, lambda at: "", column=name)
+
+
+class UnwrittenRows:
+    """Long runs of rows in which every byte is zero.
+
+    For storages without observations, whose rows say nothing else.
+
+    Args:
+        columns: each of them.
+    """
+
+    def __init__(self, columns: Iterable[ColumnReader]) -> None:
+        self._columns = list(columns)
+        self._began: int | None = None
+
+    def advance(self, part: range, findings: Findings) -> None:
+        """Look at the rows ``part``."""
+        start, zero = part.start, np.ones(len(part), np.bool_)
+        for column in self._columns:
+            if zero.any():
+                zero &= zero_rows(words(column.slice(part.start, part.stop)))
+        for edge in np.flatnonzero(np.diff(zero, prepend=self._began is not None)).tolist():
+            if zero[edge]:
+                self._began = start + edge
+            else:
+                self.finish(start + edge, findings)
+
+    def finish(self, stop: int, findings: Findings) -> None:
+        """End a run of zeros, and all rows, before ``stop``."""
+        began, self._began = self._began, None
+        if began is not None and stop - began >= _LONG_RUN:
+            findings.add(
+                "zeros",
+                "all bytes of many rows are zero: were they ever written?",
+                Place(row=began, what=f"and up to row {stop - 1:,}"),
+                count=stop - began,
+            )

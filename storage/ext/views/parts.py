@@ -1,0 +1,80 @@
+"""The parts of a storage, written side by side into one new folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from tallyroll.storage.errors import StorageFull
+from tallyroll.storage.ext.aside import require_free, written_aside
+from tallyroll.storage.ext.copying import CopyReport, copy
+from tallyroll.storage.files.paths import user_path
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import can_be_stored
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.user_code import user_callback
+
+_SUFFIXES: Final = {"memmap": "", "hdf5": ".h5", "zarr": ".zarr"}
+
+
+@user_callback("split")
+def write_parts(
+    parts: Mapping[str, RowReader],
+    folder: str | os.PathLike[str],
+    format: str = "memmap",
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, CopyReport]:
+    """Write each part as a storage of its name in a new folder, which is there whole or not.
+
+    Args:
+        parts: readers of the rows, by names.
+        folder: where the storages will be; nothing may be there.
+        format: of them: ``"memmap"``, ``"hdf5"`` or ``"zarr"``.
+        dry_run: return what would be done, and write nothing.
+        progress: called now and then with the bytes that were copied, and with all.
+
+    Returns:
+        A report of each, with its path.
+
+    Raises:
+        StorageFull: they do not fit on the disk together.
+        ValueError: a name that no folder can have, or no such format.
+        OpenError, Overrun, StateMismatch: as `DiskStorage.copy_to`.
+    """
+    if format not in _SUFFIXES:
+        raise ValueError(f"format is one of {', '.join(_SUFFIXES)}, got {format!r:.80}.")
+    for name in parts:
+        if not can_be_stored(name):
+            raise ValueError(f"expected names of folders, got {name!r:.80}.")
+    place = user_path(folder)
+    require_free(place)
+    reports = {
+        name: copy(reader, place / f"{name}{_SUFFIXES[format]}", format=format, dry_run=True)
+        for name, reader in parts.items()
+    }
+    needed = sum(each.nbytes for each in reports.values())
+    if needed > (free := min(each.free for each in reports.values())):
+        raise StorageFull(
+            f"{place} needs {needed} bytes for {len(parts)} parts, and {free} are free. Free "
+            "space, or give another place."
+        )
+    if dry_run:
+        return reports
+    total = sum(each.rows * each.row_nbytes for each in reports.values())
+    with written_aside(place) as target:
+        done = 0
+        target.mkdir()
+        for name, reader in parts.items():
+
+            def tell(nbytes: int, _: int, before: int = done) -> None:
+                if progress is not None:
+                    progress(before + nbytes, total)
+
+            path = target / Path(reports[name].path).name
+            copy(reader, path, format=format, progress=tell)
+            done += reports[name].rows * reports[name].row_nbytes
+    return reports

@@ -1,0 +1,112 @@
+"""The trajectories of a storage, of which some can be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from tallyroll.storage.ext.views.expression import Expression
+from tallyroll.storage.ext.views.trajectory_columns import TrajectoryColumns
+from tallyroll.storage.ext.views.view_reader import ViewReader, view_of
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.trajectories.mapping import Trajectories
+
+View = TypeVar("View")
+"""The class of views."""
+
+
+class StoredTrajectories(Trajectories, Generic[View]):
+    """The trajectories of a storage, as `Trajectories`, from which views are made.
+
+    Args:
+        reader: of the rows.
+        owner: the storage.
+        over: makes a view of a reader.
+    """
+
+    def __init__(
+        self, reader: RowReader, owner: object, over: Callable[[ViewReader], View]
+    ) -> None:
+        super().__init__(reader, owner)
+        self._rows_reader, self._over = reader, over
+
+    def __repr__(self) -> str:
+        return f"Trajectories({self._owner!r})"
+
+    def where(self, expression: str) -> View:
+        """Return the rows of those trajectories for which an expression holds, as a storage.
+
+        It is read-only, and has the rows of this moment: those of trajectories that go on, and of
+        ones that come later, are not added. No row is copied. Its rows are numbered 0, 1, 2 ... in
+        the order that they have in the storage, and runs keep their numbers. A trajectory that is
+        still open is cut in it. It can be read, sampled and pickled as the storage is, as long as
+        that is open.
+
+        Names in an expression: ``id``, ``run`` (as `tallyroll inspect` numbers them), ``lane``,
+        ``length`` (rows), ``return`` (sum of rewards; ``return[i]`` where a row has several),
+        ``end`` ("terminated", "truncated", "cut" or "open"), ``whole``, ``first_row``,
+        ``last_row``, ``first_step``, ``reset_seed`` (-1 if unknown), ``policy_version`` (at the
+        last row; ``version_first`` at the first), ``policy_id``, and ``context.NAME``.
+        See `Expression` for the operations.
+
+        Args:
+            expression: such as ``"return > 5 and end == 'terminated' and run in (1, 2)"``.
+
+        Raises:
+            InvalidExpression: it is no condition on trajectories; the message shows the place.
+            ColumnsMissing: the rows do not say which trajectory they belong to.
+
+        Examples:
+            >>> from tallyroll.collector import SyncCollector
+            >>> from tallyroll.storage import MemmapStorage
+            >>> storage = MemmapStorage()
+            >>> with SyncCollector(
+            ...     "CartPole-v1",
+            ...     frames_per_batch=12,
+            ...     total_frames=12,
+            ...     max_frames_per_traj=5,
+            ...     storage=storage,
+            ... ) as collector:
+            ...     stored = collector.collect(12)
+            >>> whole = storage.trajectories.where("length == 5 and end != 'open'")
+            >>> print(len(whole), whole.trajectories.ids, whole.get(slice(None)).batch_size)
+            10 [0 1] torch.Size([10])
+            >>> storage.close()
+        """
+        condition = Expression(expression)
+        found = self.parts(lambda table: {"": self._holds(condition, table)})
+        return self._over(found[""])
+
+    def parts(
+        self, masks: Callable[[np.ndarray], Mapping[str, np.ndarray]]
+    ) -> dict[str, ViewReader]:
+        """Return readers of some trajectories each.
+
+        Args:
+            masks: a function of `table`, which returns the lines of each part, bool [trajectories].
+        """
+
+        def made() -> dict[str, ViewReader]:
+            table = self.table
+            return {
+                name: view_of(self._rows_reader, table, each) for name, each in masks(table).items()
+            }
+
+        return steadily(self._rows_reader, made)
+
+    def matching(self, expression: str) -> np.ndarray:
+        """Return the lines of `table` for which an expression of `where` holds, [trajectories].
+
+        Raises:
+            InvalidExpression, ColumnsMissing: as `where`.
+        """
+        condition, table = Expression(expression), self.table
+        found: np.ndarray = table[self._holds(condition, table)]
+        return found
+
+    def _holds(self, condition: Expression, table: np.ndarray) -> np.ndarray:
+        columns = TrajectoryColumns(self._rows_reader, table)
+        return condition.select(columns, len(table))

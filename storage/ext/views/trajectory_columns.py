@@ -1,0 +1,117 @@
+"""The table of trajectories as columns for expressions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tallyroll.storage.ext.views.expression import Column, Words
+from tallyroll.storage.files.copied_runs import FIRST_ROW_OF_RUN
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import CONTEXT, POLICY_ID, POLICY_VERSION, REWARD
+from tallyroll.storage.rows.schema import Column as StoredColumn
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.columns import floats_of
+from tallyroll.storage.trajectories.episodes import END_NAMES
+
+_FIELDS: Final = (
+    "id",
+    "lane",
+    "length",
+    "end",
+    "reset_seed",
+    "first_row",
+    "first_step",
+    "last_row",
+)
+_VERSIONS: Final = {
+    "policy_version": "version_last",
+    "version_first": "version_first",
+    "version_last": "version_last",
+}
+
+
+class TrajectoryColumns(Mapping[str, Column]):
+    """Columns [trajectories] by their names, each made when it is asked for.
+
+    ``id``, ``run`` (as `tallyroll inspect` numbers runs), ``lane``, ``length``, ``return``, ``end``
+    (a word), ``whole``, ``first_row``, ``last_row``, ``first_step``, ``reset_seed`` (-1 if it is
+    unknown), ``policy_version`` (at the last row, as ``version_last``; ``version_first`` at the
+    first one), ``policy_id``, and ``context.NAME`` for each number that resets were given. Those
+    whose columns rows do not have are left out.
+
+    Args:
+        reader: of the rows.
+        table: their trajectories, see `episodes`.
+    """
+
+    def __init__(self, reader: RowReader, table: np.ndarray) -> None:
+        self._reader, self._table = reader, table
+        schema = reader.schema
+        self._of_rows = {".".join(each.key[1:]): each for each in _constant(schema)}
+        self._names = [*_FIELDS, "run", "whole"]
+        if REWARD in schema:
+            self._names.append("return")
+        if POLICY_VERSION in schema:
+            self._names += _VERSIONS
+        self._names += self._of_rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._names:
+            raise KeyError(name)
+        table = self._table
+        if name == "end":
+            return Words(table["end"], END_NAMES)
+        if name == "run":
+            return run_of(self._reader.runs, table["first_row"])
+        if name == "whole":
+            first = self._reader.span.start
+            whole: np.ndarray = (table["first_step"] == 0) & (table["first_row"] >= first)
+            return whole
+        if (column := self._of_rows.get(name)) is not None:
+            return self._at_last_rows(column)
+        found: np.ndarray = table[_VERSIONS.get(name, name)]
+        return found.reshape(len(found), -1) if found.ndim > 1 else found
+
+    def _at_last_rows(self, column: StoredColumn) -> np.ndarray:
+        """Return a column that has the same value in all rows of a trajectory."""
+        found = self._reader.column(column.key).take(self._table["last_row"])
+        if column.dtype is torch.bfloat16:
+            found = floats_of(found)
+        one_each = math.prod(column.shape) == 1
+        return found.reshape(len(found)) if one_each else found.reshape(len(found), -1)
+
+
+def _constant(schema: Schema) -> Iterator[StoredColumn]:
+    for column in schema.columns:
+        is_context = column.key[: len(CONTEXT)] == CONTEXT
+        if column.numpy_dtype.kind in "biuf" and (is_context or column.key == POLICY_ID):
+            yield column
+
+
+def run_of(entries: Sequence[Mapping[str, Any]], rows: np.ndarray) -> np.ndarray:
+    """Return the number of the run that wrote each of ``rows`` [n], -1 for none, int64 [n].
+
+    A run that was resumed has several entries, and one number.
+    """
+    numbers: list[int] = []
+    before = None
+    for entry in entries:
+        first = entry.get(FIRST_ROW_OF_RUN, entry["first_row"])
+        incarnation = entry.get("incarnation", 0)
+        goes_on = first == before and type(incarnation) is int and incarnation > 0
+        numbers.append((numbers[-1] if numbers else -1) + (not goes_on))
+        before = first
+    begins = np.array([entry["first_row"] for entry in entries], np.int64)
+    at = begins.searchsorted(rows, side="right") - 1
+    return np.array([-1, *numbers], np.int64)[at + 1]

@@ -1,0 +1,42 @@
+"""Rows of chosen trajectories as a storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tallyroll.storage.ext.views.chosen_rows import ChosenRows
+from tallyroll.storage.ext.views.view_reader import ViewReader
+from tallyroll.storage.replay.disk_storage import DiskStorage, WritesElsewhere
+from tallyroll.storage.replay.tensor_storage import AsTensorStorage
+
+
+class ViewStorage(DiskStorage):
+    """Rows of chosen trajectories of a storage, which has to stay open."""
+
+    reader: ViewReader
+
+    def __init__(self, rows: DiskStorage, reader: ViewReader) -> None:
+        AsTensorStorage.__init__(self)
+        self.of_rows = rows
+        self.path, self.mode, self.reader = reader.path, "read", reader
+        self.writer = WritesElsewhere(reader, "as a view", "that it is of")
+
+    def close(self) -> None:
+        """Do nothing: the storage that has the rows closes them."""
+
+    @property
+    def closed(self) -> bool:
+        """True if the storage that has the rows was closed."""
+        return self.of_rows.closed
+
+    def _over(self, reader: ViewReader) -> DiskStorage:
+        return ViewStorage(self.of_rows, reader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _view_of, (self.of_rows, self.reader.picked, self.reader.lines)
+
+
+def _view_of(rows: DiskStorage, picked: ChosenRows, lines: np.ndarray | None) -> DiskStorage:
+    return ViewStorage(rows, ViewReader(rows.reader, picked, lines))
