@@ -1,4 +1,4 @@
-"""Import paths that modules had before: they work still, and say where the names are now."""
+"""Import paths that modules had before: they work still, and warn with the present path."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 
 def moved_modules(package: str, table: Mapping[str, str]) -> None:
-    """Find modules of ``package`` by the names that they had, the keys of ``table``."""
+    """Find modules of ``package`` by the paths that they had.
+
+    Args:
+        package: the name of the package.
+        table: the present path by each former one. The modules in a former folder are found
+            in the present one.
+    """
     sys.meta_path.append(_Finder({f"{package}.{old}": new for old, new in table.items()}))
 
 
@@ -30,7 +37,7 @@ def moved_names(package: str, module: str, *names: str) -> Callable[[str], Any]:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Comes last, so that it is asked for what is nowhere else."""
+    """Asked last, for modules that no other finder knows."""
 
     def __init__(self, table: Mapping[str, str]) -> None:
         self._table = table
@@ -38,15 +45,29 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module that has another name now."""
-        return ModuleSpec(fullname, self) if fullname in self._table else None
+        """Return the spec of a module that has another path now."""
+        new = self._present(fullname)
+        if new is None or (new not in self._table.values() and find_spec(new) is None):
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it the names of the module that it is now."""
-        new = self._table[module.__name__]
+        """Give the module the names of the one at the present path."""
+        new = self._present(module.__name__)
+        assert new is not None
         _warn(module.__name__, new, 2)
         names = vars(import_module(new)).items()
         vars(module).update({name: value for name, value in names if not name.startswith("__")})
+
+    def _present(self, name: str) -> str | None:
+        """Return the present path of a module; None if it never had another one."""
+        above, below = name, ""
+        while above not in self._table:
+            above, _, last = above.rpartition(".")
+            if not above:
+                return None
+            below = f".{last}{below}"
+        return self._table[above] + below
 
 
 def _warn(old: str, new: str, level: int) -> None:
