@@ -81,7 +81,7 @@ class RowReader(ABC):
     `manifest` and `column`; the other methods follow from them, or say that a thing is absent.
 
     `open_storage` finds a class that is registered as an entry point in the group
-    ``tallyroll.readers``: see `at`. `tallyroll.storage.ext.testing.ReaderContract` tests a reader.
+    ``tallyroll.readers``: see `at`. `tallyroll.storage.testing.ReaderContract` tests a reader.
     """
 
     path: Path

@@ -6,7 +6,7 @@
 
 It steps the system by hand, compares what it does with what it declares, and compares the rows that
 a collector makes of it, bit for bit, with another instance that is stepped by hand. Before it is
-imported, ``pytest.register_assert_rewrite("tallyroll.collector.ext.testing")`` in a ``conftest.py``
+imported, ``pytest.register_assert_rewrite("tallyroll.collector.testing")`` in a ``conftest.py``
 makes pytest say what differs.
 """
 

@@ -48,7 +48,7 @@ class ExchangeFormat(ABC):
     """A format of other libraries.
 
     A subclass is an entry point of the group ``tallyroll.exchange``, named as its ``name``.
-    `tallyroll.storage.ext.testing.ExchangeContract` tests it.
+    `tallyroll.storage.testing.ExchangeContract` tests it.
     """
 
     name: ClassVar[str]

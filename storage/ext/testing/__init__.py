@@ -1,6 +1,6 @@
 """Contracts of storages, readers and exchange formats, and a state machine: to subclass.
 
-Before it is imported, ``pytest.register_assert_rewrite("tallyroll.storage.ext.testing")`` in a
+Before it is imported, ``pytest.register_assert_rewrite("tallyroll.storage.testing")`` in a
 ``conftest.py`` makes pytest say what differs.
 """
 
@@ -9,7 +9,7 @@ try:
     import pytest as _pytest  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"tallyroll.storage.ext.testing needs {error.name}: pip install 'tallyroll[testing]'"
+        f"tallyroll.storage.testing needs {error.name}: pip install 'tallyroll[testing]'"
     ) from error
 
 from tallyroll.storage.ext.testing.exchange_contract import ExchangeContract

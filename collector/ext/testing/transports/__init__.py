@@ -6,7 +6,7 @@
 
 It asks a worker by hand, and collects by many: the rows of one process, exactly as many as asked
 whatever dies, weights that are whole, and nothing left. Before it is imported,
-``pytest.register_assert_rewrite("tallyroll.collector.ext.testing")`` in a ``conftest.py`` makes pytest
+``pytest.register_assert_rewrite("tallyroll.collector.testing")`` in a ``conftest.py`` makes pytest
 say what differs.
 """
 
