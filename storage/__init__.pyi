@@ -45,7 +45,7 @@ from tallyroll.storage.ext.verification.storage_checks import verify as verify
 from tallyroll.storage.ext.views.trajectories import (
     StoredTrajectories as StoredTrajectories,
 )
-from tallyroll.storage.readers.reused_rows import ReusedRows as ReusedRows
+from tallyroll.storage.readers.row_reader import ReusedRows as ReusedRows
 from tallyroll.storage.readers.row_reader import RowReader as RowReader
 from tallyroll.storage.replay.loader import Loader as Loader
 from tallyroll.storage.rows.schema import Schema as Schema

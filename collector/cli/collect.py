@@ -23,7 +23,6 @@ from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.plan import Plan, imported, load_policy, open_output, part
 from tallyroll.collector.cli.progress import Display, shown_progress
-from tallyroll.collector.cli.sharded import steps_of, wrong_sharded
 from tallyroll.collector.envs import registry
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.checkpoints.regular import RegularCheckpoints
@@ -43,6 +42,43 @@ from tallyroll.collector.workers.local.unblocked_output import (
 from tallyroll.storage import StorageLocked
 from tallyroll.storage.files.paths import free_bytes
 from tallyroll.storage.storages import DiskStorage
+
+_BATCHES = 8
+"""Batches between two looks at the progress: workers wait for the last one of these."""
+_OTHERS = ("append", "format", "durability", "max_size", "finalize", "accept_copy", "checkpoint")
+"""Options that are for a storage which has the rows itself."""
+
+
+def wrong_sharded(plan: Plan, args: argparse.Namespace) -> str | None:
+    """The fault of --sharded; None if there is none."""
+    if not plan.sharded:
+        return None
+    if not plan.workers:
+        return "--sharded is for workers, each of which has a shard; give --workers"
+    if plan.mode == "sync":
+        return "--sharded: rows of several shards have no order; leave --mode sync out"
+    if plan.frames is None or plan.by_agent or plan.shard is not None:
+        return (
+            "--sharded: expected --frames, a number of transitions of the whole run, without "
+            "--episodes, --budget-unit agent_transitions and --shard"
+        )
+    if plan.policy_placement == "central":
+        return "--policy-placement central does not go with --sharded; leave it out"
+    for name in _OTHERS:
+        if getattr(args, name):
+            option = "--" + name.replace("_", "-")
+            return f"{option} does not go with --sharded; leave it out"
+    return None
+
+
+def steps_of(collector: Collector, plan: Plan) -> Iterator[object]:
+    """Collect, and yield now and then, until the budget is met or the run was stopped."""
+    if plan.sharded:
+        while collected := collector.collect(_BATCHES * collector.frames_per_batch):
+            yield collected
+    else:
+        yield from collector
+
 
 _CHECKPOINTS = ("checkpoint", "checkpoint_every", "checkpoint_on", "checkpoint_rows")
 

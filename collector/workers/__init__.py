@@ -20,7 +20,7 @@ A worker may end, hang or raise at any instruction. From there on, in this order
    (`_getting_ready`): made, called as the one before it was by `env_call` and `env_set`
    (`envs/reaching/repeating.py`), seeded, checked against the others, given the state of the
    transforms, bound to the memory of the one before it.
-6. `startup/replacements.py` leads it through these, answer by answer, as the pool hears them.
+6. `startup/start_and_replace.py` leads it through these, answer by answer, as the pool hears them.
    Lockstep waits for that (`finish`), for none advances without the others; leases go on with the
    others, and the new worker gets one when it is ready. If it fails in turn, all begins again at 4.
 

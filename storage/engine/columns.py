@@ -1,22 +1,360 @@
-"""Columns in memory maps: when rows are copied into the map, and when written to the file."""
+"""Kinds of rows, and the columns in memory maps that they are copied to."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Final
 
 import numpy as np
+import torch
 
 from tallyroll.storage.engine.kernel import Kernel, compiled, copy_table
 from tallyroll.storage.engine.pool import Room
+from tallyroll.storage.errors import RowsMismatch
+from tallyroll.storage.files.commit_header import Header
+from tallyroll.storage.files.mapping import Area
+from tallyroll.storage.files.paths import failed
 from tallyroll.storage.formats.base import Format
+from tallyroll.storage.rows.batch_check import BatchCheck
+from tallyroll.storage.rows.keys import Key, spell
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.schema import Schema
 
-if TYPE_CHECKING:
-    from tallyroll.storage.engine.fixed_rows import FixedRows
+
+class NewRows:
+    """Rows to append, one value a column, that were checked against the schema."""
+
+    __slots__ = ("count",)
+
+    count: int
+    """The number of rows."""
+
+    in_one_call = False
+    """True if :meth:`commit` may do the whole append."""
+
+    def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
+        """Reserve, copy, and write record and head, in one compiled call, and return True.
+
+        The rows are to lie `Columns.in_place` from ``slot`` on. Return False, with nothing done,
+        if that takes more calls.
+        """
+        return False
+
+    def apart_from(self, lent: PrivateRows) -> NewRows:
+        """Return the rows, copied if they lie in slots that the append is to overwrite."""
+        return self
+
+
+class CopiedInSteps(NewRows, ABC):
+    """Rows that can be appended step by step, and not only by `NewRows.commit`."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def copy_to(self, columns: Columns, slot: int) -> None:
+        """Copy the rows to slots from ``slot`` on, `Columns.in_place` unless they are arrays."""
+
+    @abstractmethod
+    def as_arrays(self) -> ArrayRows:
+        """Return the rows as arrays, which can be parted, and written through files."""
+
+
+class ArrayRows(CopiedInSteps):
+    """Arrays [count, ...], or references to large rows, in the order of the columns."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[np.ndarray | RowRefs]) -> None:
+        self.values, self.count = values, len(values[0])
+
+    def part(self, first: int, count: int) -> ArrayRows:
+        """Return rows ``[first, first + count)``."""
+        return ArrayRows([value[first : first + count] for value in self.values])
+
+    def as_arrays(self) -> ArrayRows:
+        """Return the rows themselves."""
+        return self
+
+    def apart_from(self, lent: PrivateRows) -> ArrayRows:
+        """Return the rows, those that lie in lent memory copied."""
+        return ArrayRows(lent.copied(self.values))
+
+    def copy_to(self, columns: Columns, slot: int) -> None:
+        """Copy the rows to slots from ``slot`` on that are mapped; large ones through the file."""
+        to = slice(slot, slot + self.count)
+        if not columns.has_large and columns.in_place(slot, self.count):
+            for column, value in zip(columns.arrays, self.values, strict=False):
+                column[to] = value
+            return
+        for place, (column, value) in enumerate(zip(columns.arrays, self.values, strict=False)):
+            if not columns.goes_through_map(value.nbytes) and (
+                isinstance(value, RowRefs) or value.flags.c_contiguous
+            ):
+                columns.write(place, slot, value)
+            elif isinstance(value, RowRefs):
+                value.copy_to(column[to])
+            else:
+                column[to] = value
+
+
+class TensorRows(CopiedInSteps):
+    """Tensors that look like those of an earlier batch, by the addresses of their values."""
+
+    __slots__ = ("_addresses", "_check", "values")
+
+    def __init__(
+        self, values: list[torch.Tensor], addresses: list[int], count: int, check: BatchCheck
+    ) -> None:
+        self.values, self.count = values, count
+        self._addresses, self._check = addresses, check
+
+    def copy_to(self, columns: Columns, slot: int) -> None:
+        """Copy the memory of each tensor."""
+        columns.copy_memory(slot, self.count, self._addresses)
+
+    def as_arrays(self) -> ArrayRows:
+        """Return arrays over the same memory."""
+        arrays = self._check.tensors(self.values)
+        assert arrays is not None  # as of those that they look like
+        return ArrayRows(arrays)
+
+    def apart_from(self, lent: PrivateRows) -> NewRows:
+        """Return the rows, as arrays if one of them must be copied first."""
+        if lent.hold(self._addresses).any():
+            return self.as_arrays().apart_from(lent)
+        return self
+
+
+_COPIED_NBYTES: Final = 2**16
+"""The largest slice in bytes that is copied: a copy takes no longer there, and no maps."""
+_MOST_MAPS: Final = 2**14
+"""The most maps that slices hold in a process, which may have some 65,000, see `maps_left`.
+While they hold so many, further slices are copied."""
+_KEPT_AREAS: Final = 2
+
+_lent: dict[int, int] = {}
+"""The number of maps that each living lease holds."""
+
+
+class _Lease:
+    """An area as one array of bytes, for as long as anything refers to it."""
+
+    def __init__(self, area: Area, lender: PrivateRows) -> None:
+        region = area.region
+        self._area, self._lender = area, lender
+        self.begin, self.end = region.address, region.address + region.mapped
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (region.mapped,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+        }
+        _lent[id(self)] = region.maps
+
+    def __del__(self) -> None:
+        _lent.pop(id(self), None)
+        self._lender.take_back(self._area)
+
+
+class PrivateRows:
+    """Lends the rows of a storage.
+
+    Args:
+        format: its files.
+        schema: its columns.
+    """
+
+    def __init__(self, format: Format, schema: Schema) -> None:
+        self._format = format
+        self._columns = [(c.numpy_dtype, c.shape, c.row_nbytes) for c in schema.columns]
+        self._free: list[Area] = []
+        self._leases: list[weakref.ref[_Lease]] = []
+        self._begin = self._end = np.empty(0, np.uintp)
+        self._closed = False
+        self.watches = False
+        """True if `hold` may find an address in a lent area."""
+
+    def rows(
+        self, columns: Sequence[np.ndarray], slots: slice, only: Places | None, *, watched: bool
+    ) -> list[np.ndarray]:
+        """Return slots of all ``columns``, or of ``only`` some, as arrays of the caller's own.
+
+        ``watched``: `hold` must recognise their memory.
+        """
+        places = range(len(columns)) if only is None else only
+        start, _, step = slots.indices(len(columns[0]))
+        count = len(range(len(columns[0]))[slots])
+        chosen = [self._columns[place] for place in places]
+        nbytes = count * sum(row_nbytes for _, _, row_nbytes in chosen)
+        if nbytes <= _COPIED_NBYTES or sum(list(_lent.values())) >= _MOST_MAPS:
+            return [columns[place][slots].copy() for place in places]
+        area = self._area(start + (count - 1) * step + 1)
+        if area is None:
+            return [columns[place][slots].copy() for place in places]
+        lease = _Lease(area, self)
+        if watched:
+            self._watch(lease)
+        memory = np.asarray(lease)
+        found = []
+        for place, (dtype, shape, row_nbytes) in zip(places, chosen, strict=True):
+            at = area.starts[place] + start * row_nbytes
+            if step == 1:
+                found.append(np.ndarray((count, *shape), dtype, memory, at))
+            else:
+                rows = np.ndarray(((count - 1) * step + 1, *shape), dtype, memory, at)
+                found.append(rows[::step])
+        return found
+
+    def _area(self, rows: int) -> Area | None:
+        """Return an area of ``rows`` rows; None if the files were deleted meanwhile."""
+        try:
+            free = self._free.pop()
+        except IndexError:
+            free = None
+        if free is not None and free.room >= rows:
+            return free
+        try:
+            return self._format.private(rows, free)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise failed(self._format.path, error, 0) from error
+
+    def take_back(self, area: Area) -> None:
+        """Undo the changes to an area that nothing refers to, and keep it or drop it."""
+        if not self._closed and len(self._free) < _KEPT_AREAS and area.region.renew():
+            self._free.append(area)
+
+    def close(self) -> None:
+        """Stop lending. Areas that are lent stay valid."""
+        self._closed = True
+        self._free.clear()
+
+    # --- of a ring: rows that lie in slots which are about to be overwritten ----------------------
+
+    def _watch(self, lease: _Lease) -> None:
+        living = [one for ref in self._leases if (one := ref()) is not None] + [lease]
+        self._leases = [weakref.ref(one) for one in living]
+        self.watches = True
+        # Leases that end later stay in the list: that costs a needless copy, no more.
+        self._begin = np.array([one.begin for one in living], np.uintp)
+        self._end = np.array([one.end for one in living], np.uintp)
+
+    def hold(self, addresses: Sequence[int]) -> np.ndarray:
+        """Return whether each of ``addresses`` lies in a lent area, bool [addresses]."""
+        at = np.array(addresses, np.uintp)[:, None]
+        within: np.ndarray = np.any((at >= self._begin) & (at < self._end), axis=1)
+        return within
+
+    def copied(self, arrays: Sequence[np.ndarray | RowRefs]) -> list[np.ndarray | RowRefs]:
+        """Return ``arrays``, with copies in the place of those that lie in a lent area."""
+        # Rows that are still to be gathered come from elsewhere.
+        addresses = [a.ctypes.data if isinstance(a, np.ndarray) else 0 for a in arrays]
+        held = self.hold(addresses)
+        return [np.array(a, order="C") if own else a for a, own in zip(arrays, held, strict=True)]
+
+
+RowIndex = range | np.ndarray
+"""Which rows, in which order: a range of step 1, or intp [n]. The caller keeps it in bounds."""
+
+
+class FixedRows:
+    """Arrays [rows, ...], one a column, of which some rows at a time are appended to a storage.
+
+    Args:
+        schema: of the storage.
+        columns: C-contiguous arrays by key. Their memory must not move; what is in it may change
+            between two appends.
+
+    Raises:
+        RowsMismatch: not exactly the schema's columns, or another dtype or shape.
+    """
+
+    def __init__(self, schema: Schema, columns: Mapping[Key, np.ndarray]) -> None:
+        self.arrays: list[np.ndarray] = []
+        wrong = [f"{spell(key)} is not a column" for key in columns if key not in schema.keys]
+        for column in schema.columns:
+            array = columns.get(column.key)
+            if (
+                array is None
+                or array.dtype != column.numpy_dtype
+                or array.shape[1:] != column.shape
+                or not array.flags.c_contiguous
+            ):
+                got = None if array is None else f"{array.dtype} {list(array.shape[1:])}"
+                wanted = f"{column.numpy_dtype} {list(column.shape)}"
+                wrong.append(f"{spell(column.key)} is {got}, expected {wanted}, contiguous")
+                continue
+            self.arrays.append(array)
+        if wrong:
+            raise RowsMismatch(f"rows do not fit their storage: {'; '.join(wrong)}.")
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        """The address of the first row of each column."""
+        return [array.ctypes.data for array in self.arrays]
+
+    def taken(self, index: RowIndex) -> list[np.ndarray | RowRefs]:
+        """Return some rows of each column: a view of a range, else a copy, or references to
+        large rows.
+        """
+        if isinstance(index, range):
+            return [array[index.start : index.stop] for array in self.arrays]
+        return [
+            RowRefs([array], index)
+            if array.nbytes >= LARGE_NBYTES * len(array)
+            else array.take(index, axis=0)
+            for array in self.arrays
+        ]
+
+
+class IndexedRows(CopiedInSteps):
+    """The rows of fixed memory that an index names."""
+
+    __slots__ = ("_index", "_memory")
+
+    in_one_call = True
+
+    def __init__(self, memory: FixedRows, index: RowIndex) -> None:
+        self._memory, self._index, self.count = memory, index, len(index)
+
+    def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
+        """Commit a range of rows and a record in one call, if the last commit was not cut off."""
+        index, kernel = self._index, columns.one_call
+        if not record or type(index) is not range or kernel is None:
+            return False
+        table, known = columns.table_of(self._memory), header.known
+        places, first = header.addresses, index.start
+        return kernel.commit_rows(table, slot, first, self.count, places, known.address, record)
+
+    def copy_to(self, columns: Columns, slot: int) -> None:
+        """Copy the rows of each column, in the order of the index."""
+        kernel, memory, index = columns.kernel, self._memory, self._index
+        if kernel is not None:
+            table = columns.table_of(memory)
+            if isinstance(index, range):
+                kernel.copy_rows(table, slot, index.start, self.count)
+            else:
+                kernel.gather_rows(table, slot, index, len(memory.arrays[0]))
+        elif isinstance(index, range):
+            starts = zip(memory.addresses, columns.row_nbytes, strict=True)
+            first = index.start
+            columns.copy_memory(slot, self.count, [at + first * nbytes for at, nbytes in starts])
+        else:
+            to = slice(slot, slot + self.count)
+            for column, array in zip(columns.arrays, memory.arrays, strict=True):
+                # The index is within bounds: "clip" is the mode in which NumPy writes to out
+                # directly.
+                array.take(index, axis=0, out=column[to], mode="clip")
+
+    def as_arrays(self) -> ArrayRows:
+        """Return views or copies of the rows, or references to large ones."""
+        return ArrayRows(self._memory.taken(self._index))
+
 
 _WRITE_NBYTES = 2**14
 """Arrays from this size on are written through the file. Through the map every new page costs

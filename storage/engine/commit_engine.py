@@ -13,9 +13,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from tallyroll.storage.engine.columns import CopiedInSteps, NewRows, PrivateRows
 from tallyroll.storage.engine.mapped_space import MappedSpace
-from tallyroll.storage.engine.new_rows import CopiedInSteps, NewRows
-from tallyroll.storage.engine.private_rows import PrivateRows
 from tallyroll.storage.engine.right_to_write import RightToWrite
 from tallyroll.storage.engine.ring import in_use, pieces, slots_of
 from tallyroll.storage.engine.row_copies import RowCopies

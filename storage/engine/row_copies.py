@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.engine.columns import Places
+from tallyroll.storage.engine.columns import Places, PrivateRows
 from tallyroll.storage.engine.mapped_space import MappedSpace
 from tallyroll.storage.engine.pool import BufferPool, Room
-from tallyroll.storage.engine.private_rows import PrivateRows
 from tallyroll.storage.engine.ring import first_valid, in_use, overrun, rows_in, slots_at
 from tallyroll.storage.engine.seen_counts import SeenCounts
 from tallyroll.storage.errors import IndexOutOfRange

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tallyroll.storage.engine.columns import Columns
-from tallyroll.storage.engine.fixed_rows import FixedRows
+from tallyroll.storage.engine.columns import Columns, FixedRows, NewRows
 from tallyroll.storage.engine.kernel import require_names, table_of
-from tallyroll.storage.engine.new_rows import NewRows
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.counts import Counts, counts_of
 

@@ -22,8 +22,7 @@ from tallyroll.storage.files.rewind_history import numbers_fault
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, Event
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.event_file import EventFile, on_disk
-from tallyroll.storage.readers.reused_rows import ReusedRows
-from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.readers.row_reader import ColumnReader, ReusedRows, RowReader
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, spell
 from tallyroll.storage.rows.origin import Origin, came_from

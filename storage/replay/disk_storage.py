@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from tallyroll.storage.engine.columns import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.engine.commit_engine import Durability
-from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.errors import (
     IndexOutOfRange,
     NotAnAppend,
@@ -26,8 +26,7 @@ from tallyroll.storage.errors import (
 from tallyroll.storage.files.run_events import shown
 from tallyroll.storage.package.moved_attributes import Moved
 from tallyroll.storage.readers.file_reader import Mode
-from tallyroll.storage.readers.reused_rows import ReusedRows
-from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.readers.row_reader import ReusedRows, RowReader
 from tallyroll.storage.replay import buffers, foreign_checkpoints
 from tallyroll.storage.replay.checkpoint import DiskStorageCheckpointer
 from tallyroll.storage.replay.loader import Loader, Make

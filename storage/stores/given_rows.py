@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage import ways
-from tallyroll.storage.engine.new_rows import ArrayRows, TensorRows
+from tallyroll.storage.engine.columns import ArrayRows, TensorRows
 from tallyroll.storage.errors import ColumnsMissing, InvalidSchema, RowsMismatch
 from tallyroll.storage.files.run_record import RunRecord, is_count
 from tallyroll.storage.readers.file_reader import FileReader

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from tallyroll.storage.engine.new_rows import CopiedInSteps
+from tallyroll.storage.engine.columns import CopiedInSteps
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.schema import Schema

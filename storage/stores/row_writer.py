@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from tensordict import TensorDict, TensorDictBase
 
-from tallyroll.storage.engine.new_rows import ArrayRows, NewRows, TensorRows
+from tallyroll.storage.engine.columns import ArrayRows, NewRows, TensorRows
+from tallyroll.storage.engine.ring import require_slots
 from tallyroll.storage.errors import ReadOnlyStorage, StorageFull
 from tallyroll.storage.files.checksums import checksums
 from tallyroll.storage.files.paths import told
@@ -26,8 +27,7 @@ from tallyroll.storage.rows.origin import Told, origin_of
 from tallyroll.storage.rows.origin import came_from as came_from_rows
 from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.rows.slot_order import oldest_first
-from tallyroll.storage.stores.first_rows import FirstRows
-from tallyroll.storage.stores.given_rows import GivenRows, with_new_ids
+from tallyroll.storage.stores.given_rows import GivenRows, schema_of, with_new_ids
 from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.run_claim import RunClaim
 from tallyroll.storage.stores.run_entries import RunEntries
@@ -35,6 +35,46 @@ from tallyroll.storage.trajectories.columns import missing
 from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.id_checks import IdChecks, Ids
 from tallyroll.storage.trajectories.leaves import hash_of
+
+
+class FirstRows:
+    """Rows that decide the schema of a storage, and all that checks them and the rows to come.
+
+    Args:
+        opened: of the storage, which has no files yet.
+        rows: a TensorDict, or arrays by key.
+        without: a column that is left out.
+        ids: as `DiskStorage.extend`.
+        items: they come from a replay buffer, and each may be several transitions.
+
+    Raises:
+        InvalidSchema: the storage cannot hold them.
+        WriteError: they cannot be written so, not even one by one.
+        StorageFull: there is no space for them.
+    """
+
+    def __init__(
+        self, opened: OpenedFiles, rows: Any, without: Key | None, ids: Ids, *, items: bool
+    ) -> None:
+        self._reader = reader = opened.reader
+        reader.require_open()
+        self.schema = schema = schema_of(rows, without, items=items)
+        reader.format.check(schema)
+        self.given, self.id_checks = GivenRows(reader, schema), IdChecks.of(reader, schema)
+        self.checked = self.given.checked(rows, without)
+        if ids != "fresh" and self.id_checks is not None:
+            self.id_checks.admit(self.checked.values)
+        opened.require_room(schema, self.checked.count)
+
+    def require_at_once(self, record: bytes | None) -> None:
+        """Refuse a ring of fewer slots, and a ``record`` that is too large.
+
+        Raises:
+            BatchTooLong, RecordTooLarge: says how large it may be.
+        """
+        require_slots(self._reader.format.path, self._reader.ring, self.checked.count)
+        if record is not None:
+            check_record_size(record)
 
 
 class RowWriter:

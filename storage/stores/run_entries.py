@@ -2,17 +2,181 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
+from tallyroll.storage.errors import InvalidProvenance
+from tallyroll.storage.files.copied_runs import (
+    ENTRY_NBYTES,
+    Entry,
+    copied_span,
+    copy_entry,
+    has_room,
+    is_collected,
+    is_copied,
+    makers,
+    room_beside,
+    source_of,
+    without_copy,
+)
+from tallyroll.storage.files.copied_runs import (
+    LEFT_OUT as LEFT_OUT_OF_COPIES,
+)
 from tallyroll.storage.files.manifest import run_of
 from tallyroll.storage.files.paths import told
 from tallyroll.storage.files.run_events import EVENTS, IN_FILE, LEFT_OUT, kept
-from tallyroll.storage.rows.origin import Told
+from tallyroll.storage.rows.origin import Origin, Told
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.stores.copied_rows import CopiedRows
 from tallyroll.storage.stores.opened_files import OpenedFiles
+
+
+class _Copy(NamedTuple):
+    """The copy that the last entry is of."""
+
+    manifest: dict[str, Any]
+    """The manifest of the storage that the rows came from."""
+    span: range
+    """The smallest range there that has them all."""
+    made: range
+    """Rows there that were made by the runs in the entry, which are all its runs."""
+    in_pieces: bool = False
+    """The entry does not say which is the last row."""
+    known: bool = True
+    """`span` has the last row."""
+
+    def has(self, origin: Origin, rows: range) -> bool:
+        """Return whether the entry stays right when the rows ``rows`` of ``origin`` come, too."""
+        return (
+            origin.manifest is self.manifest
+            and rows.start >= self.span.start
+            and rows.stop <= (self.made.stop if self.in_pieces else self.span.stop)
+        )
+
+
+class CopiedRows:
+    """Knows what the last entry of a writer's manifest says of the rows to come."""
+
+    def __init__(self, entries: RunEntries) -> None:
+        self._room = ENTRY_NBYTES
+        # What a writer drops goes at once, and lets go of its files.
+        self._entries: RunEntries = weakref.proxy(entries)
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing of the entries, which are others now."""
+        self.copy: _Copy | None = None
+        self._last: Entry | None = None
+        self._copied = self._collected = False
+
+    def is_of_others(self, own: bool) -> bool:
+        """Return whether rows of unknown origin need a new entry; ``own`` as in `note`."""
+        if self._last is None:
+            self._look()
+        return self._copied or (self._collected and not own)
+
+    def _look(self) -> Entry:
+        """Return the last entry, empty where there is none."""
+        if self._last is None:
+            reader = self._entries.reader
+            if reader.engine is None or not (runs := reader.runs):
+                return {}
+            self._last = runs[-1]
+            self._copied, self._collected = is_copied(self._last), is_collected(self._last)
+        return self._last
+
+    def settled(self) -> list[Any]:
+        """Return the entries of the manifest, with the last row of what came in pieces."""
+        runs, copy = self._entries.reader.runs, self.copy
+        if copy is None or not (copy.in_pieces and copy.known):
+            return runs
+        return [*runs[:-1], self._entry_of(runs[-1], copy._replace(in_pieces=False), runs[:-1])]
+
+    def goes_on(self, told: Told) -> bool:
+        """Return whether the last entry is right for these rows, too."""
+        return told is not None and self.copy is not None and self.copy.has(*told)
+
+    def count(self, told: Told) -> None:
+        """Know that rows were written with which the copy of the last entry goes on."""
+        if told is not None and self.copy is not None:
+            self.copy = self.copy._replace(span=_both(self.copy.span, told[1]))
+
+    def note(self, told: Told, *, own: bool) -> bool:
+        """Note where rows come from that are to be written next; whether entries changed.
+
+        ``own``: where a collector's run is last, it has these rows itself.
+
+        Raises:
+            InvalidProvenance: there is no room to say that they are no collector's.
+        """
+        last = self._look()
+        if not last or (own and is_collected(last)) or LEFT_OUT_OF_COPIES in last:
+            return False
+        if told is not None:
+            for room in (self._room, 0):
+                self._room = room
+                with suppress(InvalidProvenance):  # as little as fits
+                    return self._note_copy(last, *told)
+        if self.is_of_others(own):
+            self._begin({"first_row": self._entries.reader.head})
+            return True
+        return False
+
+    def first_entry(self, told: Told) -> Entry:
+        """Return the first entry of a new storage, made of such rows."""
+        return {} if told is None else self._entry_of({}, _copy_of(*told), [])
+
+    def _note_copy(self, last: Entry, origin: Origin, rows: range) -> bool:
+        before = self.copy
+        copy, head = _copy_of(origin, rows), self._entries.reader.head
+        if (
+            last["first_row"] < head
+            and (span := copied_span(last, copy.manifest["id"])) is not None
+        ):
+            known = span.stop > span.start
+            if before is not None:
+                span, known = before.span, before.known
+            copy = _copy_of(origin, _both(span, rows), in_pieces=True, known=known)
+            self._replace(last, copy)
+        else:
+            self._begin(self._entry_of({"first_row": head}, copy, self._entries.reader.runs), copy)
+        return True
+
+    def _replace(self, last: Entry, copy: _Copy) -> None:
+        runs = self._entries.reader.runs[:-1]
+        if (entry := self._entry_of(last, copy, runs)) != last:
+            self._entries.write([*runs, entry])
+        self.copy = copy
+
+    def _begin(self, entry: Entry, copy: _Copy | None = None) -> None:
+        """Let the rows from here on be those of ``entry``."""
+        runs = self.settled()
+        last = runs[-1]
+        if last["first_row"] == entry["first_row"] and not is_collected(last):
+            runs, entry = runs[:-1], {**without_copy(last), **entry}  # it has no rows
+        elif copy is not None and not has_room(runs):
+            entry, copy = {"first_row": entry["first_row"], LEFT_OUT_OF_COPIES: True}, None
+        self._entries.write([*runs, entry])
+        self.copy = copy
+
+    def _entry_of(self, entry: Entry, copy: _Copy, others: list[Any]) -> Entry:
+        """``entry`` as one of a copy, where the manifest has ``others`` too."""
+        span, manifest = copy.span, copy.manifest
+        runs, _ = makers(manifest["runs"], span)
+        rows = [span.start, None if copy.in_pieces else span.stop - 1]
+        source = source_of(manifest, rows)
+        return copy_entry(entry, source, runs, room_beside(others, self._room))
+
+
+def _both(one: range, other: range) -> range:
+    return range(min(one.start, other.start), max(one.stop, other.stop))
+
+
+def _copy_of(origin: Origin, span: range, **more: bool) -> _Copy:
+    assert origin.manifest is not None
+    _, made = makers(origin.manifest["runs"], span)
+    return _Copy(origin.manifest, span, range(made.start, min(made.stop, origin.until)), **more)
 
 
 class RunEntries:

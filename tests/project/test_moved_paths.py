@@ -16,7 +16,7 @@ import pytest
 import tallyroll.collector as collector_package
 import tallyroll.storage as storage_package
 from tallyroll.storage import MemmapStorage, open_storage
-from tallyroll.storage.engine.fixed_rows import FixedRows
+from tallyroll.storage.engine.columns import FixedRows
 from tallyroll.storage.errors import ReadOnlyStorage
 
 MODULES = {

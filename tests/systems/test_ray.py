@@ -45,7 +45,7 @@ from tallyroll.collector import (
     WorkerHung,
     WorkerRaised,
 )
-from tallyroll.collector.ext.ray import connection
+from tallyroll.collector.ext.ray import transport as connection
 from tallyroll.collector.ext.ray.actor import Lanes
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.rows.spaces import space_of

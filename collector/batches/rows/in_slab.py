@@ -12,7 +12,7 @@ from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.engine.fixed_rows import FixedRows
+from tallyroll.storage.engine.columns import FixedRows
 
 
 class InSlab:

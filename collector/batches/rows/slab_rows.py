@@ -17,7 +17,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.engine.fixed_rows import FixedRows, RowIndex
+from tallyroll.storage.engine.columns import FixedRows, RowIndex
 from tallyroll.storage.rows.dtypes import in_float64
 from tallyroll.storage.rows.keys import (
     DONE,

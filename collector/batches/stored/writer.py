@@ -32,8 +32,7 @@ from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.collector.user_code import user_code
 from tallyroll.storage import Schema
-from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows, RowIndex
-from tallyroll.storage.engine.new_rows import ArrayRows
+from tallyroll.storage.engine.columns import ArrayRows, FixedRows, IndexedRows, RowIndex
 from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.batch_check import BatchCheck

@@ -1,12 +1,20 @@
 """The door of logs: what a target takes, and the kinds that there are by name."""
 
+import contextlib
+import csv
+import fcntl
+import io
+import math
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.rollout.os_signals import deferred
 
 Row: TypeAlias = Mapping[str, int | float]
 """Numbers by name, ``frames`` first; one that is unknown is NaN."""
@@ -99,7 +107,167 @@ def _opened(text: str) -> LogTarget:
         opened: LogTarget = getattr(import_module(module), name)(place)
         return opened
     if text.endswith(".csv"):
-        from tallyroll.collector.ext.logs.csv_file import CsvLog
-
         return CsvLog(text)
     raise ArgumentError(f"log: expected {EXPECTED}, got {text!r}")
+
+
+_BEGINNING = b"frames,seconds,"
+_END_NBYTES = 2**16
+"""Bytes at the end of a file in which its last line is."""
+
+
+class CsvLog(LogTarget):
+    """Rows of a CSV file, from those that an earlier process left.
+
+    A half line at its end, which a full disk or a kill left, is cut off.
+
+    Args:
+        path: of the file; it is made where there is none.
+
+    Raises:
+        ArgumentError: another process writes to it, or it is no log.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._path = os.path.realpath(path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._file = os.open(self._path, flags, 0o666)
+        try:
+            self._lock()
+            self._names: list[str] = []
+            self._end = 0
+            self._look()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise ArgumentError(f"log: expected a regular file, and {self.name} is none")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._file), os.stat(self._path)):
+                raise BlockingIOError  # a writer that added columns replaced the file just now
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise ArgumentError(
+                f"log: another run is writing to {self.name}; give this one a file of its own"
+            ) from error
+
+    def _look(self) -> None:
+        """Find the names and the last line, and cut off what is no whole line."""
+        size = os.fstat(self._file).st_size
+        head = os.pread(self._file, _END_NBYTES, 0)
+        first, line_end, _ = head.partition(b"\n")
+        names = _cells(first)
+        ours = first.startswith(_BEGINNING) and "seed" in names
+        if not ours and (line_end or not _BEGINNING.startswith(first[: len(_BEGINNING)])):
+            raise ArgumentError(
+                f"log: {self.name} is no log of a run: its first line is "
+                f"{first[:60].decode(errors='replace')!r}; give another file"
+            )
+        if not line_end:
+            os.ftruncate(self._file, 0)
+            return
+        begin = max(0, size - _END_NBYTES)
+        rest = os.pread(self._file, _END_NBYTES, begin)
+        self._end = begin + rest.rindex(b"\n") + 1 if b"\n" in rest else 0
+        self._names = names
+        if self._end > len(first) + 1:
+            last = rest[: self._end - begin - 1].rpartition(b"\n")[2]
+            self.newest = self._read(last)
+        os.ftruncate(self._file, self._end)
+
+    def _read(self, line: bytes) -> Newest:
+        values = dict(zip(self._names, _cells(line), strict=False))
+        try:
+            frames, seed = int(values["frames"]), int(values["seed"])
+            return Newest(frames, float(values["seconds"]), seed)
+        except (KeyError, ValueError) as error:
+            raise ArgumentError(
+                f"log: the last line of {self.name} is damaged: {line[:60]!r}; give another file"
+            ) from error
+
+    def write(self, row: Row) -> None:
+        """Write a row as one line; a new name becomes a column that is empty in earlier rows.
+
+        Raises:
+            OSError: the row cannot be written; no part of it is in the file.
+        """
+        if self.newest is not None and row["frames"] < self.newest.frames:
+            return
+        names = [*dict.fromkeys([*self._names, *row])]
+        line = _line([row.get(name, math.nan) for name in names])
+        if not self._names:
+            line = _line(names) + line
+        with deferred():  # an interrupt in between would write the row twice
+            if self._names and len(names) > len(self._names):
+                self._add_columns(names)
+            try:
+                done = 0
+                while done < len(line):
+                    done += os.pwrite(self._file, line[done:], self._end + done)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, self._end)
+                raise
+            self._end += len(line)
+            self._names = names
+            self.newest = Newest(int(row["frames"]), row["seconds"], int(row["seed"]))
+
+    def _add_columns(self, names: list[str]) -> None:
+        """Replace the file by one that has more columns, empty in the rows that exist."""
+        lines = os.pread(self._file, self._end, 0).splitlines()[1:]
+        empty = b"," * (len(names) - len(self._names)) + b"\n"
+        content = _line(names) + b"".join(line + empty for line in lines)
+        temporary = f"{self._path}.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = os.open(temporary, flags, stat.S_IMODE(os.fstat(self._file).st_mode))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            done = 0
+            while done < len(content):
+                done += os.pwrite(file, content[done:], done)
+            os.replace(temporary, self._path)
+        except BaseException:
+            os.close(file)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        self.close()
+        self._file, self._end, self._names = file, len(content), names
+
+    def forget_after(self, frames: int) -> None:
+        """Cut off the rows of more ``frames``."""
+        content = os.pread(self._file, self._end, 0)
+        keep = last = content.index(b"\n") + 1
+        for line in content[keep:].splitlines(keepends=True):
+            if self._read(line.rstrip()).frames > frames:
+                break
+            last, keep = keep, keep + len(line)
+        self.newest = self._read(content[last:keep].rstrip()) if keep > last else None
+        os.ftruncate(self._file, keep)
+        self._end = keep
+
+    def close(self) -> None:
+        """Close the file, and let its lock go."""
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # children that were forked hold it, too
+            os.close(file)
+
+
+def _cells(line: bytes) -> list[str]:
+    return next(csv.reader([line.decode(errors="replace")]), [])
+
+
+def _line(values: list[str] | list[int | float]) -> bytes:
+    text = io.StringIO()
+    cells = ["" if isinstance(each, float) and math.isnan(each) else each for each in values]
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()

@@ -1,34 +1,333 @@
 """Iteration over a collector of ours as over one of TorchRL's, here or in a thread."""
 
+import atexit
 import math
+import threading
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.layouts.trajectories import padded, split_trajectories
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.state.run_seeds import Environments
+from tallyroll.collector.batches.stored.buffer_items import extend_buffer, require_items
+from tallyroll.collector.batches.stored.sinks import takes_rows
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.ext.torchrl.arguments import Wishes
-from tallyroll.collector.ext.torchrl.background import Background
-from tallyroll.collector.ext.torchrl.delivery import (
-    compact,
-    extend,
-    flat,
-    joined,
-    joined_workers,
-    stores_rows,
-    with_policy_version,
-)
-from tallyroll.collector.ext.torchrl.whole_trajectories import WholeTrajectories, laid_out
 from tallyroll.collector.rollout.os_signals import deferred
 from tallyroll.collector.user_code import user_code
+from tallyroll.storage.rows.keys import CUT, MASK, NEXT, POLICY_VERSION, as_key, is_done
+
+
+class WholeTrajectories:
+    """Trajectories that are complete, and the rows of those that are not yet."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[TensorDictBase]] = {}
+        self._whole: list[TensorDictBase] = []
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def add(self, rows: TensorDictBase, *, ends_all: bool) -> None:
+        """Add the rows of a batch; ``ends_all``: open trajectories will never be complete."""
+        pieces = split_trajectories(rows, out="offsets")
+        lengths = np.diff(pieces.offsets.numpy()).tolist()
+        for key, piece in zip(pieces.traj_ids.tolist(), pieces.rows.split(lengths), strict=True):
+            self._open.setdefault(key, []).append(own_ends(piece))
+            if not bool(piece.get(CUT)[-1]):
+                self._whole.append(torch.cat(self._open.pop(key)))
+        if ends_all:
+            self._open.clear()
+
+    def forget(self) -> None:
+        """Drop all rows: every lane begins a new trajectory."""
+        self._open.clear()
+        self._whole.clear()
+
+    def first(self, count: int) -> Sequence[TensorDictBase]:
+        """Return the first ``count`` complete trajectories."""
+        return self._whole[:count]
+
+    def drop(self, count: int) -> None:
+        """Drop the first ``count`` complete trajectories."""
+        del self._whole[:count]
+
+
+def own_ends(rows: TensorDictBase) -> TensorDictBase:
+    """Return ``rows`` with the environment's own done: False where only the batch ended."""
+    cut = rows.get(CUT)
+    if not bool(cut.any()):
+        return rows
+    rows = rows.copy()
+    for key, leaf in list(rows.items(True, True)):
+        if is_done(as_key(key), leaf.dtype):
+            rows.set(key, leaf & ~cut.view(-1, *[1] * (leaf.ndim - 1)))
+    rows.set(CUT, torch.zeros_like(cut))
+    return rows
+
+
+def laid_out(trajectories: Sequence[TensorDictBase], form: str | None) -> TensorDictBase:
+    """Lay out as ``[trajectory, time]`` with a mask, or with ``"cat"`` one after the other."""
+    rows = torch.cat(list(trajectories))
+    if form == "cat":
+        return rows
+    return padded(rows, np.array([len(each) for each in trajectories]))
+
+
+def stores_rows(buffer: ReplayBuffer | None) -> bool:
+    """Return whether ``buffer`` has a storage of ours, which takes rows of any batch."""
+    return buffer is not None and takes_rows(buffer.storage)
+
+
+def with_policy_version(batch: TensorDictBase) -> TensorDictBase:
+    """``batch`` with each row's version where TorchRL's ``PolicyVersion`` writes it."""
+    version = batch.get(POLICY_VERSION)
+    batch.set("policy_version", version)
+    batch.set((NEXT, "policy_version"), version.clone())
+    return batch
+
+
+def compact(batch: TensorDictBase) -> TensorDictBase:
+    """Return ``batch`` without values under ``"next"`` that are at the root too."""
+    at_root = {as_key(key) for key in batch.keys(True, True)}
+    again = [
+        key
+        for key, leaf in batch.items(True, True)
+        if key[0] == NEXT
+        and as_key(key[1:]) in at_root
+        and key[-1] not in ("done", "terminated", "truncated", "reward")
+        and not is_done(as_key(key), leaf.dtype)
+    ]
+    return batch.exclude(*again)
+
+
+def joined_workers(batch: TensorDictBase, cat: int) -> TensorDictBase:
+    """Join ``[worker, *batch size, time]`` along a dimension of the workers' batches."""
+    own = batch.ndim - 1
+    at = cat + own if cat < 0 else cat
+    if not 0 <= at < own:
+        raise StateError(
+            f"cat_results: expected a dimension of a worker's batches {list(batch.shape[1:])}, got "
+            f"{cat}"
+        )
+    if own == 1:
+        return flat(batch)
+    pieces = batch.unbind(0)
+    joined: TensorDictBase = torch.cat(list(pieces), at)
+    joined.refine_names(..., "time")
+    return joined
+
+
+def flat(batch: TensorDictBase) -> TensorDictBase:
+    """Rows lane by lane, without those that pad it."""
+    mask = batch.get(MASK, None)
+    rows = batch.reshape(-1) if mask is None else batch[mask].exclude(MASK)
+    rows.names = ["time"]
+    return rows
+
+
+def joined(pieces: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Steps of all lanes one after the other.
+
+    Raises:
+        StateError: a step of some lanes only is among them.
+    """
+    if any(piece.get(MASK, None) is not None for piece in pieces):
+        raise StateError(
+            "interruptor: expected steps of all lanes, got one of some; make frames_per_batch and "
+            "total_frames multiples of the lanes, and use an environment without reset slots"
+        )
+    batch: TensorDictBase = torch.cat(list(pieces), -1)
+    batch.refine_names(..., "time")
+    return batch
+
+
+def extend(buffer: ReplayBuffer, batch: TensorDictBase) -> None:
+    """Add ``batch``, whose trajectories are numbered, to a replay buffer.
+
+    Raises:
+        ItemsDiffer: an interruptor made it shorter than the buffer's items are.
+    """
+    require_items(buffer.storage, batch)
+    with user_code("the replay buffer"):
+        extend_buffer(buffer, [batch])
+
+
+PATIENCE_SECONDS = 60.0
+"""Seconds that the step under way may take after the thread was asked to end."""
+_AT_EXIT_SECONDS = 5.0
+
+_running: "weakref.WeakSet[Background]" = weakref.WeakSet()
+
+
+class _Request:
+    """An action that another thread asks this one to do."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self.is_done = False
+        self.error: BaseException | None = None
+
+    def do(self) -> None:
+        """Do the action; keep its exception for the thread that asked."""
+        try:
+            self._action()
+        except BaseException as error:  # noqa: BLE001  raised by `perform`
+            self.error = error
+        self.is_done = True
+
+
+class Background:
+    """A thread that collects batch after batch.
+
+    Args:
+        batches: makes the next batch each time; if it raises StopIteration, the thread ends.
+        stop: ends a batch early.
+    """
+
+    def __init__(self, batches: Callable[[], Any], stop: Callable[[], None]) -> None:
+        self._batches, self._stop = batches, stop
+        self._turn = threading.Condition()
+        self._told = self._in_batch = False
+        self._holders = 0
+        self._requests: list[_Request] = []
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="tallyroll-collector", daemon=True)
+        _running.add(self)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread collects."""
+        return self._thread.is_alive()
+
+    @property
+    def is_here(self) -> bool:
+        """True if the caller is this thread."""
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        try:
+            while self._begins():
+                try:
+                    self._batches()
+                finally:
+                    with self._turn:
+                        self._in_batch = False
+                        self._turn.notify_all()
+        except StopIteration:
+            return
+        except BaseException as error:  # noqa: BLE001  raised by `raise_error`
+            self.error = error
+        finally:
+            _running.discard(self)
+
+    def _begins(self) -> bool:
+        """Wait while a caller holds the next batch; return False if there will be none."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._told or not self._holders)
+            self._do_requests()
+            self._in_batch = not self._told
+            return self._in_batch
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Begin no batch within this context; wait for the one under way, but not in its thread."""
+        with self._turn:
+            self._holders += 1
+            self._turn.wait_for(lambda: self.is_here or not self._in_batch)
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._holders -= 1
+                self._turn.notify_all()
+
+    def perform(self, action: Callable[[], None]) -> None:
+        """Do ``action`` while nothing is collected: between two steps, or two batches.
+
+        An exception of ``action`` is raised here.
+        """
+        if self.is_here:
+            action()
+            return
+        request = _Request(action)
+        with self._turn:
+            self._requests.append(request)
+            self._turn.wait_for(lambda: request.is_done or not self._in_batch)
+            if not request.is_done:
+                self._requests.remove(request)
+                request.do()
+        if request.error is not None:
+            raise request.error
+
+    def serve(self) -> None:
+        """Do the requested actions, from within the thread, between two steps."""
+        if self._requests:
+            with self._turn:
+                self._do_requests()
+
+    def _do_requests(self) -> None:
+        for request in self._requests:
+            request.do()
+        self._requests.clear()
+        self._turn.notify_all()
+
+    def raise_error(self) -> None:
+        """Raise the thread's exception, once, if there is one."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def tell(self) -> None:
+        """Ask the thread to end after the step under way."""
+        with self._turn:
+            self._told = True
+            self._turn.notify_all()
+        if self.alive:
+            self._stop()
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for the thread to end."""
+        self._thread.join(seconds)
+
+    def end(self, timeout: float | None) -> None:
+        """Ask the thread to end, and wait until it has.
+
+        Raises:
+            StateError: the thread has not ended within ``timeout`` seconds.
+        """
+        self.tell()
+        if self.is_here:
+            return
+        seconds = PATIENCE_SECONDS if timeout is None else timeout
+        self.wait(seconds)
+        if self.alive:
+            raise StateError(
+                f"the thread that collects has not ended within {seconds:g} s: a step of the "
+                "environment, or the policy, takes longer; shut down again with a larger timeout="
+            )
+
+
+@atexit.register
+def _end_all() -> None:
+    # Threads of torch do not survive an interpreter that takes its modules apart.
+    left = [*_running]
+    for each in left:
+        each.tell()
+    for each in left:
+        each.wait(_AT_EXIT_SECONDS)
 
 
 class Yielding(Collector):

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import LedgerError, WorkerError
+from tallyroll.collector.policies.several.openings import Counts, Openings
 from tallyroll.collector.rollout.os_signals import pausable, waits
 from tallyroll.collector.rollout.source import Block, Discarded, Held, Sound
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
-from tallyroll.collector.workers.leases.at_random import LeasedAtRandom
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.segment import Segment
 from tallyroll.collector.workers.leases.segment_queue import SegmentQueue
@@ -24,6 +24,30 @@ from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
 from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import Key
+
+
+class LeasedAtRandom:
+    """A part of `Leases`, which says how many random actions are not in blocks."""
+
+    _budget: LeaseBudget
+    _queue: SegmentQueue
+
+    @property
+    def random_frames(self) -> int:
+        """Transitions with random actions that are not leased yet."""
+        return self._budget.random_frames
+
+    @random_frames.setter
+    def random_frames(self, count: int) -> None:
+        self._budget.random_frames = count
+
+    def drawn_ahead(self, openings: Openings) -> Counts:
+        """Return how many random actions are leased, or came back and are in no block."""
+        if not openings.asked.any():
+            return openings.left
+        waiting = [self._budget.waiting_of(segment) for segment in self._queue.segments]
+        found: Counts = np.sum([self._budget.drawing, *waiting], axis=0)
+        return found
 
 
 class _Woken(BaseException):

@@ -28,7 +28,6 @@ from tallyroll.storage.errors import (
     StateMismatch,
 )
 from tallyroll.storage.ext.overlays.overlaid_storage import storage_of_rows
-from tallyroll.storage.ext.sampling.given_numbers import numbers, plain, whole
 from tallyroll.storage.ext.sampling.powers import powers_of
 from tallyroll.storage.ext.sampling.priorities import Priorities, leaves_of, moved, number
 from tallyroll.storage.ext.sampling.priority_file import (
@@ -38,6 +37,7 @@ from tallyroll.storage.ext.sampling.priority_file import (
     write_priorities,
 )
 from tallyroll.storage.ext.sampling.starts import Starts
+from tallyroll.storage.ext.sampling.sum_tree import Plain
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
@@ -52,6 +52,45 @@ from tallyroll.storage.sampling.trajectory_slices import end_marks
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_writer import RowWriter
 from tallyroll.storage.trajectories.windows import Slices, check_positive
+
+
+def whole(name: str, given: Any) -> np.ndarray:
+    """Return whole numbers as int64 [n], a copy."""
+    if isinstance(given, torch.Tensor):
+        given = given.numpy(force=True)
+    found = np.asarray(given)
+    if found.dtype.kind not in "iu":
+        if found.size:
+            raise ValueError(f"{name}: expected whole numbers, got {found.dtype}.")
+        found = found.astype(np.int64)
+    return found.reshape(-1).astype(np.int64)
+
+
+def plain(given: Any, *dtypes: torch.dtype) -> Plain | None:
+    """Return numbers as the extension reads them where they are; None if it cannot."""
+    if isinstance(given, np.ndarray):
+        return given
+    if type(given) is not torch.Tensor or not given.is_cpu or given.dtype not in dtypes:
+        return None
+    if given.is_contiguous():
+        return given.data_ptr(), given.numel(), given.element_size()
+    found: np.ndarray = given.numpy(force=True)
+    return found
+
+
+def numbers(priority: Any) -> np.ndarray:
+    """Return priorities as float64 [n]; raise `ValueError` if they are no numbers."""
+    if isinstance(priority, torch.Tensor):
+        if priority.dtype is torch.bfloat16:
+            priority = priority.float()
+        priority = priority.numpy(force=True)
+    try:
+        with np.errstate(all="ignore"):
+            found = np.asarray(priority, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"priorities are numbers, got {priority!r}.") from error
+    return found.reshape(-1)
+
 
 ROW: Final[Key] = ("collector", "row")
 WEIGHT: Final = "priority_weight"

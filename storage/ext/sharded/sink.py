@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tallyroll.storage.engine.new_rows import CopiedInSteps
+from tallyroll.storage.engine.columns import CopiedInSteps
 from tallyroll.storage.errors import (
     CorruptStorage,
     DirectoryNotEmpty,

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tallyroll.storage.engine.ring import pieces
-from tallyroll.storage.ext.verification.episode_checks import EpisodeChecks
-from tallyroll.storage.ext.verification.findings import Findings, NumberedRows
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.ext.verification.findings import Findings, NumberedRows, Place
 from tallyroll.storage.ext.verification.lane_checks import CheckedRows, LaneChecks
 from tallyroll.storage.ext.verification.observation_checks import ObservationChecks, observations_of
 from tallyroll.storage.ext.verification.record_checks import RunEntry
-from tallyroll.storage.ext.verification.reset_checks import ResetChecks
 from tallyroll.storage.ext.verification.value_checks import (
     SpaceChecks,
     UnwrittenRows,
     holds_numbers,
     not_finite,
 )
+from tallyroll.storage.readers.row_reader import ColumnReader
 from tallyroll.storage.rows.keys import (
+    COUNTERS,
     CUT,
     DONE,
     LANE,
@@ -36,9 +39,191 @@ from tallyroll.storage.rows.keys import (
     next_valid_keys,
     spell,
 )
+from tallyroll.storage.rows.schema import Column
+from tallyroll.storage.trajectories.by_lane import MOST_LANES
+from tallyroll.storage.trajectories.columns import RowOrder
+from tallyroll.storage.trajectories.episodes import (
+    END_CUT,
+    END_NAMES,
+    END_OPEN,
+    Episodes,
+    runs_of,
+)
+from tallyroll.storage.trajectories.self_resets import (
+    Ends,
+    SelfResets,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from tallyroll.storage.readers.row_reader import RowReader
+
+
+class ResetChecks:
+    """Follows the ends of every run until it is decided.
+
+    Args:
+        observations: the observations of these rows.
+        values: of all columns.
+    """
+
+    def __init__(self, observations: Sequence[Column], values: Mapping[Key, ColumnReader]) -> None:
+        self._values = values
+        self._observations = [each for each in observations if each.key[-1] not in COUNTERS]
+        self._runs: dict[int, SelfResets] = {}
+        self._stop = -1
+        """One more than the last row that was looked at."""
+
+    def look(
+        self, run: RunEntry, chunk: CheckedRows, valid: np.ndarray | None, terminated: np.ndarray
+    ) -> None:
+        """Compare the rows of ``chunk``, of ``run``.
+
+        Args:
+            run: who wrote them.
+            chunk: the rows.
+            valid: which of them [n] hold their true next observation, None if all do.
+            terminated: which of them [n] are terminated.
+        """
+        observed = [each for each in self._observations if list(each.key) not in run.unobserved]
+        if run.finals_kept or not observed:
+            return
+        resets = self._of(run, chunk)
+        if self._stop != chunk.start or run.first_row == chunk.start:
+            resets.forget(np.ones(resets.lanes, np.bool_))
+        self._stop = chunk.stop
+        first, next = (
+            [
+                (partial(self._take, (*under, *each.key), chunk.start), each.row_nbytes)
+                for each in observed
+            ]
+            for under in ((), (NEXT,))
+        )
+        lane, steps, ended = chunk.lane, chunk.steps, chunk.ended
+        resets.look(Ends(lane, steps, ended, terminated, first, next, valid, chunk.start))
+
+    def _of(self, run: RunEntry, chunk: CheckedRows) -> SelfResets:
+        """Return the findings on the run, a continued one included, that ``run`` belongs to."""
+        origin = run.first_row if run.origin is None else run.origin
+        lanes = run.lanes
+        if lanes is None:  # no collector wrote it: as many as its first rows have
+            inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
+            lanes = int(inside.max(initial=-1)) + 1
+        known = self._runs.get(origin)
+        if known is None or not (known.decided or known.lanes >= lanes):
+            known = self._runs[origin] = SelfResets(lanes)
+        return known
+
+    def _take(self, key: Key, start: int, rows: np.ndarray) -> np.ndarray:
+        return self._values[key].take(start + rows)
+
+    def finish(self, findings: Findings) -> None:
+        """Report what was decided."""
+        keys = [(NEXT, *each.key) for each in self._observations]
+        column = spell(keys[0]) if len(keys) == 1 else None
+        for resets in self._runs.values():
+            if resets.verdict is Verdict.SELF_RESET:
+                seen = resets.seen
+                what = "the lane's next trajectory begins with it"
+                findings.add(
+                    "finals",
+                    f"{seen.equal} of {seen.ends} final observations are the first ones of the "
+                    "next episode, so the environment reset itself within step (where its resets "
+                    'keep the state, collect with finals="kept")',
+                    *(Place(row, column=column, what=what) for row in resets.places),
+                    count=seen.equal,
+                )
+
+
+_EXACT = ("lane", "first_row", "first_step", "length", "version_first")
+_AT_THE_END = ("last_row", "version_last")
+_RTOL = 1e-9
+"""Returns are sums, and the order of adding is free."""
+
+
+class EpisodeChecks:
+    """A check that counts the trajectories again, up to a table's last row, and compares.
+
+    A writer writes the table when it closes, so that later rows are not in it.
+
+    Args:
+        reader: the reader of the rows.
+        table: the lines of the table.
+        first: the lowest row that is valid.
+    """
+
+    def __init__(self, reader: RowReader, table: np.ndarray, first: int) -> None:
+        self._table, self._first = table, first
+        self._stop = int(table["last_row"].max(initial=-1)) + 1
+        self._reader, self._order = reader, RowOrder(reader.schema)
+        self._runs = runs_of(reader.runs)
+        reward = next(each.shape for each in reader.schema.columns if each.key == REWARD)
+        self._episodes: Episodes | None = Episodes(reader.ring, reward)
+
+    def extend(self, start: int, stop: int) -> None:
+        """Count the rows ``[start, stop)``, which follow those that were counted."""
+        stop = min(stop, self._stop)
+        if self._episodes is None or start >= stop:
+            return
+        try:
+            rows = self._order.episode_rows(self._reader, start, stop)
+            self._episodes.extend(rows, self._runs)
+        except CorruptStorage:
+            self._episodes = None  # a lane that cannot be, which another check names
+
+    def finish(self, findings: Findings) -> None:
+        """Compare the lines, trajectory by trajectory."""
+        if self._episodes is None:
+            return
+        told, counted = self._table, self._episodes.table()
+        told = told[told["last_row"] >= self._first]
+        missing = np.setdiff1d(counted["id"], told["id"])
+        extra = np.setdiff1d(told["id"], counted["id"])
+        message = "a trajectory has rows, and no line in the table"
+        findings.add_rows("episodes", message, missing, lambda i: Place(trajectory=int(missing[i])))
+        message = "a line in the table has no rows"
+        findings.add_rows("episodes", message, extra, lambda i: Place(trajectory=int(extra[i])))
+        _, mine, theirs = np.intersect1d(counted["id"], told["id"], return_indices=True)
+        self._compare(counted[mine], told[theirs], findings)
+
+    def _compare(self, counted: np.ndarray, told: np.ndarray, findings: Findings) -> None:
+        # Of a trajectory whose first rows are overwritten only the end can be compared.
+        whole = (told["first_row"] >= self._first) & (counted["first_row"] >= self._first)
+        whole &= counted["first_step"] == told["first_step"]
+        wrong = {name: whole & (counted[name] != told[name]) for name in _EXACT}
+        wrong |= {name: counted[name] != told[name] for name in _AT_THE_END}
+        wrong["end"] = _ends(counted) != _ends(told)
+        with np.errstate(all="ignore"):
+            close = np.isclose(
+                counted["return"], told["return"], rtol=_RTOL, atol=0, equal_nan=True
+            )
+        wrong["return"] = whole & ~close.reshape(len(close), math.prod(close.shape[1:])).all(axis=1)
+        seeds = counted["reset_seed"], told["reset_seed"]
+        wrong["reset_seed"] = whole & (seeds[0] != seeds[1]) & (seeds[0] >= 0) & (seeds[1] >= 0)
+        for name, where in wrong.items():
+            lines, rows = told[where], counted[where]
+            message = f"the table gives another {name} than the rows"
+            place = partial(_place_of, name, lines, rows)
+            findings.add_rows("episodes", message, lines["first_row"], place)
+
+
+def _place_of(name: str, told: np.ndarray, counted: np.ndarray, at: int) -> Place:
+    line = told[at]
+    says, are = line[name], counted[name][at]
+    if name == "end":
+        says, are = END_NAMES[says], END_NAMES[are]
+    return Place(
+        row=int(line["first_row"]),
+        lane=int(line["lane"]),
+        trajectory=int(line["id"]),
+        column=name,
+        what=f"{says}, and by the rows {are}",
+    )
+
+
+def _ends(table: np.ndarray) -> np.ndarray:
+    """Ends of trajectories; no line knows whether an unfinished one goes on."""
+    return np.where(table["end"] == END_CUT, END_OPEN, table["end"])
 
 
 _NUMBERS = (TRAJ_IDS, STEP, LANE)

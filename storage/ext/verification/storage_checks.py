@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -14,36 +15,230 @@ from tallyroll.storage.errors import (
     MissingLibrary,
     Overrun,
     RowsDoubled,
+    StorageError,
 )
 from tallyroll.storage.ext.joined.doubled import doubled_trajectories
 from tallyroll.storage.ext.joined.members import Member, PathLike
 from tallyroll.storage.ext.joined.union import UnionReader
+from tallyroll.storage.ext.overlays.beside import Overlays
+from tallyroll.storage.ext.overlays.overlay_file import OverlayFile
+from tallyroll.storage.ext.statistics.checking import differences
 from tallyroll.storage.ext.statistics.counting import Counted
 from tallyroll.storage.ext.statistics.kept import OfOthers, Unusable, place_of, read_whole
-from tallyroll.storage.ext.verification.content_checks import check_content, check_statistics
-from tallyroll.storage.ext.verification.event_checks import check_events
 from tallyroll.storage.ext.verification.findings import PLACES, Finding, Findings, Place, Report
-from tallyroll.storage.ext.verification.index_checks import check_index
-from tallyroll.storage.ext.verification.overlay_checks import check_overlays
 from tallyroll.storage.ext.verification.record_checks import check_ledger, check_record, check_runs
 from tallyroll.storage.ext.verification.row_checks import RowChecks
 from tallyroll.storage.files.checksums import mismatches
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.files.paths import failed, translated
 from tallyroll.storage.files.rewind_history import without_runs_from
-from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT
+from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, events_of, is_event
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, spell
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import open_storage
-from tallyroll.storage.trajectories.columns import WHOSE, missing
+from tallyroll.storage.trajectories.blocks.kept import RebuiltBlocks
+from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing
 from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.episodes import table_dtype
 from tallyroll.storage.trajectories.kept_leaves import KeptLeaves, UnusableLeaves
-from tallyroll.storage.trajectories.leaves import kept_of
+from tallyroll.storage.trajectories.lane_file import UnusableIndex
+from tallyroll.storage.trajectories.leaves import Leaves, kept_of
 from tallyroll.storage.user_code import user_callback
+
+_AT_ONCE: Final = 2**20
+_MESSAGE: Final = "an entry names a row that was never written, or that lies elsewhere"
+
+
+def check_overlays(reader: FileReader, findings: Findings) -> bool:
+    """Add a finding for each overlay that cannot be used or is wrong; whether there are any."""
+    with closing(Overlays(reader)) as overlays:
+        keys = overlays.keys()
+        for key in keys:
+            try:
+                _check(reader, overlays.open(key), findings)
+            except StorageError as error:  # dropped meanwhile, too
+                findings.add("overlays", str(error), Place(column=spell(key)))
+        return bool(keys)
+
+
+def _check(reader: FileReader, file: OverlayFile, findings: Findings) -> None:
+    for start, stop in file.stretches(_AT_ONCE):
+        rows, most = file.rows_in(start, stop), file.most_rows
+        slots = np.arange(start, start + len(rows))
+        lie = rows % reader.ring if reader.ring else rows
+        wrong = (rows < -1) | ((rows >= 0) & ((lie != slots) | (rows >= most)))
+        where = np.flatnonzero(wrong)
+
+        for entry in where[:PLACES].tolist():
+            what = f"entry {start + entry}"
+            place = Place(row=int(rows[entry]), column=spell(file.key), what=what)
+            findings.add("overlays", _MESSAGE, place)
+        if len(where) > PLACES:
+            findings.add("overlays", _MESSAGE, count=len(where) - PLACES)
+
+
+_DELETE = "Delete it: the index is built again from the rows."
+
+
+def check_index(reader: RowReader, findings: Findings) -> str | None:
+    """Build the index again, and compare all its numbers. Return why not, where that is not done.
+
+    Args:
+        reader: the reader of the rows.
+        findings: where a difference is added.
+    """
+    try:
+        kept = reader.kept_index(whole=True)
+        if kept is None:
+            return "no index is kept beside the rows"
+        says = kept.state(reader.span.start)
+        if not says.by_block.size:
+            return "a ring went on past the index, which is written when a writer closes"
+        order = RowOrder(reader.schema)
+        made = RebuiltBlocks(reader.ring, says).is_made_of(
+            lambda first, stop: order.chunk(reader, first, stop)
+        )
+    except UnusableIndex as error:
+        findings.add("index", f"{error} {_DELETE}")
+        return None
+    except (IndexError, ValueError):  # numbers that cannot be
+        made = False
+    if made is None:
+        return "another process writes to this ring; wait for it"
+    if not made:
+        findings.add("index", f"the index beside the rows is not that of the rows. {_DELETE}")
+    return None
+
+
+def check_events(entries: Sequence[Mapping[str, Any]], head: int, findings: Findings) -> None:
+    """Add findings on the events of each run.
+
+    Args:
+        entries: the runs of the manifest, with their events.
+        head: the rows that are committed.
+        findings: where they are added.
+    """
+    firsts = [_count(entry.get("first_row")) for entry in entries]
+    for number, (entry, first) in enumerate(zip(entries, firsts, strict=True)):
+        stop = firsts[number + 1] if number + 1 < len(entries) else head
+        for place, problem in _problems(entry, first, stop):
+            findings.add(
+                "events",
+                "a call of environments does not fit its run",
+                Place(what=f"run {number}, event {place}: {problem}"),
+            )
+
+
+def _problems(entry: Mapping[str, Any], first: int, stop: int) -> Iterator[tuple[int, str]]:
+    """Yield the index of each event that is wrong, and why."""
+    found = entry.get(EVENTS, [])
+    if not isinstance(found, list):
+        yield 0, f"expected a list of events, got {type(found).__name__}"
+        return
+    most, before = _count(entry.get("lanes"), 2**62), 0
+    apart: int | None = None
+    for place, raw in enumerate(found):
+        if not is_event(raw):
+            yield place, "it is no event"
+            continue
+        (event,) = events_of({**entry, EVENTS: [raw]})
+        at, row = event["at"], event["row"]
+        if not max(first, before) <= row <= stop:
+            yield place, f"its row is {row:,}, not from {max(first, before):,} to {stop:,}"
+        elif apart is not None and row - at != apart:
+            yield place, f"it was made at {at:,}, and at {row - apart:,} by its row"
+        before, apart = max(before, row), row - at
+        lanes, failed, firsts = event["lanes"], event.get("failed"), event.get("first")
+        if not _are_lanes(lanes, most) or not _are_lanes(failed, most):
+            yield place, f"its lanes are not different numbers from 0 to {most - 1:,}"
+        elif firsts is not None and not _are_firsts(firsts, most if lanes is None else len(lanes)):
+            yield place, "it does not name a trajectory and a step for each of its lanes"
+
+
+def _count(value: object, otherwise: int = 0) -> int:
+    return value if type(value) is int else otherwise
+
+
+def _are_lanes(lanes: Any, most: int) -> bool:
+    if lanes is None:
+        return True
+    if not isinstance(lanes, list) or not all(type(each) is int for each in lanes):
+        return False
+    return len({*lanes}) == len(lanes) and all(0 <= each < most for each in lanes)
+
+
+def _are_firsts(firsts: Any, count: int) -> bool:
+    return (
+        isinstance(firsts, list)
+        and len(firsts) == count
+        and all(
+            isinstance(each, list)
+            and len(each) == 2
+            and all(type(n) is int and n >= 0 for n in each)
+            for each in firsts
+        )
+    )
+
+
+def check_content(
+    reader: RowReader,
+    kept: KeptLeaves,
+    lines: np.ndarray,
+    findings: Findings,
+    tell: Callable[[int], None],
+) -> None:
+    """Hash rows again whose hashes are kept, and compare.
+
+    Args:
+        reader: the reader of the rows.
+        kept: where hashes are kept.
+        lines: the leaves that it read.
+        findings: where differences are added.
+        tell: called with the number of bytes that were read since its last call.
+
+    Raises:
+        Overrun: a ring's writer overwrites rows while they are read.
+    """
+    leaves = Leaves(reader)
+    now = leaves.lines()
+    known = np.flatnonzero(kept.fill(now, lines))
+    found = leaves.hashes(known, tell)
+    wrong = known[(found != now["sha256"][known]).any(1)]
+    rows, counts = now["first"][wrong], now["rows"][wrong]
+
+    def place(at: int) -> Place:
+        id = int(leaves.content.run_ids[leaves.starts[wrong[at]]])
+        what = f"or one of the {counts[at] - 1:,} rows after it, by trajectory and step"
+        return Place(row=int(rows[at]), trajectory=id, what=what)
+
+    findings.add_rows("content", "rows are not those whose hash was kept", rows, place)
+
+
+def check_statistics(
+    reader: RowReader,
+    kept: Mapping[Key, Counted],
+    findings: Findings,
+    tell: Callable[[int], None],
+) -> None:
+    """Count columns again whose statistics are kept, and compare.
+
+    Args:
+        reader: the reader of the rows.
+        kept: what was counted, by column.
+        findings: where differences are added.
+        tell: called with the number of bytes that were read since its last call.
+    """
+    columns = {column.key: column for column in reader.schema.columns}
+    for key, counted in kept.items():
+        wrong = [*differences(reader, columns[key], counted, tell)]
+        places = [Place(column=spell(key), what=each) for each in wrong[:PLACES]]
+        if wrong:
+            message = "statistics that are kept are not those of the rows"
+            findings.add("statistics", message, *places, count=len(wrong))
+
 
 CHECKS: Mapping[str, str] = {
     "files": "header, manifest and files can be opened and are long enough",

@@ -18,13 +18,13 @@ from tallyroll.collector.batches.rows.compiled_rows import rows_of_slab
 from tallyroll.collector.counting.ledger import COUNTS, LedgerCounts
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order
-from tallyroll.collector.envs.stepping import writing
+from tallyroll.collector.envs.stepping import stepper as writing
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage import MemmapStorage, ways
-from tallyroll.storage.engine.fixed_rows import FixedRows, IndexedRows
+from tallyroll.storage.engine.columns import FixedRows, IndexedRows
 from tallyroll.storage.engine.kernel import KINDS, Kernel, compiled, table_of
 from tallyroll.storage.engine.slot_rows import HeldCounts, LogCounts, RunCounts
 from tallyroll.storage.errors import ExtensionMismatch

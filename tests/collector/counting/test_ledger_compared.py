@@ -28,7 +28,7 @@ from tallyroll.collector.rollout.driver import Account, LocalDriver
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.workers.lockstep import LockstepDriver
 from tallyroll.storage import MemmapStorage, open_storage
-from tallyroll.storage.engine.new_rows import NewRows
+from tallyroll.storage.engine.columns import NewRows
 from tallyroll.storage.rows.keys import LANE
 
 from collect_kit import ByObservation, balanced

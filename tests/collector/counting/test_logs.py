@@ -24,7 +24,7 @@ from tallyroll.collector import (
     SyncCollector,
     evaluate,
 )
-from tallyroll.collector.ext.logs.csv_file import CsvLog
+from tallyroll.collector.ext.logs.target import CsvLog
 from tallyroll.storage import MemmapStorage
 
 from worker_kit import DISABLED, LANES, factory

@@ -28,7 +28,7 @@ from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.gymnasium.vector_rules import wrappers_of
 from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers
-from tallyroll.collector.envs.stepping.writing import putting
+from tallyroll.collector.envs.stepping.stepper import putting
 from tallyroll.collector.errors import EnvironmentRefused, TransitionError, ValueRefused
 from tallyroll.collector.run_plan import stepping_vector
 from tallyroll.collector.slab.info import Info

@@ -26,8 +26,8 @@ from tallyroll.storage import (
 from tallyroll.storage.errors import CorruptStorage, InvalidAddress, ReadOnlyStorage
 from tallyroll.storage.ext.joined.members import expanded
 from tallyroll.storage.ext.remote.address import S3Path, s3_path
-from tallyroll.storage.ext.remote.blocks import DiskBlocks, MemoryBlocks
 from tallyroll.storage.ext.remote.push_plan import LAST, PLAN, ROOT, Planned, PushPlan, parsed
+from tallyroll.storage.ext.remote.ranges import DiskBlocks, MemoryBlocks
 
 SECRET = "SeCrEt+of/somebody"
 

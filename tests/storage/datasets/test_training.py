@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tallyroll.storage import EpochBatches, MemmapStorage, ZarrStorage, open_storage
 from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, StateMismatch
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
-from tallyroll.storage.ext.training.order import Order
+from tallyroll.storage.ext.training.epoch_batches import Order
 from tallyroll.storage.stores.rewinds import take_back
 
 from fork_server import warm_fork_server

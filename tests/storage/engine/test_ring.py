@@ -18,8 +18,7 @@ from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage
 from tallyroll.storage.engine import ring as ring_
-from tallyroll.storage.engine.columns import Columns
-from tallyroll.storage.engine.new_rows import ArrayRows, TensorRows
+from tallyroll.storage.engine.columns import ArrayRows, Columns, TensorRows
 from tallyroll.storage.errors import (
     BatchTooLong,
     IndexOutOfRange,

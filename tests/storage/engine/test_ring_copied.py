@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.engine import private_rows
+from tallyroll.storage.engine import columns as private_rows
 from tallyroll.storage.errors import BatchTooLong, TrajectoryIdTaken
 from tallyroll.storage.storages import DiskStorage
 

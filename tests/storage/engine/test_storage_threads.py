@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tallyroll.storage import H5Storage
-from tallyroll.storage.engine.private_rows import PrivateRows
+from tallyroll.storage.engine.columns import PrivateRows
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.storages import DiskStorage
 

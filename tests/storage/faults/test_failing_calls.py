@@ -23,7 +23,7 @@ from tallyroll.storage import (
     StorageFull,
     ZarrStorage,
 )
-from tallyroll.storage.engine import private_rows
+from tallyroll.storage.engine import columns as private_rows
 from tallyroll.storage.errors import DiskFailed, NotWritable, TooManyFiles, UnsupportedPlatform
 from tallyroll.storage.ext.testing.storage_contract import assert_rows, files_of, rows
 from tallyroll.storage.files.mapping import Region
@@ -31,7 +31,7 @@ from tallyroll.storage.files.paths import failed
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats import memmap
 from tallyroll.storage.formats.hdf5 import format as hdf5
-from tallyroll.storage.formats.hdf5 import replace as hdf5_replace
+from tallyroll.storage.formats.hdf5 import format as hdf5_replace
 from tallyroll.storage.formats.hdf5.datasets import FilePlaces
 from tallyroll.storage.storages import DiskStorage
 

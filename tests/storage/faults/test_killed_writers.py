@@ -30,7 +30,7 @@ from tallyroll.storage import (
     StorageLocked,
     open_storage,
 )
-from tallyroll.storage.engine.new_rows import ArrayRows
+from tallyroll.storage.engine.columns import ArrayRows
 from tallyroll.storage.engine.right_to_write import LOOK_SECONDS
 from tallyroll.storage.errors import TooManyFiles, WriterForked
 from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS

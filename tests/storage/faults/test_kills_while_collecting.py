@@ -25,8 +25,8 @@ from gymnasium.vector import AutoresetMode
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways
 from tallyroll.storage.engine import columns
+from tallyroll.storage.engine.columns import IndexedRows
 from tallyroll.storage.engine.commit_engine import Engine
-from tallyroll.storage.engine.fixed_rows import IndexedRows
 from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.engine.right_to_write import RightToWrite
 from tallyroll.storage.files.commit_header import Header

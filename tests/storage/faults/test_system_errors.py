@@ -36,7 +36,7 @@ from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storag
 from tallyroll.storage.engine.right_to_write import LOOK_SECONDS
 from tallyroll.storage.errors import CorruptStorage, DiskFailed, StorageClosed, StorageError
 from tallyroll.storage.formats import memmap
-from tallyroll.storage.formats.hdf5 import replace as hdf5_replace
+from tallyroll.storage.formats.hdf5 import format as hdf5_replace
 from tallyroll.storage.storages import DiskStorage
 
 from hostile_kit import KINDS as HOSTILE

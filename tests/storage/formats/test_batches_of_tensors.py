@@ -46,7 +46,7 @@ def compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Whether torch offers to compare looks."""
     there: bool = request.param == "looks"
     if not there:
-        monkeypatch.setattr("tallyroll.storage.rows.tensor_guard.TensorGuards", None)
+        monkeypatch.setattr("tallyroll.storage.rows.batch_check.TensorGuards", None)
     return there
 
 

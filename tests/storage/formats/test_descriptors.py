@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
-from tallyroll.storage.engine import private_rows
+from tallyroll.storage.engine import columns as private_rows
 from tallyroll.storage.errors import CorruptStorage, MissingLibrary, TooManyFiles
 from tallyroll.storage.ext.testing.storage_contract import arrays, assert_rows, rows
 from tallyroll.storage.formats.hdf5 import datasets

@@ -267,7 +267,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
                 open_storage(five, "append", capacity=1000)
         assert files_of(five) == before
     with monkeypatch.context() as patch:
-        patch.setattr("tallyroll.storage.formats.hdf5.replace.free_bytes", lambda path: 1000)
+        patch.setattr("tallyroll.storage.formats.hdf5.format.free_bytes", lambda path: 1000)
         wording = r"needs \d+ more bytes beside the \d+ there, and 1000 are free"
         with pytest.raises(StorageFull, match=wording):
             open_storage(five, "append", capacity=1000)

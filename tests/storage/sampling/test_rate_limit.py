@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tallyroll.storage import MemmapStorage, RateLimit, ZarrStorage, open_storage
 from tallyroll.storage.errors import RateStalled, StateMismatch
-from tallyroll.storage.ext.sampling.drawn_file import Counts, _packed
+from tallyroll.storage.ext.sampling.rate_limit import Counts, _packed
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.stores.rewinds import take_back
 

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tallyroll.storage.engine.columns import Columns
-from tallyroll.storage.engine.new_rows import ArrayRows
+from tallyroll.storage.engine.columns import ArrayRows, Columns
 from tallyroll.storage.files.commit_header import HEADER_NBYTES, Header, word_of
 from tallyroll.storage.files.header_words import INODE, inode_of, moved_into
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.new_rows import CopiedInSteps
+from tallyroll.storage.engine.columns import CopiedInSteps
 from tallyroll.storage.errors import NotInitialised, SchemaMismatch, StorageClosed
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.keys import Key

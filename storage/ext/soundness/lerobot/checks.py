@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from tallyroll.storage.ext.soundness.checker import (
     Checker,
@@ -14,9 +17,109 @@ from tallyroll.storage.ext.soundness.checker import (
     text_of,
 )
 from tallyroll.storage.ext.soundness.lerobot.listing import Listing, listing_of
-from tallyroll.storage.ext.soundness.lerobot.rows import RowChecks
-from tallyroll.storage.ext.soundness.lerobot.statistics import check_statistics
+from tallyroll.storage.ext.soundness.lerobot.rows import COUNTED_APART, Counted, RowChecks
 from tallyroll.storage.ext.soundness.lerobot.videos import check_videos
+
+_STATS: Final = "meta/stats.json"
+_SLACK: Final = 1e-3
+"""By which a mean or a deviation may be off, as a part of the range of values."""
+_ROUNDING: Final = 1e-5
+
+
+def check_statistics(
+    folder: Folder,
+    info: Mapping[str, Any],
+    listing: Listing,
+    counted: Mapping[int, Mapping[str, Counted]],
+    found: Gathered,
+) -> None:
+    """Compare all that is kept: of each episode, and of all rows."""
+    features = info["features"]
+    for episode in listing.episodes:
+        if episode.statistics is not None and episode.number in counted:
+            where = Where(episode.listed_in, episode.number)
+            _compare(episode.statistics, counted[episode.number], features, where, found)
+    if listing.version == "v2.1":
+        return
+    kept = folder.json(_STATS)
+    if not isinstance(kept, dict):
+        return
+    total: dict[str, Counted] = {}
+    for columns in counted.values():
+        for name, each in columns.items():
+            total.setdefault(name, Counted()).merge(each)
+    _compare(kept, total, features, Where(_STATS), found)
+
+
+def _compare(
+    kept: Mapping[str, Any],
+    counted: Mapping[str, Counted],
+    features: Mapping[str, Any],
+    where: Where,
+    found: Gathered,
+) -> None:
+    for column, each in counted.items():
+        dtype = features.get(column, {}).get("dtype")
+        if column in COUNTED_APART or dtype not in ("float32", "float64") or not each.count:
+            continue
+        said = kept.get(column)
+        if said is None:
+            found.add("statistics", "a column has no statistics", where, column=column)
+        elif isinstance(said, Mapping):
+            # LeRobot itself writes NaN or infinity where some values are not finite.
+            partial = each.finite < each.count
+            for name, wanted, slack in _expected(each):
+                open_to_nan = np.zeros(1, np.bool_) if name == "count" else partial
+                why = _differs(said.get(name), wanted, slack, open_to_nan)
+                if why is not None:
+                    message = f"the {name} is not that of the rows"
+                    found.add("statistics", message, where, why, column)
+
+
+def _expected(each: Counted) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """Return the statistics of finite values, and by how much a kept one may be off."""
+    with np.errstate(all="ignore"):  # sums of very large numbers are infinite
+        return _computed(each)
+
+
+def _computed(each: Counted) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    finite = np.maximum(each.finite, 1)
+    mean = each.total / finite
+    deviation = np.sqrt(np.maximum(0.0, each.squares / finite - mean * mean))
+    low, high = (np.where(each.finite > 0, bound, 0.0) for bound in (each.low, each.high))
+    size = np.maximum(np.abs(low), np.abs(high))
+    rounding = _ROUNDING * size + 1e-30
+    slack = _SLACK * (high - low) + rounding
+    # The square of a mean that is far from zero takes digits of the deviation.
+    lost = np.sqrt(1e-7) * size * (size > 100 * np.maximum(deviation, 1e-30)) + slack
+    return [
+        ("count", np.asarray([each.count]), np.zeros(1)),
+        ("min", low, rounding),
+        ("max", high, rounding),
+        ("mean", mean, slack),
+        ("std", deviation, lost),
+    ]
+
+
+def _differs(
+    said: Any, wanted: np.ndarray, slack: np.ndarray, open_to_nan: np.ndarray
+) -> str | None:
+    """Return how a kept value differs from that of the rows; None if it does not."""
+    try:
+        value = np.asarray(said, np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        return f"it is {said!r:.60}"
+    if value.shape != wanted.shape:
+        return f"it has {value.size} numbers, expected {wanted.size}"
+    # Sums that are infinite say nothing of a kept value, which may have been computed otherwise.
+    with np.errstate(all="ignore"):
+        wrong = ~(np.abs(value - wanted) <= slack) & np.isfinite(wanted)
+    wrong &= ~(open_to_nan & ~np.isfinite(value))
+    if not wrong.any():
+        return None
+    at = int(np.argmax(wrong))
+    return f"{value[at]:.6g}, and that of the rows is {wanted[at]:.6g}"
+
 
 _INFO = "meta/info.json"
 VERSIONS = ("v2.0", "v2.1", "v3.0")

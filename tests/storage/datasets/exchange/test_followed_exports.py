@@ -38,7 +38,8 @@ from tallyroll.storage.errors import (
     StorageFull,
     StorageLocked,
 )
-from tallyroll.storage.ext.exchange import about, exporting, following, outgoing, versions
+from tallyroll.storage.ext.exchange import about, exporting, following, outgoing
+from tallyroll.storage.ext.exchange import following as versions
 from tallyroll.storage.ext.exchange.exporting import Cuts
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows
 from tallyroll.storage.ext.testing.storage_contract import process

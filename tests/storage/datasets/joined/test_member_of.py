@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tallyroll.storage.ext.joined.member_of import MemberOf
+from tallyroll.storage.ext.joined.union import MemberOf
 
 
 @given(
