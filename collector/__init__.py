@@ -18,6 +18,7 @@ moved_modules(
     __name__,
     {
         "batches.logs": "tallyroll.collector.ext.logs",
+        "batches.state.checkpoints": "tallyroll.collector.ext.checkpoints",
         "envs.kinds": "tallyroll.collector.ext.systems.kinds",
         "envs.systems": "tallyroll.collector.ext.systems",
         "evaluation": "tallyroll.collector.ext.evaluating",

@@ -29,6 +29,7 @@ _MOVED = {
     "n_steps": "tallyroll.storage.sampling.n_steps",
     "overlays": "tallyroll.storage.ext.overlays",
     "row_store": "tallyroll.storage.stores.row_store",
+    "sampling": "tallyroll.storage.ext.sampling",
     "samplers": "tallyroll.storage.sampling.trajectory_slices",
     "schema": "tallyroll.storage.rows.schema",
     "store": "tallyroll.storage.stores.row_store",

@@ -31,6 +31,7 @@ MODULES = {
     "tallyroll.storage.datasets.exchange.formats.npz": "NpzFormat",
     "tallyroll.storage.datasets.packed.packed_reader": "PackedReader",
     "tallyroll.storage.overlays.overlay": "Overlay",
+    "tallyroll.storage.sampling.prioritized": "PrioritizedSampler",
     "tallyroll.storage.verification.storage_checks": "verify",
     "tallyroll.collector.batches.logs.target": "LogTarget",
     "tallyroll.collector.envs.systems.gymnax": "GymnaxSystem",
