@@ -241,7 +241,7 @@ def failed(
         )
     if error.errno in {errno.ENOENT, errno.ESTALE}:
         return DiskFailed(
-            f"{error.filename or path} is gone: the storage, or a part of it, was deleted or moved "
+            f"{_named_in(error, path)} is gone: the storage, or a part of it, was deleted or moved "
             "while it was open. What was committed is where it was moved to."
         )
     return DiskFailed(
@@ -269,9 +269,17 @@ def _shortage(path: Path, error: OSError, nbytes: int) -> str:
     return f"needs {nbytes} more bytes, and {free} are free"
 
 
+def _named_in(error: OSError, path: Path) -> Path:
+    """Return the path that an error names; ``path`` if it names none, or a file descriptor."""
+    for name in (error.filename2, error.filename):
+        if isinstance(name, str | bytes | os.PathLike):
+            return Path(os.fsdecode(name))
+    return path
+
+
 def _other_kind(path: Path, error: OSError) -> str:
     """Return a sentence for a link, or what is no plain file, in the place of a storage's file."""
-    what = Path(error.filename2 or error.filename or path)
+    what = _named_in(error, path)
     if what.is_symlink() or error.errno == errno.EMLINK:
         link = "a link" if what.is_symlink() else "a file that has another name, too"
         return (

@@ -35,6 +35,7 @@ from tallyroll.collector.errors import CollectorError
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
 from tallyroll.storage.engine.right_to_write import LOOK_SECONDS
 from tallyroll.storage.errors import CorruptStorage, DiskFailed, StorageClosed, StorageError
+from tallyroll.storage.files.paths import failed
 from tallyroll.storage.formats import memmap
 from tallyroll.storage.formats.hdf5 import format as hdf5_replace
 from tallyroll.storage.storages import DiskStorage
@@ -408,6 +409,15 @@ def test_rows_that_a_sync_did_not_bring_to_the_disk_are_not_committed(
         storage.extend(rows(15, 5))
         assert stored(storage) == list(range(20))
         assert storage.record == (10, b"ten")
+
+
+@pytest.mark.parametrize("name", [7, b"/x/rows", "/x/rows", None])
+@pytest.mark.parametrize("number", [errno.EISDIR, errno.ENOENT])
+def test_an_error_may_name_a_descriptor_or_bytes(number: int, name: Any) -> None:
+    found = failed(Path("/x/storage"), OSError(number, os.strerror(number), name), 0)
+    place = "/x/storage" if name in (7, None) else "/x/rows"
+    assert isinstance(found, CorruptStorage if number == errno.EISDIR else DiskFailed)
+    assert str(found).startswith(f"{place} is ")
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
