@@ -312,6 +312,8 @@ _DIFFERENCES: Final = tuple(
     )
 )
 """Texts of exceptions, what was expected of the environment, and what came."""
+_CALLS = re.compile("step|reset|seed")
+"""Parts of the names of functions that call an environment."""
 _FILE = re.compile(r'^  File "(.*)", line \d+', re.MULTILINE)
 
 
@@ -363,9 +365,12 @@ def _difference(error: BaseException) -> tuple[str, str] | None:
 
 
 def _is_raised_by_library(error: BaseException) -> bool:
-    """Return whether the innermost code of ``error`` is that of a library that calls lanes."""
+    """Return True if a library raised ``error`` itself, where it steps, resets or seeds lanes."""
     files = ""
-    for frame in _frames(error):
+    frames = [*_frames(error)]
+    if not any(_CALLS.search(frame.f_code.co_name) for frame in frames):
+        return False
+    for frame in frames:
         files = trace_of_process(frame) or f'  File "{frame.f_code.co_filename}", line 0'
     names = _FILE.findall(files)
     files_of = (getattr(sys.modules.get(each), "__file__", None) for each in _LIBRARIES)
