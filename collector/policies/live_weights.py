@@ -80,12 +80,6 @@ class LiveWeights:
         """
         if not self._known:
             return False
-        try:
-            return self._looks_alike(rows)
-        except Exception:  # noqa: BLE001  any object may be a policy: `changed` looks at all of it
-            return False
-
-    def _looks_alike(self, rows: int) -> bool:
         most, links, tensors, at = max(_LEAST, rows // 2), self._links, self._tensors, self._at
         self._at = at + most
         if most < len(links):
