@@ -29,12 +29,6 @@ from toy_systems import (
 )
 
 
-def test_the_contract_is_found_where_it_was() -> None:
-    with pytest.warns(DeprecationWarning, match="envs.testing is tallyroll.collector.testing now"):
-        from tallyroll.collector.envs import testing
-    assert testing.SystemContract is SystemContract
-
-
 class ToyContract(SystemContract):
     kind: ClassVar[type[System]]
 
