@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-GOLDEN = Path(__file__).parents[3] / "storage/ext/exchange/golden/lerobot"
+GOLDEN = Path(__file__).parents[3] / "storage/datasets/exchange/golden/lerobot"
 """Datasets that LeRobot wrote, or read: `with_lerobot.py` there says how."""
 
 

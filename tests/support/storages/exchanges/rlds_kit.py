@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-GOLDEN = Path(__file__).parents[3] / "storage/ext/exchange/golden/rlds"
+GOLDEN = Path(__file__).parents[3] / "storage/datasets/exchange/golden/rlds"
 """Datasets that TensorFlow Datasets wrote, or read: `with_tfds.py` there says how."""
 CLASS = "tensorflow_datasets.core.features"
 TABLE = np.zeros(256, np.uint32)
