@@ -120,7 +120,7 @@ case ${1-} in
     quick=(
         tests/collector/cli/test_usage.py tests/collector/counting
         tests/project/test_dependencies.py tests/project/test_language.py
-        tests/project/test_sizes.py tests/project/test_system_tests.py
+        tests/project/test_structure.py tests/project/test_system_tests.py
         tests/storage/engine/test_ring.py tests/storage/engine/test_schema_index_header.py
         tests/storage/readers tests/storage/trajectories/test_row_index.py
     )
