@@ -17,7 +17,7 @@ from torchrl.data import TensorDictReplayBuffer
 
 from tallyroll.storage import HindsightSampler, MemmapStorage, open_storage
 from tallyroll.storage.errors import ColumnsMissing, NoSlices, Overrun, SlotsMayChange
-from tallyroll.storage.sampling import stretches
+from tallyroll.storage.ext.sampling import hindsight as stretches
 
 from lane_model import Model, models
 

@@ -35,7 +35,7 @@ from tallyroll.storage.errors import (
     SlotsMayChange,
     StateMismatch,
 )
-from tallyroll.storage.sampling import priorities as priorities_module
+from tallyroll.storage.ext.sampling import priorities as priorities_module
 from tallyroll.storage.stores.rewinds import take_back
 
 from lane_model import Model
