@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -137,6 +137,8 @@ class ObjectFiles:
         self.disk = None if folder is None else DiskBlocks(Path(folder), options.disk_nbytes)
         self._lock = threading.Lock()
         self._coming: dict[str, Future[bytes]] = {}
+        self._distrusted: Counter[str] = Counter()
+        """How often each block was not what was written. A copy on the disk may be the reason."""
         self._pool: ThreadPoolExecutor | None = None
         self.requests = self.nbytes = 0
         """Blocks, and their bytes, that were asked for so far."""
@@ -194,26 +196,32 @@ class ObjectFiles:
                     self._pool = ThreadPoolExecutor(
                         self._options.requests, thread_name_prefix="tallyroll-objects"
                     )
-                coming = self._coming[name] = self._pool.submit(self._fetch, file, number, name)
+                coming = self._coming[name] = self._pool.submit(
+                    self._fetch, file, number, name, self._distrusted[name]
+                )
             return coming
 
-    def _fetch(self, file: str, number: int, name: str) -> bytes:
+    def _fetch(self, file: str, number: int, name: str, distrusted: int) -> bytes:
+        found = None
         try:
             listed = self.listed[file]
             begin = number * self._size
             stop = min(begin + self._size, listed.nbytes)
-            found = None if self.disk is None else self.disk.get(name, stop - begin)
+            if self.disk is not None and not distrusted:
+                found = self.disk.get(name, stop - begin)
             if found is None:
                 with self._lock:
                     self.requests, self.nbytes = self.requests + 1, self.nbytes + stop - begin
                 found = self.objects.read(file, begin, stop, listed)
                 if self.disk is not None:
                     self.disk.put(name, found)
-            self.memory.put(name, found)
             return found
         finally:
             with self._lock:
-                self._coming.pop(name, None)
+                if self._distrusted[name] == distrusted:  # else another request is under way
+                    self._coming.pop(name, None)
+                    if found is not None:
+                        self.memory.put(name, found)
 
     def will_read(self, file: str, nbytes: int, begin: int) -> None:
         """Ask for blocks that are wanted next, as far as half of the memory has room for them."""
@@ -227,7 +235,10 @@ class ObjectFiles:
     def distrust(self, file: str, nbytes: int, begin: int) -> bool:
         """Keep no copy of these bytes, which are not what was written: they can be read again."""
         for _, name in self._blocks(file, begin, min(begin + nbytes, self.size(file))):
-            self.memory.drop(name)
+            with self._lock:  # a request under way may have read the same copy
+                self._distrusted[name] += 1
+                self._coming.pop(name, None)
+                self.memory.drop(name)
             if self.disk is not None:
                 self.disk.drop(name)
         return True

@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,8 +27,9 @@ from tallyroll.storage import (
 from tallyroll.storage.errors import CorruptStorage, InvalidAddress, ReadOnlyStorage
 from tallyroll.storage.ext.joined.members import expanded
 from tallyroll.storage.ext.remote.address import S3Path, s3_path
+from tallyroll.storage.ext.remote.objects import Found
 from tallyroll.storage.ext.remote.push_plan import LAST, PLAN, ROOT, Planned, PushPlan, parsed
-from tallyroll.storage.ext.remote.ranges import DiskBlocks, MemoryBlocks
+from tallyroll.storage.ext.remote.ranges import DiskBlocks, MemoryBlocks, ObjectFiles
 
 SECRET = "SeCrEt+of/somebody"
 
@@ -208,6 +210,55 @@ class TestBlocks:
         (tmp_path / "secret").write_bytes(bytes(50))
         (folder / "b.block").symlink_to(tmp_path / "secret")
         assert blocks.get("b", 50) is None
+
+
+class OneObject:
+    """A store of one object."""
+
+    place = S3Path("s3://datasets/x")
+    content = bytes(range(200))
+    is_of_this_process = True
+
+    def __init__(self, folder: Path) -> None:
+        self.options = S3Options(block_nbytes=100, folder=folder)
+
+    def listed(self) -> dict[str, Found]:
+        return {"c": Found(len(self.content), "etag")}
+
+    def read(self, _: str, begin: int, stop: int, __: Found) -> bytes:
+        return self.content[begin:stop]
+
+    def require_own_process(self) -> None:
+        """Do nothing."""
+
+
+def test_a_damaged_copy_is_not_read_again_by_requests_under_way(tmp_path: Path) -> None:
+    """Two threads read one damaged block, and one of them finds the damage while both read."""
+    files = ObjectFiles(OneObject(tmp_path))  # type: ignore[arg-type]
+    disk, found_damaged, distrusted = files.disk, threading.Event(), threading.Event()
+    assert disk is not None
+    real = disk.get
+
+    def damaged(name: str, nbytes: int) -> bytes | None:
+        if real(name, nbytes) is None:
+            return None
+        found_damaged.set()
+        assert distrusted.wait(30)
+        return bytes(nbytes)
+
+    disk.get = damaged  # type: ignore[method-assign]
+    assert files.read("c", 200, 0) == OneObject.content
+    for _, name in files._blocks("c", 0, 100):
+        files.memory.drop(name)
+    under_way = threading.Thread(target=files.read, args=("c", 50, 0))
+    under_way.start()
+    assert found_damaged.wait(30)
+    assert files.distrust("c", 50, 50)
+    assert files.read("c", 50, 50) == OneObject.content[50:100]
+    distrusted.set()
+    under_way.join()
+    assert files.read("c", 200, 0) == OneObject.content
+    files.end()
 
 
 def plan() -> PushPlan:
