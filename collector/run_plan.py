@@ -245,15 +245,11 @@ def writing(
     return choose("at once", "views", (not into, copied), way="into")
 
 
-def counting(
-    *, workers: bool, transitions: bool, ends_tell: bool, episodes: bool, several: bool = False
-) -> Decision:
-    """Choose how the transitions of slots are counted: ``whole``, ``by ends``, ``by lane``.
+def counting(*, ends_tell: bool, episodes: bool, several: bool = False) -> Decision:
+    """Choose how the transitions of slots are counted: ``by ends``, ``by lane``.
 
     Args:
-        workers: workers fill them.
-        transitions: each slot is one of every lane, and no lane is ever cut.
-        ends_tell: else the slot after an end is none, and all others are.
+        ends_tell: all slots are transitions, or all but the one after an end.
         episodes: the budget is one of episodes.
         several: several policies act, whose versions differ within a slot.
     """
@@ -264,13 +260,7 @@ def counting(
     ):
         if stands:
             return Decision("by lane", why)
-    return choose(
-        "whole",
-        "by ends",
-        (workers, "workers fill the slots, and another one in its place begins again"),
-        (not transitions, "the slot after an end is a reset, and no transition"),
-        way="whole",
-    )
+    return Decision("by ends")
 
 
 # --- where rows are, and how they are stored ------------------------------------------------------
@@ -459,7 +449,7 @@ class RunPlan:
     writes: Decision
     """Writing of a step to its slot: ``at once``, ``views``, ``columns``, ``tensors``."""
     counts: Decision
-    """Counting of the transitions of slots: ``whole``, ``by ends``, ``by lane``."""
+    """Counting of the transitions of slots: ``by ends``, ``by lane``."""
     rows: Decision
     """The source of stored rows: ``slab``, ``gathered``."""
     batches: Decision

@@ -27,7 +27,6 @@ WAYS: Final = {
     "lend": "a system writes its observations into the slab itself",
     "views": "a step of one small column of each kind is copied to views of its slot",
     "into": "a step of lanes in turn is written to its slot in the same call",
-    "whole": "a slot of all lanes is filled at once, and not counted lane by lane",
     "slab": "rows are stored from where they lie in the slab",
     "one-call": "the rows of few slots are stored in one call of the extension",
     "small": "batches of few slots are laid out from the columns that they were stored from",

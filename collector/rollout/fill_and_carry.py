@@ -5,7 +5,6 @@ A driver fills slots of a slab; :class:`Filling` decides how many and counts the
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
-from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry
+from tallyroll.collector.counting.ledger import Ledger, LedgerEntry
 from tallyroll.collector.counting.transitions import in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
@@ -24,10 +23,9 @@ from tallyroll.collector.rollout.filling import Filling
 from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.rollout.standing import Standing
-from tallyroll.collector.run_plan import FEW_SLOTS, counting
-from tallyroll.collector.slab.progress import FILLED, HALT, STOP
+from tallyroll.collector.run_plan import counting
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
+from tallyroll.storage.rows.keys import Key
 
 
 class Rollout(Standing):
@@ -66,16 +64,8 @@ class Rollout(Standing):
         self._given = True
         """True if all transitions in the slab, apart from held ones, were handed over."""
         self.counts = counting(
-            workers=driver.in_workers,
-            transitions=driver.all_are_transitions,
-            ends_tell=driver.ends_tell,
-            episodes=gate is not None,
-            several=several,
+            ends_tell=driver.ends_tell, episodes=gate is not None, several=several
         )
-        self._board = driver.board if self.counts.way == "whole" else None
-        """The driver's words of progress, if slots are counted as wholes."""
-        self._whole_blocks: dict[int, Block] = {}
-        """Blocks of few whole slots, used again for each: the one before is over by then."""
         self._put_back = False
         """True if the transitions in the slab are the next block."""
         self.few: FewSlots | None = None
@@ -107,10 +97,6 @@ class Rollout(Standing):
         if self._put_back:
             self._put_back = False
             return self._take(want)
-        if not self.held and self._board is not None and not want % self.lanes:
-            block = self._whole(self._board, want // self.lanes)
-            if block is not None:
-                return block
         driver, filling, most = self.driver, self._filling, self.slab.slots
         self.slab.keep_last(driver.used, self._held.lanes)
         driver.used = 1 if self.held else 0
@@ -123,43 +109,6 @@ class Rollout(Standing):
             if filling.cuts is not None or driver.paused:
                 break
         return self._take(want)
-
-    def _whole(self, board: memoryview, slots: int) -> Block | None:
-        """Fill slots of all lanes, and return them; None if more has to be looked at."""
-        slab, filling, driver, policy = self.slab, self._filling, self.driver, self.policy
-        if not 0 < slots <= slab.slots or (filling.random_frames > 0 and policy is not None):
-            return None
-        slab.keep_last(board[FILLED], None)
-        board[FILLED], self._given = 0, False
-        if filling.restarting and board[HALT] != STOP:
-            filling.begin()
-        if board[HALT] == STOP:
-            return None
-        try:
-            with filling.interruptible:
-                if policy is None:
-                    slab.version[:slots] = RANDOM_VERSION
-                    driver.random_steps(0, slots)
-                else:
-                    slab.version[:slots] = policy.version
-                    driver.policy_steps(0, slots)
-        except BaseException:
-            filling.count(0, driver.used, self.lanes)
-            raise
-        return self._whole_block(board[FILLED])
-
-    def _whole_block(self, slots: int) -> Block:
-        self.slab.transitions[:slots] = True
-        count = slots * self.lanes
-        block, entry = self._whole_blocks.get(slots), _stepped(count)
-        if block is None:
-            block = Block.of(self.slab, self.slab.transitions[:slots], count)
-            block.giver = self
-            if slots <= FEW_SLOTS:
-                self._whole_blocks[slots] = block
-        filling = self._filling
-        block.entry = entry if filling.entry is NOTHING else filling.take_entry().plus(entry)
-        return block
 
     def put_back(self) -> None:
         """Make the slots that `few` filled the next block; after an error `salvage` returns it."""
@@ -245,7 +194,6 @@ class Rollout(Standing):
         if self.held:
             reward, ended = _last_slot(self.driver, rewards)
         discarded = self.discard_held()
-        self._whole_blocks = {}  # their reference cycle would keep memory until a collection
         own, run = self.slab.first_lane, self._run_lanes
         arrays = (_over_run(each, own, run) for each in (discarded, reward, ended))
         return Discarded(self._filling.take_entry(), *arrays)
@@ -279,12 +227,6 @@ class Rollout(Standing):
         if filling.cuts is not None:
             block.cuts = _over_run(filling.cuts, self.slab.first_lane, self._run_lanes)
         return block
-
-
-@lru_cache(maxsize=256)
-def _stepped(count: int) -> LedgerEntry:
-    """Return the counts of slots that are all transitions; one object for each count."""
-    return LedgerEntry(slots=count, executed=count)
 
 
 def _over_run(of_lanes: NDArray[Any], first: int, run_lanes: int | None) -> NDArray[Any]:

@@ -178,8 +178,7 @@ class RowSource:
         rows[TRAJ_IDS] = torch.from_numpy(numbers.traj_ids)
         rows[STEP] = torch.from_numpy(numbers.step)
         rows[POLICY_VERSION] = torch.from_numpy(version)
-        # A block of few slots is filled again, with this array of lanes; a batch is its caller's.
-        rows[LANE] = torch.from_numpy(block.lane.copy())
+        rows[LANE] = torch.from_numpy(block.lane)
         if self.plan.lost_finals:
             rows[NEXT_VALID] = ~done.reshape(-1).cpu()
         at, returns, lengths, first = numbers.ended

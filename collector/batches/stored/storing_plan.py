@@ -89,6 +89,13 @@ def _arranged(options: Options, rollout: TransitionSource) -> str:
 
 def _surplus(options: Options, rollout: TransitionSource) -> str:
     """Say what happens to a surplus that one call of the extension cannot leave for the next."""
-    if options.surplus == "carry" or rollout.counts.way == "whole":
+    if options.surplus == "carry" or _has_whole_slots(rollout):
         return ""
     return f'slots have other numbers of transitions than lanes, and surplus="{options.surplus}"'
+
+
+def _has_whole_slots(rollout: TransitionSource) -> bool:
+    """Return whether each slot is a transition of every lane, and no lane is ever cut."""
+    if not isinstance(rollout, Rollout) or rollout.counts.way == "by lane":
+        return False
+    return rollout.driver.all_are_transitions and not rollout.driver.in_workers

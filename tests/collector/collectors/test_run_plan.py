@@ -196,16 +196,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
     "a wrapper of another vector": (
         {"env": lambda: RecordEpisodeStatistics(Changed([lane] * LANES))},
-        {"steps": "vector", "observations": "copied", "writes": "views", "counts": "by ends"},
+        {"steps": "vector", "observations": "copied", "writes": "views"},
     ),
     "copies": ({"env": partial(vector, copy=True)}, {"observations": "copied"}),
     "reset slots": (
         {"env": partial(vector, "NEXT_STEP")},
-        {"counts": "by ends"},
+        {},
     ),
     "reset slots, no surplus": (
         {"env": partial(vector, "NEXT_STEP"), "surplus": "discard"},
-        {"counts": "by ends", "batches": "slab", "commits": "rows"},
+        {"batches": "slab", "commits": "rows"},
     ),
     "episodes": (
         {"total_frames": None, "total_episodes": 90},
@@ -232,7 +232,7 @@ FASTEST = {
     "steps": "in turn",
     "observations": "slab",
     "writes": "at once",
-    "counts": "whole",
+    "counts": "by ends",
     "rows": "slab",
     "batches": "one call",
     "ahead": "after",
@@ -344,7 +344,6 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "lend": {"observations"},
         "views": {"writes"},
         "into": {"writes"} if KERNEL else set(),
-        "whole": {"counts"},
         "slab": {"rows", "batches", "commits"},
         "one-call": {"batches", "commits"},  # or the reasons for the slower way
         "small": {"batches"},
