@@ -27,7 +27,7 @@ FEW_SLOTS = 4
 FEW_REWARDS = 7
 """Most rewards of a lane that NumPy adds up one after the other, as the extension does."""
 SMALL_NBYTES = 2**12
-"""The size of a slot's observations above which the system writes them itself."""
+"""The size of a slot's observations up to which a step is copied to views of its slot."""
 WIDE_NBYTES = 2**9
 """The size of a row below which gathering all at once is faster than slot by slot."""
 TWICE_NBYTES = 2**6
@@ -191,22 +191,6 @@ def stepping_compiled(*, apart: bool, small: bool) -> Decision:
         (apart, "observations of a lane are large"),
         (not small, "observations of a step are large"),
         way="packed",
-    )
-
-
-def lending(*, copies: bool, other: bool) -> Decision:
-    """Choose whether a `SyncVectorEnv` writes its observations to the ``slab``, or ``copied``.
-
-    Args:
-        copies: it was made with ``copy=True``, its default.
-        other: it is no bare `SyncVectorEnv` of one array, or entries of infos are columns.
-    """
-    return choose(
-        "slab",
-        "copied",
-        (other, "it is no bare SyncVectorEnv of one array of observations"),
-        (copies, "it was made with copy=True"),
-        way="lend",
     )
 
 
@@ -444,8 +428,6 @@ class RunPlan:
     steps: Decision
     """Stepping of lanes: ``in turn``, ``through`` or ``within`` wrappers, by the ``vector`` or
     ``system``, ``arriving``, by the ``environment``."""
-    observations: Decision
-    """Observations: the system writes them to the ``slab``, or they are ``copied``."""
     writes: Decision
     """Writing of a step to its slot: ``at once``, ``views``, ``columns``, ``tensors``."""
     counts: Decision

@@ -237,10 +237,6 @@ class System(ABC):
     """``options`` of each lane's next reset, read then as contexts are; None: it has none."""
     stepped_by: Decision = Decision("system")
     """The way its lanes are stepped; for `RunPlan.steps`."""
-    lent: Decision = Decision("copied", "the system returns arrays of its own")
-    """The place to which it writes its observations; for `RunPlan.observations`."""
-    lends: bool = False
-    """True if :meth:`lend` has an effect."""
     waits: bool = False
     """True if :meth:`step` calls :attr:`while_waiting` where it could only wait for results."""
     while_waiting: Callable[[], None] | None = None
@@ -315,12 +311,6 @@ class System(ABC):
     def columns(self) -> Sequence[Named]:
         """The names of observations, in their order; some may be declared by the first reset."""
         return [Named(key, key) for key in self.declares.observation]
-
-    def lend(self, rows: Sequence[NDArray[Any]] | None) -> None:  # noqa: B027
-        """Write later observations to ``rows`` ``[lane, ...]``, without a copy; None ends that.
-
-        The system then returns these arrays themselves.
-        """
 
     @property
     def ticks(self) -> int | None:

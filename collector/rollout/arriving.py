@@ -81,7 +81,7 @@ class ArrivingLanes(Lanes):
     def decisions(self) -> dict[str, Decision]:
         """Return the decisions of a `RunPlan` about steps."""
         why = "lanes come back in any order"
-        ways = {"steps": "arriving", "observations": "copied", "writes": "columns"}
+        ways = {"steps": "arriving", "writes": "columns"}
         return {name: Decision(way, why) for name, way in ways.items()}
 
     @property

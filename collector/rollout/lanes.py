@@ -70,7 +70,7 @@ class Lanes(ABC):
     def decisions(self) -> dict[str, Decision]:
         """Return the decisions of a `RunPlan` about steps."""
         other = "the environment is no System, and returns TensorDicts"
-        ways = {"steps": "environment", "observations": "copied", "writes": "tensors"}
+        ways = {"steps": "environment", "writes": "tensors"}
         return {name: Decision(way, other) for name, way in ways.items()}
 
     @abstractmethod
@@ -159,9 +159,8 @@ class SystemLanes(Lanes):
     def decisions(self) -> dict[str, Decision]:
         """Return the decisions of a `RunPlan` about steps."""
         system = self.stepper.system
-        lent = Decision("slab") if system.lends else system.lent
         writes = self.stepper.writes_to(self.cursor) if self._at_once else self.writes
-        return {"steps": system.stepped_by, "observations": lent, "writes": writes}
+        return {"steps": system.stepped_by, "writes": writes}
 
     def begin(self, at: int, first: TensorDictBase) -> None:
         """Begin every lane's trajectory in slot ``at``."""

@@ -45,18 +45,6 @@ def test_handlers_are_those_that_signal_has() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_vector_fills_the_array_that_it_is_lent() -> None:
-    env = make_oracle_vec(2, [3], mode=AutoresetMode.NEXT_STEP)
-    env.reset(seed=0)
-    assert isinstance(env, SyncVectorEnv)
-    lent = np.zeros((2, 3), np.float32)
-    env.copy = False
-    setattr(env, compat.OBSERVATIONS, lent)
-    observations = env.step(np.zeros(2, np.int64))[0]
-    assert observations is lent
-    assert lent[:, 2].tolist() == [1, 1]
-
-
 def test_a_vector_keeps_what_each_lane_returned() -> None:
     env = make_oracle_vec(2, [3], mode=AutoresetMode.NEXT_STEP)
     env.reset(seed=0)

@@ -61,13 +61,13 @@ class LaneResults:
         self.address = self._final[0].ctypes.data if within and self._is_plain else 0
         """Where the extension writes final observations; 0: :meth:`put_final` does."""
 
-    def begin(self, lent: NDArray[Any] | None) -> Rows:
-        """Return the columns of the next step; that of a single observation is ``lent``.
+    def begin(self, row: NDArray[Any] | None) -> Rows:
+        """Return the columns of the next step; that of a single observation is ``row``, if given.
 
         Those of infos are the same each time.
         """
         if self._is_plain:
-            self.plain = np.empty(self._shape, self.dtype) if lent is None else lent
+            self.plain = np.empty(self._shape, self.dtype) if row is None else row
             self._columns = [self.plain]
         else:
             self._columns = self.leaves.new()
@@ -77,9 +77,9 @@ class LaneResults:
         self._infos.fill(self._told)
         return self._columns + self._told
 
-    def begin_reset(self, lent: NDArray[Any] | None) -> Rows:
+    def begin_reset(self) -> Rows:
         """Return the columns of a reset of some lanes."""
-        self._columns = self.leaves.new() if lent is None else [lent]
+        self._columns = self.leaves.new()
         self._told = self._infos.new_rows() if self._infos else []
         return self._columns + self._told
 

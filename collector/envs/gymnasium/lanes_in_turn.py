@@ -104,12 +104,12 @@ class LanesInTurn:
         own = self._own
         return "step" not in own and "reset" not in own
 
-    def step(self, action: NDArray[Any], lent: NDArray[Any] | None) -> Step:
-        """Step every lane, and write its one observation to ``lent`` ``[lane, ...]``, if given.
+    def step(self, action: NDArray[Any]) -> Step:
+        """Step every lane.
 
         Rewards, flags and final observations are the same arrays each time.
         """
-        out = self.step_into(action, lent, None)
+        out = self.step_into(action, None, None)
         assert out is not None
         return out
 
@@ -154,15 +154,12 @@ class LanesInTurn:
         final = results.finals if self._within and count_true(ended) else None
         return Step(rows, (self._rewards,), self._terminated, self._truncated, final)
 
-    def reset(self, lanes: Mask, lent: NDArray[Any] | None) -> list[NDArray[Any]]:
-        """Reset ``lanes``, and return columns in which their rows are written.
-
-        The one observation is written to ``lent`` ``[lane, ...]``, if given.
-        """
+    def reset(self, lanes: Mask) -> list[NDArray[Any]]:
+        """Reset ``lanes``, and return columns in which their rows are written."""
         getattr(self._env, ENDED)[lanes] = False
         seen: Any = own_observations(self._env)
         results = self._results
-        rows = results.begin_reset(lent)
+        rows = results.begin_reset()
         envs = self._env.envs if self._given is None else self._given
         for i in lanes.nonzero()[0].tolist():
             seen[i], info = envs[i].reset(seed=None, options={})

@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 from torchrl.data import Unbounded
 
-from tallyroll.collector.compat import OBSERVATIONS, own_observations
+from tallyroll.collector.compat import own_observations
 from tallyroll.collector.envs.exact import terminated_of, truncated_of
 from tallyroll.collector.envs.failures import watch_processes
 from tallyroll.collector.envs.frame_skips import product, ticks_of_layer
@@ -40,7 +40,6 @@ from tallyroll.collector.envs.system import Declares, Into, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.options.objects import ResetSlots
 from tallyroll.collector.policies.random_actions import MASK_NAME
-from tallyroll.collector.run_plan import Decision, lending
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import Named
 
@@ -98,14 +97,8 @@ class GymnasiumSystem(System):
         self._given = GivenResets(self, env.unwrapped)
         self._infoless, self._infos_of_step = not self.infos, Rows()
         self._after_end = RESET_SLOT if rules.at_end == "reset_slot" else 0
-        # The vector may put observations together where they are wanted: one copy less.
         first = self._rows.leaves[0]
         self._plain = len(self._rows.leaves) == 1 and not (first.path or first.text)
-        other = not self._plain or bool(self.infos) or type(env) is not SyncVectorEnv
-        other = other or not (hasattr(env, OBSERVATIONS) and own_observations(env))
-        self.lent = lending(copies=bool(getattr(env, "copy", True)), other=other)
-        self.lends = self.lent.way == "slab"
-        self._own: Any = None
         self._in_turn: LanesInTurn | None = None  # from the first reset on
         self._into: Into | None = None
         self._within: WithinWrappers | None = None
@@ -161,14 +154,6 @@ class GymnasiumSystem(System):
         """Close the vector environment."""
         self.env.close()
 
-    def lend(self, rows: Sequence[NDArray[Any]] | None) -> None:
-        """Let a `SyncVectorEnv` put its next observations there."""
-        if self._own is None:
-            self._own = getattr(self.env, OBSERVATIONS)
-        setattr(self.env, OBSERVATIONS, self._own if rows is None else rows[0])
-        if rows is None:
-            self._own = None
-
     # --- resets -----------------------------------------------------------------------------------
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
@@ -188,8 +173,7 @@ class GymnasiumSystem(System):
     def _reset_some(self, lanes: Mask, given: Mapping[str, Any]) -> list[Any]:
         if self._in_turn is not None and not given and self._in_turn.are_alone:
             self.infos.steps[lanes] = 0
-            lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
-            return self._in_turn.reset(lanes, lent)
+            return self._in_turn.reset(lanes)
         asked = {**given, "reset_mask": lanes}
         # Some vector wrappers forget what they know of every lane, also of those that go on.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
@@ -245,7 +229,6 @@ class GymnasiumSystem(System):
             self.infos, self._infoless = self.infos.with_mask(mask), False
             self._masks = InfoMasks(self._action, self.declares, mask)
             self.legal = self._masks.legal
-            self.lends, self.lent = False, Decision("copied", "infos have masks of actions")
             install(self.env, {MASK_NAME})
         if self._masks is not None:
             self._masks.first_lane = self.first_lane
@@ -284,8 +267,7 @@ class GymnasiumSystem(System):
                 out = self._step_some(action[0], np.flatnonzero(lanes))
                 return out if self._masks is None else self._masks.step(out, lanes)
             if self._in_turn is not None and self._in_turn.are_alone:
-                lent = None if self._own is None else getattr(self.env, OBSERVATIONS)
-                out = self._in_turn.step(action[0], lent)
+                out = self._in_turn.step(action[0])
                 if not self._infoless:
                     self.infos.count(out.terminated, out.truncated, self._after_end)
             else:

@@ -62,15 +62,15 @@ class _Merging(LaneResults):
         self._env, self.tells = env, True
         self.infos: dict[str, Any] = {}
 
-    def begin(self, lent: Any) -> Rows:
+    def begin(self, row: Any) -> Rows:
         """Begin a step without an info."""
         self.infos = {}
-        return super().begin(lent)
+        return super().begin(row)
 
-    def begin_reset(self, lent: Any) -> Rows:
+    def begin_reset(self) -> Rows:
         """Begin a reset of some lanes without an info."""
         self.infos = {}
-        return super().begin_reset(lent)
+        return super().begin_reset()
 
     def tell(self, lane: int, info: Any, of: int) -> None:
         """Merge the info of a lane, if there is anything in it."""
@@ -90,10 +90,10 @@ class _AsTheVector(_Merging):
         super().__init__(env)
         self.address = 0
 
-    def begin(self, lent: Any) -> Rows:
-        """Begin a step whose observations are put into ``lent``, the vector's own."""
-        self.infos, self._columns = {}, [lent]
-        self.plain = lent if self._is_plain else None
+    def begin(self, row: Any) -> Rows:
+        """Begin a step whose observations are put into ``row``, the vector's own."""
+        self.infos, self._columns = {}, [row]
+        self.plain = row if self._is_plain else None
         return self._columns
 
     def put(self, seen: Any) -> None:
@@ -162,7 +162,8 @@ class WithinWrappers(LanesInTurn):
     def _step_as_the_vector(self, actions: Any) -> Any:
         """Return copies of the results, as the vector's own ``step`` does."""
         own = self._own
-        out = super().step(actions, own[OBSERVATIONS])
+        out = self.step_into(actions, own[OBSERVATIONS], None)
+        assert out is not None, "there is no slot"
         self.checked = self._merged.plain is not None
         obs = self._copied(own[OBSERVATIONS])
         flags = out.terminated.copy(), out.truncated.copy()
@@ -252,7 +253,7 @@ class ThroughWrappers(LanesInTurn):
                 return False
         return True
 
-    def step(self, action: NDArray[Any], lent: NDArray[Any] | None) -> Step:
+    def step(self, action: NDArray[Any]) -> Step:
         """Step every lane, and return the wrappers' rewards, and columns of infos."""
         out, infos, info = self.step_into(action, None, None), self._columns, self._merged.infos
         assert out is not None, "there is no slot"
@@ -305,9 +306,9 @@ class ThroughWrappers(LanesInTurn):
             return self._env.step(actions)
         return self._returned
 
-    def reset(self, lanes: Mask, lent: NDArray[Any] | None) -> Rows:
+    def reset(self, lanes: Mask) -> Rows:
         """Reset ``lanes``, of the statistics too, and return columns with their rows."""
-        rows, infos = super().reset(lanes, lent), self._columns
+        rows, infos = super().reset(lanes), self._columns
         for each, name in self._states:
             begin_lanes(each, name, lanes)
         if not infos:

@@ -42,18 +42,10 @@ def finish_by_mask(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: 
     """Reset the lanes that ended, and write what they observe to the slot after."""
     system = lanes.system
     roots, at = [column[cursor.at] for column in cursor.root_obs], ended.nonzero()[0].tolist()
-    try:
-        if system.lends:
-            system.lend(roots)
-        first = system.reset(ended, None)
-    finally:
-        if system.lends:
-            system.lend(None)
-    for index, (root, value) in enumerate(zip(roots, first, strict=True)):
-        if value is not root:
-            array = lanes.results.array(index, value)
-            for lane in at:  # most often one, and then this is fastest
-                root[lane] = array[lane]
+    for index, (root, value) in enumerate(zip(roots, system.reset(ended, None), strict=True)):
+        array = lanes.results.array(index, value)
+        for lane in at:  # most often one, and then this is fastest
+            root[lane] = array[lane]
     lanes.contexts.draw(system, ended)
 
 

@@ -232,10 +232,7 @@ class Stepper:
         )
 
     def step_of(self, cursor: Cursor, at: int, at_once: bool) -> Callable[[], None]:
-        """Return a function that steps through slot ``at``, and copies results to views of it.
-
-        To let the system write there would cost more; `writes_to` has chosen it.
-        """
+        """Return a function that steps through slot ``at``, as `writes_to` has chosen it."""
         rows, _, terminated, truncated, _ = slot = cursor.slot(at)
         put, action = putting(*slot), cursor.actions[0][at]
         assert put is not None, "writes_to has chosen it"
@@ -277,21 +274,14 @@ class Stepper:
 
         ``cursor.at`` is the slot under way; ``cursor.board`` may end the block after it.
         """
-        system, board = self.system, cursor.board
-        lends, step, put = system.lends, system.step, self._put
-        try:
-            for at in range(start, stop):
-                cursor.at = at
-                rows = [column[at] for column in cursor.next_obs]
-                if lends:
-                    system.lend(rows)
-                put(cursor, rows, step([column[at].copy() for column in cursor.actions]))
-                board[FILLED] = at + 1
-                if board[HALT]:
-                    break
-        finally:
-            if lends:
-                system.lend(None)
+        step, put, board = self.system.step, self._put, cursor.board
+        for at in range(start, stop):
+            cursor.at = at
+            rows = [column[at] for column in cursor.next_obs]
+            put(cursor, rows, step([column[at].copy() for column in cursor.actions]))
+            board[FILLED] = at + 1
+            if board[HALT]:
+                break
 
     def step_part(self, cursor: Cursor, lanes: int) -> None:
         """Step only the first ``lanes`` lanes; the others keep their values.
@@ -323,7 +313,7 @@ class Stepper:
             # A row of a slab has the declared shape and dtype.
             if type(value) is np.ndarray and value.shape == row.shape and value.dtype == row.dtype:
                 row[...] = value
-            elif value is not row:
+            else:
                 row[...] = self.results.array(index, value)
         self.put_values(cursor, out)
         if cursor.next_valid is not None:

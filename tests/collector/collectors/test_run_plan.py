@@ -188,17 +188,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "random": ({"policy": None}, {"acts": "drawn"}),
     "a wrapper": (
         {"env": lambda: RecordEpisodeStatistics(vector())},
-        {"steps": "through", "observations": "copied", "writes": "views"},
+        {"steps": "through", "writes": "views"},
     ),
     "a wrapper that may look at more": (
         {"env": lambda: VectorWrapper(vector())},
-        {"steps": "within", "observations": "copied", "writes": "views"},
+        {"steps": "within", "writes": "views"},
     ),
     "a wrapper of another vector": (
         {"env": lambda: RecordEpisodeStatistics(Changed([lane] * LANES))},
-        {"steps": "vector", "observations": "copied", "writes": "views"},
+        {"steps": "vector", "writes": "views"},
     ),
-    "copies": ({"env": partial(vector, copy=True)}, {"observations": "copied"}),
+    "copies": ({"env": partial(vector, copy=True)}, {}),
     "reset slots": (
         {"env": partial(vector, "NEXT_STEP")},
         {},
@@ -215,7 +215,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "a subclass": ({"policy": module(Hooked)}, {"acts": "module"}),
     "a TorchRL environment": (
         {"env": lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), "want": 1},
-        {"acts": "module", "steps": "environment", "observations": "copied", "writes": "tensors"},
+        {"acts": "module", "steps": "environment", "writes": "tensors"},
     ),
     "postproc": (
         {"postproc": lambda td: td},
@@ -230,7 +230,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 FASTEST = {
     "acts": "network",
     "steps": "in turn",
-    "observations": "slab",
     "writes": "at once",
     "counts": "by ends",
     "rows": "slab",
@@ -341,7 +340,6 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "in-turn": {"steps", "writes"} if KERNEL else {"steps"},
         "through": set(),
         "packed": set(),
-        "lend": {"observations"},
         "views": {"writes"},
         "into": {"writes"} if KERNEL else set(),
         "slab": {"rows", "batches", "commits"},

@@ -88,7 +88,7 @@ def why_not(env: Any) -> str:
 
 
 def step(turns: Any, action: Any) -> Any:
-    out = turns.step(np.asanyarray(action), None)
+    out = turns.step(np.asanyarray(action))
     turns.final = None if out.final is None else out.final[0].copy()
     return [np.array(each) for each in (out.obs[0], out.reward[0], *out[2:4])]
 
@@ -170,7 +170,7 @@ def test_steps_are_those_of_the_vector(
             ended = np.arange(len(lengths)) % 2 == 0
         if ended.any() and (at in by_mask or mode is AutoresetMode.DISABLED):
             first = np.array(theirs.reset(options={"reset_mask": ended})[0])
-            np.testing.assert_array_equal(first[ended], turns.reset(ended, None)[0][ended])
+            np.testing.assert_array_equal(first[ended], turns.reset(ended)[0][ended])
         np.testing.assert_array_equal(getattr(ours, ENDED), getattr(theirs, ENDED))
         np.testing.assert_array_equal(own_observations(ours), own_observations(theirs))
     for a, b in zip(ours.envs, theirs.envs, strict=True):
@@ -248,22 +248,22 @@ def test_observations_of_another_shape_are_refused_as_the_vector_does(shape: Any
 def test_memory_for_other_lanes_is_refused() -> None:
     turns = started(vector((3, 3)))
     with pytest.raises(ValueError, match="longer"):
-        turns.step(np.array([1, 2]), np.zeros((3, 3), np.float32))
+        turns.step_into(np.array([1, 2]), np.zeros((3, 3), np.float32), None)
 
 
 def test_memory_that_is_not_contiguous_is_written_to() -> None:
     turns = started(vector((3, 3)))
     wide = np.zeros((2, 6), np.float32)
-    turns.step(np.array([1, 2]), wide[:, ::2])
+    turns.step_into(np.array([1, 2]), wide[:, ::2], None)
     np.testing.assert_array_equal(wide[:, ::2], [[0, 1, 1], [0, 1, 2]])
     assert not wide[:, 1::2].any()
 
 
 def test_what_a_step_returned_is_not_changed_by_a_reset() -> None:
     turns = started(vector((1, 3)))
-    out = turns.step(np.array([1, 2]), None)
+    out = turns.step(np.array([1, 2]))
     kept = copy.deepcopy(out[:4])
-    turns.reset(np.array([True, False]), None)
+    turns.reset(np.array([True, False]))
     for before, after in zip(
         (kept[0][0], kept[1][0], *kept[2:]), (out[0][0], out[1][0], *out[2:4]), strict=True
     ):
