@@ -178,22 +178,6 @@ def stepping_wrapped(wrapped: Decision, inner: Decision, others: Sequence[str]) 
     return Decision(found.way, found.because or wrapped.because)
 
 
-def stepping_compiled(*, apart: bool, small: bool) -> Decision:
-    """Choose how results of a compiled step of JAX come: ``packed`` in one array, or each alone.
-
-    Args:
-        apart: next episodes begin in a call of their own, for observations of a lane are large.
-        small: the observations of a step are so small that an array costs more than a copy.
-    """
-    return choose(
-        "packed",
-        "system",
-        (apart, "observations of a lane are large"),
-        (not small, "observations of a step are large"),
-        way="packed",
-    )
-
-
 def writing(
     *,
     small: bool,

@@ -23,7 +23,6 @@ WAYS: Final = {
     "network": "a policy's network is called without the TensorDicts around it",
     "in-turn": "the lanes of a bare SyncVectorEnv are stepped one after the other",
     "through": "wrappers that look at rewards and ends alone are handed nothing else",
-    "packed": "small arrays that a compiled step of JAX returns come in one",
     "views": "a step of one small column of each kind is copied to views of its slot",
     "into": "a step of lanes in turn is written to its slot in the same call",
     "slab": "rows are stored from where they lie in the slab",

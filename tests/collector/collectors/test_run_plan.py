@@ -339,7 +339,6 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "network": {"acts"},
         "in-turn": {"steps", "writes"} if KERNEL else {"steps"},
         "through": set(),
-        "packed": set(),
         "views": {"writes"},
         "into": {"writes"} if KERNEL else set(),
         "slab": {"rows", "batches", "commits"},

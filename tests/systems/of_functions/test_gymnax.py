@@ -24,8 +24,7 @@ from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, MissingExtra
 from tallyroll.collector.ext.systems.gymnax import GymnaxSystem
 from tallyroll.collector.ext.systems.kinds import functional
-from tallyroll.collector.ext.systems.kinds.packing import Packing
-from tallyroll.storage import open_storage, verify, ways
+from tallyroll.storage import open_storage, verify
 
 from functional_kit import SharedContract, compilations, replay, shared
 
@@ -158,69 +157,6 @@ def test_by_name_workers_and_resumed(tmp_path: Path, cached: None) -> None:
     made = open_storage(path).manifest["runs"][0]["environment"]
     assert made["id"] == "gymnax:CartPole-v1"
     assert open_storage(path)[:].numel() == 240
-
-
-@pytest.mark.parametrize("system", [plain, varied])
-def test_one_array_and_each_alone_are_the_same_rows(system: Any) -> None:
-    def run() -> tuple[Any, TensorDictBase]:
-        with SyncCollector(
-            lambda: SystemEnv(system(5), draw=drawn if system is varied else None),
-            None,
-            frames_per_batch=150,
-            total_frames=600,
-            seed=3,
-        ) as collector:
-            return collector.plan.steps, torch.cat([batch.clone() for batch in collector])
-
-    def drawn(rng: np.random.Generator) -> Mapping[str, Any]:
-        return {"gravity": rng.uniform(1, 20)}
-
-    plan, rows = run()
-    assert plan.way == "packed"
-    with ways.switched_off("packed"):
-        plan, alone = run()
-    assert str(plan) == "system, because -packed switches it off"
-    assert int((rows["next", "terminated"] | rows["next", "truncated"]).sum()) > 40
-    for key in rows.keys(True, True):
-        assert torch.equal(rows[key], alone[key]), key
-
-
-def test_one_array_is_for_what_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    nbytes = 5 * 4 * 4  # of first observations, and as many of final ones
-    monkeypatch.setattr(functional, "_PACKED_NBYTES", 2 * nbytes)
-    assert plain(5).stepped_by.way == "packed"
-    monkeypatch.setattr(functional, "_PACKED_NBYTES", 2 * nbytes - 1)
-    assert str(plain(5).stepped_by) == "system, because observations of a step are large"
-    monkeypatch.setattr(functional, "_LARGE_NBYTES", 1)
-    assert str(plain(5).stepped_by) == "system, because observations of a lane are large"
-
-
-def test_arrays_are_packed_bit_by_bit() -> None:
-    kinds = [np.bool_, np.int8, np.uint8, np.int16, np.float16, np.int32, np.float32, np.float64]
-    shapes = [(), (1,), (3,), (2, 5), (3, 1, 7), (0,), (2, 0)]
-    rng = np.random.default_rng(0)
-    given = [
-        np.frombuffer(rng.bytes(int(np.prod(shape)) * np.dtype(kind).itemsize), kind).reshape(shape)
-        if kind is not np.bool_
-        else rng.random(shape) < 0.5
-        for kind in [*kinds, np.int64, np.complex64, np.complex128]
-        for shape in shapes
-    ]
-    given = [*map(np.asarray, given), np.ones(1, np.float32)]  # an odd number of words
-    packing = Packing(jax)
-    with jax.enable_x64(True):
-        words = np.asarray(jax.jit(packing.packed)([jax.numpy.asarray(each) for each in given]))
-    found = packing.views(words, 0)
-    for wanted, got in zip(given, found, strict=True):
-        assert (got.shape, got.dtype, got.tobytes()) == (
-            wanted.shape,
-            wanted.dtype,
-            wanted.tobytes(),
-        )
-        assert got.flags.aligned
-    assert [each.tobytes() for each in packing.views(words, 2, 5)] == [
-        each.tobytes() for each in found[2:5]
-    ]
 
 
 @pytest.mark.parametrize("large", [2**11, 1], ids=["one call", "two calls"])

@@ -17,7 +17,7 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import ArgumentError, MissingExtra
 from tallyroll.collector.ext.systems.smax import SmaxSystem
-from tallyroll.storage import open_storage, verify, ways
+from tallyroll.storage import open_storage, verify
 
 from functional_kit import SharedContract, replay, shared
 
@@ -146,21 +146,3 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jaxmarl", None)
     with pytest.raises(MissingExtra, match=r"pip install 'tallyroll\[smax\]'"):
         SmaxSystem.make("3m", 1, None)
-
-
-def test_one_array_and_each_alone_are_the_same_rows() -> None:
-    def run() -> TensorDictBase:
-        with SyncCollector(
-            lambda: battle(3), None, frames_per_batch=60, total_frames=180, seed=2
-        ) as collector:
-            taken.append(collector.plan.steps.way)
-            return torch.cat([batch.clone() for batch in collector])
-
-    taken: list[str] = []
-    rows = run()
-    with ways.switched_off("packed"):
-        alone = run()
-    assert taken == ["packed", "system"]
-    assert int(rows["next", "allies", "terminated"].sum()) > 3
-    for key in rows.keys(True, True):
-        assert torch.equal(rows[key], alone[key]), key

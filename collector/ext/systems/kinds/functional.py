@@ -5,7 +5,6 @@ key and a context of its own (`functional_lanes`). Contexts are arguments of tha
 compile nothing.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,16 +16,11 @@ from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step
 from tallyroll.collector.ext.systems.kinds.functional_lanes import Drawn, FunctionalLanes
 from tallyroll.collector.ext.systems.kinds.functional_specs import specs_of
-from tallyroll.collector.ext.systems.kinds.packing import Packing
-from tallyroll.collector.run_plan import stepping_compiled
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import Key
 
 _LARGE_NBYTES = 2**11
 """Bytes of a lane from which a second call is faster than to return observations twice."""
-_NO_AGENTS: dict[str, AgentFlags] = {}
-_PACKED_NBYTES = 2**15
-"""Bytes of what is observed in a step up to which one array is faster than several."""
 
 
 class Functional(FunctionalLanes):
@@ -59,7 +53,6 @@ class Functional(FunctionalLanes):
         unbounded: Sequence[str] = (),
     ) -> None:
         self._jax = jax = needs("jax", self.extra)
-        self._packing = Packing(jax)
         self._carry: Any = None
         self._renews = False
         self._keys = jax.jit(jax.vmap(jax.random.PRNGKey))
@@ -76,13 +69,7 @@ class Functional(FunctionalLanes):
         seen = jax.eval_shape(self._begun, keys, drawn)[1]
         nbytes = sum(x.size * x.dtype.itemsize for x in seen)
         self._apart = nbytes >= lanes * _LARGE_NBYTES
-        self.stepped_by = stepping_compiled(
-            apart=self._apart,
-            small=2 * nbytes <= _PACKED_NBYTES,  # first ones and final ones
-        )
-        self._packs = self.stepped_by.way == "packed"
-        turn = self._turn_packed if self._packs else self._turn
-        self._turned = jax.jit(turn, donate_argnums=0)
+        self._turned = jax.jit(self._turn, donate_argnums=0)
         self.declares = Declares(
             lanes=lanes,
             observation=specs_of(dict(zip(self._names, seen, strict=True)), known or {}, unbounded),
@@ -115,10 +102,6 @@ class Functional(FunctionalLanes):
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
         """Step all lanes, and begin the next episode of those that ended."""
-        if self._packs:
-            self._carry, words = self._turned(*self._carry, (*action,), self._drawn())
-            self._wait()
-            return self._unpacked(np.asarray(words))
         if self._apart:
             self._carry, final, reward, told, agents = self._moved(*self._carry, (*action,))
             self._wait()
@@ -141,20 +124,6 @@ class Functional(FunctionalLanes):
             _views(final) if np.count_nonzero(ends) else None,
             agents={name: AgentFlags(*_views(each[:2])) for name, each in agents.items()},
         )
-
-    def _unpacked(self, words: Array) -> Step:
-        """The result of a step that is in one array."""
-        views, d, seen = self._packing.views, self.declares, len(self._names)
-        last = 1 + seen + len(d.reward)
-        ends, *parts = views(words, 0, last)
-        agents, final = _NO_AGENTS, None
-        if d.groups:
-            flags = views(words, last, last + 2 * len(d.groups))
-            pairs = zip(flags[::2], flags[1::2], strict=True)
-            agents = dict(zip(d.groups, itertools.starmap(AgentFlags, pairs), strict=True))
-        if b"\1" in ends.tobytes():
-            final = views(words, last + 2 * len(d.groups))
-        return Step(parts[:seen], parts[seen:], ends[0], ends[1], final, agents=agents)
 
     def _wait(self) -> None:
         """Let the driver work while JAX computes in a thread of its own."""

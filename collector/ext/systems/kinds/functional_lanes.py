@@ -14,7 +14,6 @@ from tallyroll.collector.ext.systems.kinds.functional_specs import (
     require_same,
     strong,
 )
-from tallyroll.collector.ext.systems.kinds.packing import Packing
 
 Context: TypeAlias = Mapping[str, Any]
 
@@ -45,7 +44,6 @@ class FunctionalLanes(System):
     """Lanes that `Functional` compiles; a subclass writes :meth:`begin` and :meth:`advance`."""
 
     _jax: Any
-    _packing: Packing
     _keys: Any
     """The keys of seeds, compiled."""
     _begun: Any
@@ -80,14 +78,6 @@ class FunctionalLanes(System):
         carry, final, reward, ends, agents = self._move(leaves, rest, action)
         carry, first = self._renew(carry[0], carry[1], final, ends, drawn)
         return carry, first, final, reward, ends, agents
-
-    def _turn_packed(
-        self, leaves: Any, rest: Any, action: Sequence[Any], drawn: Drawn
-    ) -> tuple[Any, Any]:
-        """The same, and all that is seen in one array; final observations are its last part."""
-        carry, first, final, reward, ends, agents = self._turn(leaves, rest, action, drawn)
-        flags = [each for name in self.declares.groups for each in agents[name][:2]]
-        return carry, self._packing.packed([ends, *first, *reward, *flags, *final])
 
     def _move(self, leaves: Any, rest: Any, action: Sequence[Any]) -> tuple[Any, ...]:
         """A step, without the next episodes."""
