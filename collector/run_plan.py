@@ -26,8 +26,6 @@ FEW_SLOTS = 4
 """Most slots that are numbered and checked one by one, which is faster for so few."""
 FEW_REWARDS = 7
 """Most rewards of a lane that NumPy adds up one after the other, as the extension does."""
-SMALL_NBYTES = 2**12
-"""The size of a slot's observations up to which a step is copied to views of its slot."""
 WIDE_NBYTES = 2**9
 """The size of a row below which gathering all at once is faster than slot by slot."""
 TWICE_NBYTES = 2**6
@@ -178,39 +176,24 @@ def stepping_wrapped(wrapped: Decision, inner: Decision, others: Sequence[str]) 
     return Decision(found.way, found.because or wrapped.because)
 
 
-def writing(
-    *,
-    small: bool,
-    single: bool,
-    compiled: bool,
-    looks_behind: bool,
-    lost_finals: bool,
-    into: bool,
-) -> Decision:
-    """Choose how a step is written to its slot: ``at once``, to ``views`` of it, or by column.
+def writing(*, single: bool, compiled: bool, looks_behind: bool, lost_finals: bool) -> Decision:
+    """Choose how a step is written to its slot: ``at once``, or by ``columns``.
 
     Args:
-        small: the observations of a slot are at most `SMALL_NBYTES` bytes.
         single: there is one column of actions, and one of rewards.
         compiled: the extension is used, and knows rewards of their kind.
         looks_behind: groups of agents, contexts or skipped slots are looked at after each step.
         lost_finals: some final observations are lost, and marked.
-        into: the call that steps the lanes can write to a slot.
     """
-    views = choose(
-        "views",
+    return choose(
+        "at once",
         "columns",
         (not single, "actions or rewards are several columns"),
-        (not small, f"observations of a slot are larger than {SMALL_NBYTES:,} bytes"),
         (looks_behind, "more than observations, rewards and ends is looked at after a step"),
         (lost_finals, "some final observations are lost"),
         (not compiled, "the extension is not used, or a lane's reward is no float"),
-        way="views",
+        way="step-write",
     )
-    if views.way == "columns":
-        return views
-    copied = "lanes are not stepped in turn, or have more to show than one array"
-    return choose("at once", "views", (not into, copied), way="into")
 
 
 def counting(*, ends_tell: bool, episodes: bool, several: bool = False) -> Decision:
@@ -303,17 +286,13 @@ def batching(run: StoringTraits, placed: Decision, committed: Decision) -> Decis
             f"a batch has {run.slots_of_batch:,} slots; above {FEW_SLOTS}, copying all of them "
             "together is faster",
         ),
-        way="small",
+        way="fast-collect",
     )
-    if source.way != "slab":
+    if source.way == "gathered":
         return source
-    return choose(
-        "one call",
-        "slab",
-        (committed.way != "one call", committed.because or "there is no storage"),
-        (bool(run.arranged), run.arranged),
-        way="at-once",
-    )
+    if committed.way != "one call":
+        return Decision("slab", committed.because or "there is no storage")
+    return Decision("slab", run.arranged) if run.arranged else Decision("one call")
 
 
 def committing(run: StoringTraits, placed: Decision) -> Decision:
@@ -343,7 +322,7 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
         (run.follows_flags, "TorchRL's layout follows flags below the root"),
         (run.resets_batches, "reset_at_each_iter=True"),
         (run.wide_bounds, "slots are too large to be compared with their spaces at once"),
-        way="one-call",
+        way="fast-collect",
     )
 
 
@@ -413,7 +392,7 @@ class RunPlan:
     """Stepping of lanes: ``in turn``, ``through`` or ``within`` wrappers, by the ``vector`` or
     ``system``, ``arriving``, by the ``environment``."""
     writes: Decision
-    """Writing of a step to its slot: ``at once``, ``views``, ``columns``, ``tensors``."""
+    """Writing of a step to its slot: ``at once``, ``columns``, ``tensors``."""
     counts: Decision
     """Counting of the transitions of slots: ``by ends``, ``by lane``."""
     rows: Decision

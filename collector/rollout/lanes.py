@@ -147,9 +147,8 @@ class SystemLanes(Lanes):
         self.stepper = stepper = env.stepper
         self.cursor = stepper.cursor(slab, board)
         self.writes = stepper.writes_to(self.cursor)
-        self._by_views, self._at_once = self.writes.way != "columns", self.writes.way == "at once"
         self._steps: list[Callable[[], None] | None] = [None] * slab.slots
-        """A function for each slot that was stepped with views of it."""
+        """A function for each slot that was stepped at once."""
         self._tds: list[TensorDictBase] = []
         self._resets = ResetColumns.of(env, slab, self.cursor)
         self.all_are_transitions = not stepper.declares.has_reset_slots
@@ -158,9 +157,7 @@ class SystemLanes(Lanes):
 
     def decisions(self) -> dict[str, Decision]:
         """Return the decisions of a `RunPlan` about steps."""
-        system = self.stepper.system
-        writes = self.stepper.writes_to(self.cursor) if self._at_once else self.writes
-        return {"steps": system.stepped_by, "writes": writes}
+        return {"steps": self.stepper.system.stepped_by, "writes": self.writes}
 
     def begin(self, at: int, first: TensorDictBase) -> None:
         """Begin every lane's trajectory in slot ``at``."""
@@ -181,13 +178,13 @@ class SystemLanes(Lanes):
             self._resets.fill(start, stop)
         system.while_waiting = cursor.while_waiting
         try:
-            if not self._by_views:
+            if self.writes.way == "columns":
                 self.stepper.step_block(cursor, start, stop)
                 return
             for at in range(start, stop):
                 step = self._steps[at]
                 if step is None:
-                    step = self._steps[at] = self.stepper.step_of(cursor, at, self._at_once)
+                    step = self._steps[at] = self.stepper.step_of(cursor, at)
                 step()
                 if cursor.board[HALT]:
                     break

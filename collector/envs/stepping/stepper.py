@@ -31,7 +31,7 @@ from tallyroll.collector.envs.stepping.results import Results, kind_of
 from tallyroll.collector.envs.system import Array, Mask, Step, System, require_consistent
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueRefused
 from tallyroll.collector.policies.random_actions import MASK_NAME
-from tallyroll.collector.run_plan import SMALL_NBYTES, Decision, writing
+from tallyroll.collector.run_plan import Decision, writing
 from tallyroll.collector.slab.names import Rename, renamed, require_names
 from tallyroll.collector.slab.progress import FILLED, HALT, note_rounding
 from tallyroll.collector.slab.slab import Cursor, Slab
@@ -223,28 +223,26 @@ class Stepper:
         """Choose how steps are written to slots of ``cursor``."""
         single = len(cursor.actions) == len(cursor.rewards) == 1 <= len(cursor.next_obs)
         return writing(
-            small=sum(column[0].nbytes for column in cursor.next_obs) <= SMALL_NBYTES,
             single=single,
             compiled=single and putting(*cursor.slot(0)) is not None,
-            into=self.system.into is not None,
             looks_behind=self._looks_behind,
             lost_finals=cursor.next_valid is not None,
         )
 
-    def step_of(self, cursor: Cursor, at: int, at_once: bool) -> Callable[[], None]:
+    def step_of(self, cursor: Cursor, at: int) -> Callable[[], None]:
         """Return a function that steps through slot ``at``, as `writes_to` has chosen it."""
         rows, _, terminated, truncated, _ = slot = cursor.slot(at)
         put, action = putting(*slot), cursor.actions[0][at]
         assert put is not None, "writes_to has chosen it"
         board, finish, array, row = cursor.board, self._finish, np.ndarray, rows[0]
-        table = put.args[0] if at_once else None
+        table = put.args[0]
         draws = bool(self.declares.context) or self.contexts.resets is not None
         beside = self.declares.at_end == "first" and not draws
 
         def step() -> None:
             cursor.at = at
             into = self.system.into
-            if table is None or into is None:
+            if into is None:
                 out = self.system.step((action.copy(),))
             elif (more_to_do := into(action.copy(), row, table)) is None:
                 board[FILLED] = at + 1

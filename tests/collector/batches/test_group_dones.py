@@ -198,13 +198,13 @@ def test_flags_of_a_group_are_marked_by_the_call_that_stores_rows(
     frames: int, tmp_path: Path
 ) -> None:
     found = []
-    for off in ((), ("at-once",)):
+    for off in ((), ("fast-collect",)):
         options: dict[str, Any] = {"frames_per_batch": frames, "total_frames": 60, "seed": 1}
         with (
             ways.switched_off(*off),
             SyncCollector(ThreeSteps(), storage=tmp_path / f"{off}", **options) as collector,
         ):
-            assert collector.plan.batches.way == ("slab" if off else "one call")
+            assert collector.plan.batches.way == ("gathered" if off else "one call")
             found.append([*collector])
         with open_storage(tmp_path / f"{off}") as storage:
             found[-1].append(storage.get(slice(None)).clone())

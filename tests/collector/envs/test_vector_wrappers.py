@@ -315,7 +315,7 @@ def test_rewards_of_several_numbers_are_stored_in_one_call(
             return way, storage.get(slice(None)).clone(), torch.cat(batches), returns
 
     way, *wanted = run("one")
-    with ways.switched_off("one-call", "kernel"):
+    with ways.switched_off("fast-collect", "kernel"):
         slow, *found = run("other")
     assert (way, slow) == ("one call" if compiled() else "rows", "rows")
     assert len(wanted[2]) > 5

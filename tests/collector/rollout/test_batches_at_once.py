@@ -149,7 +149,7 @@ def test_batches_and_rows_are_those_of_the_longer_way(
     lanes = 1 if name == "one lane" else LANES
     size = min(size, 4 * lanes)
     found = []
-    for way in ("at once", "refused", "-at-once", "-one-call"):
+    for way in ("at once", "refused", "-fast-collect"):
         off = [way[1:]] if way.startswith("-") else []
         with monkeypatch.context() as patched, ways.switched_off(*off):
             if way == "refused":
@@ -360,7 +360,7 @@ def test_a_run_that_is_stopped_within_a_batch_ends_as_by_the_longer_way(
     name: str, size: int, tmp_path: Path
 ) -> None:
     found = []
-    for off in ((), ("at-once",)):
+    for off in ((), ("fast-collect",)):
         path, calls = tmp_path / f"{off}", count()
         with ways.switched_off(*off):
             run = RUNS[name](frames_per_batch=size, total_frames=-1, storage=path, seed=1)

@@ -128,7 +128,7 @@ def test_what_is_stored_is_the_same(
 ) -> None:
     found = []
     for way in ("at once", "refused", "longer"):
-        off = ("one-call",) if way == "longer" else ()
+        off = ("fast-collect",) if way == "longer" else ()
         with monkeypatch.context() as patched, ways.switched_off(*off):
             if way == "refused":
                 patched.setattr(PlainSlots, "store", lambda *_: False)

@@ -112,7 +112,7 @@ def test_the_call_that_stores_rows_counts_their_agents(
     at_end: str, wants: list[int], tmp_path: Path
 ) -> None:
     rows, ledger, at_once = collected(tmp_path / "fast", at_end, wants)
-    with ways.switched_off("one-call"):
+    with ways.switched_off("fast-collect"):
         other, slow, never = collected(tmp_path / "slow", at_end, wants)
     assert never == 0
     assert at_once > len(wants) // 2 or compiled() is None

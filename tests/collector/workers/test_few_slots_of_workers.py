@@ -96,7 +96,7 @@ def test_rows_are_those_of_one_process(
         make = partial(sync_collector, source)
         if workers:
             make = partial(worker_collector, source, workers, mode="sync")
-        off = ("one-call",) if way == "longer" else ()
+        off = ("fast-collect",) if way == "longer" else ()
         before = at_once[0]
         storage = MemmapStorage(tmp_path / way, max_size=ring)
         with in_threads(), ways.switched_off(*off), storage:
@@ -146,7 +146,7 @@ def test_workers_that_fail_are_replaced(
         faults = Faults(folder / "faults", [Fault("step", how, 1, 21), Fault("step", how, 2, 43)])
         before = at_once[0]
         with (
-            ways.switched_off(*(("one-call",) if way == "longer" else ())),
+            ways.switched_off(*(("fast-collect",) if way == "longer" else ())),
             MultiprocessCollector(
                 worker_faults_kit.factories(faults, 4, 2),
                 frames_per_batch=4,

@@ -229,7 +229,7 @@ def killed_within_one_call(folder: str) -> int:
             ) -> None:
                 faulthandler.disable()
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                off = ["one-call"] if how[0] == "commit_rows" else []
+                off = ["fast-collect"] if how[0] == "commit_rows" else []
                 mode = how[1]
                 with patch.object(columns, "compiled", lambda: fatal), ways.switched_off(*off):
                     collect_for_ever(path, RING, 4, mode, told)
