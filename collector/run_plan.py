@@ -50,9 +50,11 @@ class Decision:
         return f"{self.way}, because {self.because}" if self.because else self.way
 
 
-def choose(fast: str, slow: str, *obstacles: Obstacle, way: str) -> Decision:
-    """Choose ``fast`` unless ``way`` is switched off or an obstacle is there."""
-    for stands, why in ((not ways.is_on(way), f"-{way} switches it off"), *obstacles):
+def choose(fast: str, slow: str, *obstacles: Obstacle, way: str = "") -> Decision:
+    """Choose ``fast`` unless ``way``, if there is one, is switched off or an obstacle is there."""
+    if way and not ways.is_on(way):
+        return Decision(slow, f"-{way} switches it off")
+    for stands, why in obstacles:
         if stands:
             return Decision(slow, why)
     return Decision(fast)
@@ -151,7 +153,7 @@ def stepping_vector(vector: VectorTraits) -> Decision:
         (vector.patched, "the SyncVectorEnv was changed"),
         (not vector.known, "its observations or actions are of a space that is not Gymnasium's"),
         (vector.many_rewards, "a lane's reward is no single number"),
-        way="in-turn",
+        way="sequential",
     )
 
 
@@ -171,7 +173,7 @@ def stepping_wrapped(wrapped: Decision, inner: Decision, others: Sequence[str]) 
         "through",
         "within",
         (bool(others), f"a wrapper may look at more than rewards: {', '.join(others)}"),
-        way="through",
+        way="wrappers",
     )
     return Decision(found.way, found.because or wrapped.because)
 
@@ -204,14 +206,13 @@ def counting(*, ends_tell: bool, episodes: bool, several: bool = False) -> Decis
         episodes: the budget is one of episodes.
         several: several policies act, whose versions differ within a slot.
     """
-    for stands, why in (
+    return choose(
+        "by ends",
+        "by lane",
         (several, "several policies act, each with a version of its own"),
         (episodes, "total_episodes= wants those of its episodes alone"),
         (not ends_tell, "the environment says of each slot whether it is a transition"),
-    ):
-        if stands:
-            return Decision("by lane", why)
-    return Decision("by ends")
+    )
 
 
 # --- where rows are, and how they are stored ------------------------------------------------------
@@ -267,7 +268,6 @@ def placing(run: StoringTraits) -> Decision:
         (run.postproc, "postproc= is applied to them"),
         (run.replay_buffer, "replay_buffer= takes TensorDicts"),
         (bool(run.elsewhere), f"NumPy has no view of {_listed(run.elsewhere)} in the slab"),
-        way="slab",
     )
 
 
@@ -290,9 +290,12 @@ def batching(run: StoringTraits, placed: Decision, committed: Decision) -> Decis
     )
     if source.way == "gathered":
         return source
-    if committed.way != "one call":
-        return Decision("slab", committed.because or "there is no storage")
-    return Decision("slab", run.arranged) if run.arranged else Decision("one call")
+    return choose(
+        "one call",
+        "slab",
+        (committed.way != "one call", committed.because or "there is no storage"),
+        (bool(run.arranged), run.arranged),
+    )
 
 
 def committing(run: StoringTraits, placed: Decision) -> Decision:

@@ -1,12 +1,11 @@
-"""Faster ways of working, each of which can be switched off by name.
+"""Names of the fast paths, each of which tests and benchmarks can switch off.
 
-A run with some of them switched off gives the same rows and batches as one with all of them, so
-tests and users can compare; without ``slab`` the rows of one call of ``collect`` are stored lane by
-lane, and not slot by slot. The names are those of `WAYS`; in the environment::
+A run without some of them gives the same rows and batches as one with all of them. The variable is
+private, read when this module is imported, and names paths of `WAYS`::
 
-    TALLYROLL_PLAN=-kernel,-slab
+    TALLYROLL_PLAN=-kernel,-network
 
-It is read when this module is imported. An object asks when it is made, and keeps to that.
+An object looks at the switches when it is made.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ VARIABLE: Final = "TALLYROLL_PLAN"
 WAYS: Final = {
     "kernel": "the extension in C does what Python and NumPy do otherwise",
     "network": "a policy's network is called without the TensorDicts around it",
-    "in-turn": "the lanes of a bare SyncVectorEnv are stepped one after the other",
-    "through": "wrappers that look at rewards and ends alone are handed nothing else",
+    "sequential": "the lanes of a bare SyncVectorEnv are stepped one after the other",
+    "wrappers": "wrappers that look at rewards and ends alone are handed nothing else",
     "step-write": "a step is written to its slot in one call of the extension",
-    "slab": "rows are stored from where they lie in the slab",
     "fast-collect": "few slots are stored, and laid out as a batch, in one call of the extension",
     "ahead": "rows enter a batch while the system computes its next step",
     "once": "an observation of two slots comes once from workers that send their rows",
     "address": "TensorDicts of one layout are copied to a storage by address",
 }
-"""Each way, and what it does."""
+"""Each fast path, and what it does."""
 
 
 class UnknownWay(ValueError):
@@ -38,7 +36,7 @@ class UnknownWay(ValueError):
 
 
 def parsed(setting: str) -> frozenset[str]:
-    """Return the ways that ``setting``, as ``-kernel,-slab``, switches off.
+    """Return the ways that ``setting``, as ``-kernel,-network``, switches off.
 
     Raises:
         UnknownWay: it is none such.

@@ -64,9 +64,7 @@ def test_a_value_outside_is_found_wherever_it_is(bad: float, high: float) -> Non
 
 @pytest.mark.parametrize(
     ("slots", "off"),
-    in_gate(
-        [1, 2, 3, 4, 5], [(), ("fast-collect",), ("kernel",), ("kernel", "fast-collect"), ("slab",)]
-    ),
+    in_gate([1, 2, 3, 4, 5], [(), ("fast-collect",), ("kernel",), ("kernel", "fast-collect")]),
 )
 def test_a_batch_that_is_written_to_changes_no_later_row(
     slots: int, off: tuple[str, ...], tmp_path: Path

@@ -108,12 +108,12 @@ def test_quiet_says_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_the_plan_is_said_before_the_run_begins(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ways.switched_off("slab"):
+    with ways.switched_off("fast-collect"):
         assert tallyroll(*cartpole(), "--plan") == 0
     said = capsys.readouterr().err.splitlines()
     at = said.index("tallyroll: the plan of the run:")
     assert said[at + 1 : at + 3] == ["acts       drawn", "steps      in turn"]
-    assert "commits    rows, because -slab switches it off" in said[at:]
+    assert "commits    rows, because -fast-collect switches it off" in said[at:]
     assert tallyroll(*cartpole("more"), "--plan", "--quiet") == 0
     assert "plan" not in capsys.readouterr().err
 

@@ -121,7 +121,7 @@ def test_all_that_is_there(
     lines = "absent = my_systems:Absent\nbroken = my_systems:Broken\n"
     points = tmp_path / "toys-1.0.dist-info/entry_points.txt"
     points.write_text(points.read_text() + lines)
-    monkeypatch.setenv("TALLYROLL_PLAN", "-slab,-network")
+    monkeypatch.setenv("TALLYROLL_PLAN", "-once,-network")
     assert main(["info", "--json"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -134,7 +134,7 @@ def test_all_that_is_there(
     assert not any(each["error"] for each in facts["packages"].values())
     built = kernel._kernel is not None
     assert facts["extension"] == {"built": built, "loads": built, "error": ""}
-    assert facts["ways"] == {"off": ["network", "slab"], "error": ""}
+    assert facts["ways"] == {"off": ["network", "once"], "error": ""}
     assert facts["devices"]["cuda"] == [
         torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())
     ]
@@ -293,10 +293,10 @@ def test_the_table() -> None:
         systems={"mine": none, "brax": none | {"version": "brax 1", "error": "\x1b[8mNo"}},
         devices=facts()["devices"] | {"cuda": ["H100", "H100"], "mps": True},
         extension={"built": True, "loads": False, "error": "no ELF"},
-        ways={"off": ["slab"], "error": ""},
+        ways={"off": ["once"], "error": ""},
     )
     text = info.as_text(more)
     assert "\n  mine          needs no package\n" in text
     assert "\n  brax          brax 1, not usable: \\x1b[8mNo\n" in text
     assert "\n  cuda          H100, H100\n  mps           yes\n" in text
-    assert "\nextension       does not load: no ELF\nswitched off    slab\n" in text
+    assert "\nextension       does not load: no ELF\nswitched off    once\n" in text

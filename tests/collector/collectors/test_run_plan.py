@@ -333,10 +333,9 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
     said = {
         "kernel": {"writes", "batches", "commits", "extension"} if KERNEL else set(),
         "network": {"acts"},
-        "in-turn": {"steps"},
-        "through": set(),
+        "sequential": {"steps"},
+        "wrappers": set(),
         "step-write": {"writes"},
-        "slab": {"rows", "batches", "commits"},
         "fast-collect": {"batches", "commits"},  # or the reasons for the slower way
         "ahead": {"ahead"},
         "once": set(),
@@ -345,11 +344,11 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
     assert changed - {"commits"} == said[way] - {"commits"}
 
 
-@pytest.mark.parametrize("setting", ["kernel", "-fast", "-kernel -slab", "--kernel"])
+@pytest.mark.parametrize("setting", ["kernel", "-fast", "-kernel -once", "--kernel"])
 def test_settings_that_are_none_are_refused(setting: str) -> None:
     with pytest.raises(ValueError, match="TALLYROLL_PLAN: expected ways to switch off, of -kernel"):
         ways.parsed(setting)
-    assert ways.parsed(" -kernel , -slab,") == {"kernel", "slab"}
+    assert ways.parsed(" -kernel , -once,") == {"kernel", "once"}
     with pytest.raises(ValueError, match="got '-x'"), ways.switched_off("x"):
         pass
     assert "x" not in ways.off()
@@ -363,14 +362,14 @@ def test_the_environment_sets_it(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "TALLYROLL_PLAN": "-kernel,-slab"},
+        env={**os.environ, "TALLYROLL_PLAN": "-kernel,-sequential"},
         capture_output=True,
         text=True,
         timeout=100,
         check=True,
     )
     assert "-kernel switches it off" in done.stdout
-    assert "-slab switches it off" in done.stdout
+    assert "-sequential switches it off" in done.stdout
 
 
 def test_columns_that_numpy_cannot_hold_are_named(tmp_path: Path) -> None:

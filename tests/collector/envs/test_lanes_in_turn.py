@@ -676,7 +676,9 @@ def test_infos_and_nested_observations_are_those_of_the_vector(
 
     ours, theirs = system(), system()
     seeds = [*range(len(lengths))]
-    same_rows(without("in-turn", call=lambda: theirs.reset(None, seeds)), ours.reset(None, seeds))
+    same_rows(
+        without("sequential", call=lambda: theirs.reset(None, seeds)), ours.reset(None, seeds)
+    )
     assert (ours.stepped_by.way, theirs.stepped_by.way) == ("in turn", "vector")
     for _ in range(steps):
         action = ours.env.action_space.sample()
@@ -847,8 +849,8 @@ def test_statistics_are_the_same_whichever_way_lanes_are_stepped(
 
     ours, theirs = system(), system()
     seeds = [*range(len(lengths))]
-    first = without("in-turn", call=lambda: theirs.reset(None, seeds))
-    slower = ["through"] if way == "within" else []
+    first = without("sequential", call=lambda: theirs.reset(None, seeds))
+    slower = ["wrappers"] if way == "within" else []
     same_rows(first, without(*slower, call=lambda: ours.reset(None, seeds)))
     assert (ours.stepped_by.way, theirs.stepped_by.way) == (way, "vector")
     told = 0
@@ -944,7 +946,9 @@ def test_through_wrappers_all_is_as_by_their_own_steps(
 
     ours, theirs = system(), system()
     seeds = [*range(len(lengths))]
-    same_rows(without("in-turn", call=lambda: theirs.reset(None, seeds)), ours.reset(None, seeds))
+    same_rows(
+        without("sequential", call=lambda: theirs.reset(None, seeds)), ours.reset(None, seeds)
+    )
     assert (ours.stepped_by.way, theirs.stepped_by.way) == ("through", "vector")
     for at in range(steps):
         action = ours.env.action_space.sample()

@@ -17,7 +17,7 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector, evaluate
 from tallyroll.collector.envs import GymnasiumVectorEnv
 from tallyroll.collector.envs.exact import RoundedWarning
 from tallyroll.collector.errors import ArgumentError, ValueRefused
-from tallyroll.storage import MemmapStorage
+from tallyroll.storage import MemmapStorage, ways
 from tallyroll.storage.errors import SchemaMismatch
 
 WHOLE, TINY = 2.0**24 + 1, 1e-46
@@ -114,15 +114,15 @@ def test_float64_keeps_every_bit_without_a_warning(way: str) -> None:
     assert reward.tolist() == wanted
 
 
-@pytest.mark.parametrize("off", ["", "-kernel"])
-def test_calls_of_few_rows_warn_too(
-    off: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TALLYROLL_PLAN", off)
-    storage = MemmapStorage(tmp_path / "rows")
-    with SyncCollector(
-        Paid, frames_per_batch=2, total_frames=40, num_envs=2, storage=storage
-    ) as collector:
+@pytest.mark.parametrize("off", [(), ("kernel",)])
+def test_calls_of_few_rows_warn_too(off: tuple[str, ...], tmp_path: Path) -> None:
+    with (
+        ways.switched_off(*off),
+        MemmapStorage(tmp_path / "rows") as storage,
+        SyncCollector(
+            Paid, frames_per_batch=2, total_frames=40, num_envs=2, storage=storage
+        ) as collector,
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(20):
@@ -130,8 +130,7 @@ def test_calls_of_few_rows_warn_too(
         said = [str(each.message) for each in caught if each.category is RoundedWarning]
         assert len(said) == 1
         assert "lane 0, step 2 of its trajectory: the environment returned 16777217.0" in said[0]
-    assert len(storage) == 40
-    storage.close()
+        assert len(storage) == 40
 
 
 @pytest.mark.parametrize(

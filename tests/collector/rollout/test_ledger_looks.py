@@ -113,7 +113,7 @@ def test_each_look_balances(name: str, way: str, tmp_path: Path) -> None:
         assert storage.head == FRAMES
 
 
-@pytest.mark.parametrize("off", ["kernel", "slab"])
+@pytest.mark.parametrize("off", ["kernel", "fast-collect"])
 def test_without_a_faster_way(off: str, tmp_path: Path) -> None:
     with ways.switched_off(off):
         collector = RUNS["policy"](

@@ -135,7 +135,7 @@ class Opposed(EnvBase):
         pass
 
 
-@pytest.mark.parametrize("off", [(), ("kernel",), ("kernel", "slab")])
+@pytest.mark.parametrize("off", [(), ("kernel",), ("kernel", "fast-collect")])
 @pytest.mark.parametrize("frames", [6, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rewards_of_both_signs_in_one_row(
