@@ -305,8 +305,7 @@ class MultiprocessCollector(Collector):
         return {"transport": named if own else self._transport}
 
     def _stepping(self) -> dict[str, Decision]:
-        ahead = Decision("after", "workers fill the slots")
-        return {**self._startup.decisions, "ahead": ahead}
+        return {**self._startup.decisions}
 
     def _torchrl_layout(self, plan: SlabPlan) -> TorchrlLayout | None:
         if self._options.layout.name != "torchrl":

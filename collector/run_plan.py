@@ -26,8 +26,6 @@ FEW_SLOTS = 4
 """Most slots that are numbered and checked one by one, which is faster for so few."""
 FEW_REWARDS = 7
 """Most rewards of a lane that NumPy adds up one after the other, as the extension does."""
-WIDE_NBYTES = 2**9
-"""The size of a row below which gathering all at once is faster than slot by slot."""
 TWICE_NBYTES = 2**6
 """The size of a row below which looking whether it came costs more than sending it again."""
 POOLED_NBYTES = 2**20
@@ -329,32 +327,6 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
     )
 
 
-def copying_ahead(
-    *, waits: bool, whole: bool, slots: int, most: int, transitions: bool, wide: bool
-) -> Decision:
-    """Choose whether rows enter a batch ``ahead``, while the next step is computed, or ``after``.
-
-    Args:
-        waits: the system leaves time for it while it computes a step.
-        whole: a batch is whole slots.
-        slots: of a batch.
-        most: slots of the slab.
-        transitions: each slot is one of every lane.
-        wide: some columns are so wide that it pays.
-    """
-    return choose(
-        "ahead",
-        "after",
-        (not waits, "the environment leaves no idle time within a step, to copy rows in"),
-        (not whole, "a batch is not whole slots"),
-        (slots <= FEW_SLOTS, "a batch is few slots"),
-        (slots > most, "a batch is more than a slab"),
-        (not transitions, "some slots are no transitions"),
-        (not wide, f"rows are narrower than {WIDE_NBYTES} bytes, or a batch is below 1 MiB"),
-        way="ahead",
-    )
-
-
 def sending(*, one_memory: bool, arrivals: bool, nbytes: int) -> Decision:
     """Choose how often an observation comes from a worker that sends its rows.
 
@@ -402,8 +374,6 @@ class RunPlan:
     """The source of stored rows: ``slab``, ``gathered``."""
     batches: Decision
     """Laying out of yielded batches: in ``one call``, from the ``slab``, ``gathered``."""
-    ahead: Decision
-    """The time at which wide columns enter a batch: ``ahead``, ``after``."""
     commits: Decision
     """Storing of a ``collect`` of few slots: ``one call``, ``rows``, ``buffer``, ``none``."""
     extension: Decision

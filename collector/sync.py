@@ -12,7 +12,6 @@ from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.batches.checks.ranges import ranges_of
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.rows.rows_ahead import planned
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.stored.resume import Resume
@@ -217,7 +216,6 @@ class SyncCollector(Collector):
         if options.layout.name == "torchrl":
             torchrl = TorchrlLayout(options, plan, [tuple(self.env.batch_size)])
         self._driver = driver
-        self._rows_ahead, ahead = planned(driver.stepped, driver.board, plan, options)
         rollout = self._beginning.rollout(driver, plan)
         self._drive(
             rollout,
@@ -225,12 +223,11 @@ class SyncCollector(Collector):
             ranges,
             made.description,
             torchrl=torchrl,
-            ahead=ahead,
         )
         self._run.outside = OutsideSteps(self.env, lambda: rollout.resets_first)
 
     def _stepping(self) -> dict[str, Decision]:
-        return {**self._driver.decisions(), "ahead": self._rows_ahead}
+        return self._driver.decisions()
 
     def _close_source(self) -> None:
         if self._owns_env:

@@ -24,7 +24,6 @@ WAYS: Final = {
     "wrappers": "wrappers that look at rewards and ends alone are handed nothing else",
     "step-write": "a step is written to its slot in one call of the extension",
     "fast-collect": "few slots are stored, and laid out as a batch, in one call of the extension",
-    "ahead": "rows enter a batch while the system computes its next step",
     "once": "an observation of two slots comes once from workers that send their rows",
     "address": "TensorDicts of one layout are copied to a storage by address",
 }

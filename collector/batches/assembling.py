@@ -14,7 +14,6 @@ from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.one_call import OneCall, OneCallOfWorkers
 from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.rows.rows import RowSource
-from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan, traits_of
 from tallyroll.collector.counting.ledger import Budget
@@ -42,7 +41,6 @@ def assemble(
     count_random: bool,
     draws: bool,
     torchrl: TorchrlLayout | None,
-    ahead: RowsAhead | None,
 ) -> Assembly:
     """Make an assembly, and open the storage of its run.
 
@@ -54,7 +52,6 @@ def assemble(
         count_random: whether random actions are an exception.
         draws: whether there are some, which are counted.
         torchrl: lays batches out where ``layout="torchrl"``.
-        ahead: copies wide rows of a batch while its slots are filled, if that saves time.
     """
     options, writer, slabs = run.options, run.writer, source.plan
     if isinstance(rollout, KeepsNoRows):
@@ -97,7 +94,6 @@ def assemble(
         Delivery(run, source, rollout, counts, finals, laying_out, in_slab),
         one_call,
         acting,
-        ahead,
         apart=torchrl is not None and torchrl.apart,
     )
 

@@ -11,7 +11,6 @@ from tallyroll.collector.batches.checks.final_observations import FinalsWatch
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivery import Delivery
 from tallyroll.collector.batches.one_call import OneCall
-from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan
 from tallyroll.collector.counting.ledger import LedgerEntry, post
@@ -36,7 +35,6 @@ class Assembly:
         hand: numbers rows, stores them and lays them out.
         one_call: stores the rows of few slots at once; None: nothing does.
         acting: the context of steps.
-        ahead: copies wide rows of a batch while its slots are filled; None: nothing does.
         apart: whether a batch is of one worker.
     """
 
@@ -51,14 +49,13 @@ class Assembly:
         hand: Delivery,
         one_call: OneCall | None,
         acting: Acting,
-        ahead: RowsAhead | None,
         *,
         apart: bool,
     ) -> None:
         self._run, self.plan, self._rewards = run, plan, slabs.rewards
         self._rollout, self._checks, self._finals = rollout, checks, finals
         self._hand, self.one_call, self._acting = hand, one_call, acting
-        self._ahead, self._apart = ahead, apart
+        self._apart = apart
         self._blocks = CheckedBlocks(run, rollout, checks, slabs.rewards, in_place=slabs.in_place)
         self._everywhere = np.ones(len(run.lanes.step), np.bool_)
         self._at_once = plan.rows.way == "slab"
@@ -83,8 +80,7 @@ class Assembly:
         most = sys.maxsize if self._apart else size or run.options.frames_per_batch
         size = run.budget.batch(run.counted, most)
         self._raise_again(size)
-        if self._begin(size) and self._ahead is not None and not self._rollout.held:
-            self._ahead.begin(size, self._checks)
+        self._begin(size)
         with self._acting:
             self._gather(size)
         short = hand.count < size
@@ -130,14 +126,14 @@ class Assembly:
         """Let gradients and exploration be as they were, if an exception left them."""
         self._acting.__exit__()
 
-    def _begin(self, size: int) -> bool:
-        """Begin an iteration whose first batch has ``size`` rows; return False if one goes on."""
+    def _begin(self, size: int) -> None:
+        """Begin an iteration whose first batch has ``size`` rows, unless one goes on."""
         self._run.writer.stored_run.require_open()
         if self._run.moved:
             each = self._run.options.reset_at_each_iter and self._iterations > 0
             self._run.refuse_moved(resets=each and not self._under_way)
         if self._under_way:
-            return False
+            return
         if not self._run.writer.stored_run.begun:
             self._begin_run()
         self._under_way = True
@@ -148,7 +144,6 @@ class Assembly:
             if not rollout.held:
                 self.restart_lanes()
         self._iterations += 1
-        return True
 
     def _begin_run(self) -> None:
         """Claim the storage and the ids for this run, before its first row."""
@@ -224,8 +219,7 @@ class Assembly:
 
     def _add(self, block: Block, count: int, *, more: bool) -> None:
         """Add the rows of ``block`` to the batch; cuts take effect after them."""
-        copied = None if self._ahead is None else self._ahead.take(block)
-        self._hand.add(block, count, copied, more=more)
+        self._hand.add(block, count, more=more)
         if block.cuts is not None:
             self._begin_anew(block.cuts)
             self._finals.forget(block.cuts)
@@ -310,8 +304,6 @@ class Assembly:
         cut = lanes.cut(self._everywhere)
         post(ledger, LedgerEntry(discarded=self._hand.count, episodes_cut=cut))
         self._hand.drop()
-        if self._ahead is not None:
-            self._ahead.end()
         ledger.balance(self._rollout.held)
         ledger.publish()
         self._run.writer.finish(ledger, ledger.discarded - before)

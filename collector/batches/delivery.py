@@ -10,7 +10,7 @@ from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.layouts.laying_out import LayingOut
 from tallyroll.collector.batches.layouts.torchrl_layout import NO_FLAGS, Flags
 from tallyroll.collector.batches.rows.in_slab import InSlab
-from tallyroll.collector.batches.rows.rows import Part, Rows, RowSource, merge
+from tallyroll.collector.batches.rows.rows import Part, RowSource, merge
 from tallyroll.collector.batches.rows.slab_rows import SlabPart
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.cut_items import CutItems
@@ -58,12 +58,11 @@ class Delivery:
         """Blocks whose large rows stay in their slab until the batch is delivered."""
         self._cut_items = CutItems()
 
-    def add(self, block: Block, count: int, copied: Rows | None, *, more: bool) -> None:
+    def add(self, block: Block, count: int, *, more: bool) -> None:
         """Number the ``count`` rows of ``block``, and add them to the batch.
 
         Large rows stay in the slab until delivery, if they can; all rows do if the batch is this
-        block alone. ``copied`` columns were gathered before. ``more``: another block will be asked
-        for before delivery.
+        block alone. ``more``: another block will be asked for before delivery.
         """
         if count:
             alone, in_slab = not (more or self._parts), self._in_slab
@@ -73,7 +72,7 @@ class Delivery:
                 table = in_slab.table_of(block.slab)
                 part = table.part(block, self._run.lanes, by_lane=self.lays_out)
             else:
-                part = self._source.part(block, self._run.lanes, copied, alone=alone)
+                part = self._source.part(block, self._run.lanes, alone=alone)
                 if not (part.large and block.keep(more)):
                     part.settle()
             if self._finals.looks:

@@ -18,7 +18,6 @@ from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
-from tallyroll.collector.batches.rows.rows_ahead import RowsAhead
 from tallyroll.collector.batches.state.beginning import Beginning
 from tallyroll.collector.batches.state.reaching import Reaching
 from tallyroll.collector.batches.state.restarting import Restarting
@@ -95,7 +94,6 @@ class Collector(Attributes, Reaching, ABC):
         description: Mapping[str, Any],
         *,
         torchrl: TorchrlLayout | None = None,
-        ahead: RowsAhead | None = None,
         **call: Any,
     ) -> None:
         """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance.
@@ -126,7 +124,6 @@ class Collector(Attributes, Reaching, ABC):
             count_random=self._policy is not None,
             draws=self._beginning.draws,
             torchrl=torchrl,
-            ahead=ahead,
         )
         if other := self._beginning.other_classes:
             warnings.warn(other, stacklevel=4)

@@ -237,12 +237,6 @@ class System(ABC):
     """``options`` of each lane's next reset, read then as contexts are; None: it has none."""
     stepped_by: Decision = Decision("system")
     """The way its lanes are stepped; for `RunPlan.steps`."""
-    waits: bool = False
-    """True if :meth:`step` calls :attr:`while_waiting` where it could only wait for results."""
-    while_waiting: Callable[[], None] | None = None
-    """Work of the driver that touches nothing of the system's; None: there is none.
-
-    The driver sets it for steps that fill a slab, and only if there may be work."""
     forgets_resets: bool = False
     """True if a lane that ended and was reset may reset itself again in the next step."""
     why_no_resets: str = "the system declares neither reset_seeds nor options"

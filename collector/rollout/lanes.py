@@ -173,10 +173,9 @@ class SystemLanes(Lanes):
 
     def step(self, start: int, stop: int) -> None:
         """Step through slots ``[start, stop)``, whose actions are there."""
-        cursor, system = self.cursor, self.stepper.system
+        cursor = self.cursor
         if self._resets is not None:
             self._resets.fill(start, stop)
-        system.while_waiting = cursor.while_waiting
         try:
             if self.writes.way == "columns":
                 self.stepper.step_block(cursor, start, stop)
@@ -193,8 +192,6 @@ class SystemLanes(Lanes):
             if raised is error:
                 raise
             raise raised from error
-        finally:
-            system.while_waiting = None
 
     def step_part(self, at: int, lanes: int) -> None:
         """Step the first ``lanes`` lanes only, in one slot."""

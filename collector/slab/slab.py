@@ -6,7 +6,7 @@ sees in slot ``t + 1``. Where the two never differ (``shared``), the root column
 ``"next"`` column are the same memory, one slot apart, so that a step writes each byte once.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,6 @@ class Cursor:
     board: memoryview
     """Words in which the adapter says how many slots are complete, and reads whether to halt."""
     at: int = 0
-    while_waiting: Callable[[], None] | None = None
-    """Work on complete slots, to be done while the system computes the next one."""
 
     def slot(self, at: int) -> tuple[Arrays, Array, Array, Array, Arrays]:
         """Return views of a slot ``[lane, ...]`` that has one column of rewards.

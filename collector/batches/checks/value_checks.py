@@ -1,7 +1,7 @@
 """Checks of values against the spaces that the environment declared, by whole columns."""
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,6 @@ class RangeChecks:
         """The ranges of the lanes of each slab."""
         self.eased = 0
         """Number of times that a violation was let pass from then on, which changed all tables."""
-        self._fine: dict[Key, int] = {}
-        """Columns of the block under way, and how many of its first slots are as declared."""
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
         """The earliest transition in the first ``used`` slots that is not as declared."""
@@ -91,19 +89,6 @@ class RangeChecks:
             if first is None or not self._passes(first):
                 return first
             warnings.warn(f"{first.what}; {_SAID_ONCE}", OutOfRangeWarning, stacklevel=5)
-
-    def look(self, slab: Slab, keys: Container[Key], start: int, stop: int) -> None:
-        """Look at columns of complete slots already, before :meth:`first_violation` is asked."""
-        for check in self._ranges:
-            key = check.key
-            if key not in keys or (key in self._seen_before and key in slab.flowing):
-                continue
-            if self._fine.get(key, 0) == start and check.holds(values_of(slab, key, start, stop)):
-                self._fine[key] = stop
-
-    def forget(self) -> None:
-        """Take nothing that :meth:`look` saw for granted: its slots are to be written over."""
-        self._fine.clear()
 
     def table(self, slab: Slab) -> bytes | None:
         """Return the table of checks for `Kernel.are_inside`; None if it cannot check ``slab``."""
@@ -199,9 +184,7 @@ class RangeChecks:
         for check in self._ranges_of(slab):
             if check.key not in slab.columns:
                 continue
-            values, fine = values_of(slab, check.key, 0, used), self._fine.get(check.key, 0)
-            if fine and check.bad(values[fine:]) is None:
-                continue
+            values = values_of(slab, check.key, 0, used)
             if check.key in self._seen_before and check.key in slab.flowing:
                 new = _new_in(slab, used) if new is None else new
                 bad = _bad_at(check, values, new)

@@ -151,26 +151,17 @@ class RowSource:
         """Buffers by column: a caller may keep a batch's rewards and drop its observations."""
         return {}
 
-    def part(
-        self, block: Block, state: LaneState, copied: Rows | None = None, *, alone: bool = False
-    ) -> Part:
+    def part(self, block: Block, state: LaneState, *, alone: bool = False) -> Part:
         """Gather the rows of ``block``, number them, and move ``state`` past them.
 
-        ``copied``: columns that were gathered before. ``alone``: they are a batch by themselves,
-        whose memory is used again when it was dropped.
+        ``alone``: they are a batch by themselves, whose memory is used again when it was dropped.
         """
-        slab, copied = block.slab, copied or {}
+        slab = block.slab
         large = {
-            key: RowRefs([slab.flat[key]], block.index)
-            for key in self.large
-            if key in slab.flat and key not in copied
+            key: RowRefs([slab.flat[key]], block.index) for key in self.large if key in slab.flat
         }
         get = self._take_pooled if alone else take
-        rows = {
-            key: copied[key] if key in copied else get(block, key)
-            for key in self.plan.layout
-            if key not in large
-        }
+        rows = {key: get(block, key) for key in self.plan.layout if key not in large}
         done = _flags(rows)
         ended = done.cpu().numpy()[:, 0]
         version = slab.version.reshape(-1).take(block.index)

@@ -147,7 +147,6 @@ class OwnShard:
                 count_random=policy is not None,
                 draws=policy is not None and policy.draws,
                 torchrl=None,
-                ahead=None,
             )
         except BaseException:
             self._writer.close()

@@ -31,21 +31,6 @@ class AbilityContract(SystemCase):
             assert np.array_equal(got, np.asarray(value)), "parts and a whole step differ"
         return self.close(one.system, other.system)
 
-    def test_the_driver_works_while_a_step_is_computed(self) -> None:
-        """Check with ``waits`` that each step calls ``while_waiting``, with the same results."""
-        one, other = self.hand(), self.hand()
-        if not one.system.waits:
-            return self.close(one.system, other.system)
-        worked = []
-        one.system.while_waiting = lambda: worked.append(True)
-        for step, action in enumerate(self.actions(one.system, self.steps)):
-            after, after_other = one.step(action)[1], other.step(action)[1]
-            assert len(worked) > step, "waits: a step did not call while_waiting"
-            if self.repeatable:
-                self.require_equal(after, after_other, "the driver worked meanwhile")
-            del worked[step + 1 :]
-        return self.close(one.system, other.system)
-
     def test_a_context_is_copied_when_it_is_used(self) -> None:
         """Check that contexts drawn ahead have no effect before the next reset."""
         one, other = self.hand(), self.hand()

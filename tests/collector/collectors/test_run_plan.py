@@ -234,7 +234,6 @@ FASTEST = {
     "counts": "by ends",
     "rows": "slab",
     "batches": "one call",
-    "ahead": "after",
     "commits": "one call",
     "extension": "yes",
     "sends": "none",
@@ -270,7 +269,7 @@ def test_a_run_goes_as_its_plan_says(
             if not KERNEL and each.name in ("writes", "batches", "commits", "extension"):
                 continue
             assert bool(decision.because) == (decision.way != FASTEST[each.name]) or (
-                decision.way in ("drawn", "after") or each.name == "masks"
+                decision.way == "drawn" or each.name == "masks"
             ), each.name
 
 
@@ -337,7 +336,6 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
         "wrappers": set(),
         "step-write": {"writes"},
         "fast-collect": {"batches", "commits"},  # or the reasons for the slower way
-        "ahead": {"ahead"},
         "once": set(),
         "address": set(),
     }

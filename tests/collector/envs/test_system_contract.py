@@ -210,10 +210,6 @@ class ForgetsResetsOfEnds(ForgetsResets):
         return Toy.finished(self, reward, flags, skipped)
 
 
-class WaitsForItself(Toy):
-    waits = True
-
-
 class TakesNoSeeds(Seeded):
     """Declares that its resets take seeds, and goes on with its generators."""
 
@@ -242,7 +238,6 @@ class TakesSeedsLate(Seeded):
         (ForgetsResetsOfEnds, "test_only_a_reset_slot_ignores_its_action"),
         (TakesNoSeeds, "test_an_episode_is_repeated_by_what_its_reset_was_given"),
         (TakesSeedsLate, "test_an_episode_is_repeated_by_what_its_reset_was_given"),
-        (WaitsForItself, "test_the_driver_works_while_a_step_is_computed"),
         (ResetsItself, "test_a_final_observation_is_not_the_next_first_one"),
         (SkipsUnsaid, "test_only_a_reset_slot_ignores_its_action"),
         (NeverSkips, "test_only_a_reset_slot_ignores_its_action"),

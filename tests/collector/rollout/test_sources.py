@@ -331,7 +331,7 @@ class TapeCollector(Collector):
 
     def _stepping(self) -> dict[str, Decision]:
         played = Decision("tape")
-        return dict.fromkeys(("acts", "steps", "writes", "ahead"), played)
+        return dict.fromkeys(("acts", "steps", "writes"), played)
 
 
 @pytest.mark.parametrize("surplus", ["carry", "discard"])

@@ -37,7 +37,6 @@ class Functional(FunctionalLanes):
         EnvironmentRefused: a step changes what the state is made of.
     """
 
-    waits = True
     why_no_resets = "it was made without context=, specs of what its resets take"
     _env: Any = None
 
@@ -104,7 +103,6 @@ class Functional(FunctionalLanes):
         """Step all lanes, and begin the next episode of those that ended."""
         if self._apart:
             self._carry, final, reward, told, agents = self._moved(*self._carry, (*action,))
-            self._wait()
             ends, first = np.asarray(told), final
             if np.count_nonzero(ends) or not self._renews:
                 self._renews = True  # the first step compiles all
@@ -113,7 +111,6 @@ class Functional(FunctionalLanes):
             self._carry, first, final, reward, told, agents = self._turned(
                 *self._carry, (*action,), self._drawn()
             )
-            self._wait()
             ends = np.asarray(told)
         over, cut = ends
         return Step(
@@ -124,11 +121,6 @@ class Functional(FunctionalLanes):
             _views(final) if np.count_nonzero(ends) else None,
             agents={name: AgentFlags(*_views(each[:2])) for name, each in agents.items()},
         )
-
-    def _wait(self) -> None:
-        """Let the driver work while JAX computes in a thread of its own."""
-        if self.while_waiting is not None:
-            self.while_waiting()
 
     def _drawn(self) -> Drawn:
         # JAX may use the memory of NumPy's arrays itself, and the driver draws into these.
