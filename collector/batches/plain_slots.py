@@ -18,12 +18,12 @@ from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.episode_ring import EpisodeRing
 from tallyroll.collector.counting.ledger import COUNTS
 from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.native.kernel import require_names
+from tallyroll.collector.native.slot_rows import SlotRows
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.few_slots import FewSlots
 from tallyroll.collector.rollout.os_signals import deferred
 from tallyroll.collector.slab.progress import FILLED
-from tallyroll.storage.engine.kernel import require_names
-from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.stores.row_writer import RowWriter
 

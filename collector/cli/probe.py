@@ -82,13 +82,15 @@ def _package(name: str) -> Answer:
 
 
 def _extension(_: str) -> Answer:
-    """Whether the extension was built, and loads."""
-    name = "tallyroll.storage.engine._kernel"
-    answer: Answer = {"built": find_spec(name) is not None, "loads": False, "error": ""}
-    if answer["built"]:
+    """Whether both extensions were built, and load."""
+    packages = "tallyroll.storage.engine", "tallyroll.collector.native"
+    built = all(find_spec(f"{each}._kernel") is not None for each in packages)
+    answer: Answer = {"built": built, "loads": False, "error": ""}
+    if built:
         try:
-            importlib.import_module(name)
-            importlib.import_module("tallyroll.storage.engine.kernel")  # if it fits our sources
+            for each in packages:
+                importlib.import_module(f"{each}._kernel")
+                importlib.import_module(f"{each}.kernel")  # if it fits our sources
             answer["loads"] = True
         except Exception as error:  # noqa: BLE001  it is the answer
             answer["error"] = _said(error)

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.storage.engine.kernel import require_names
-from tallyroll.storage.engine.slot_rows import LogCounts
+from tallyroll.collector.native.kernel import require_names
+from tallyroll.collector.native.slot_rows import LogCounts
 
 EPISODE = np.dtype(
     [
@@ -26,7 +26,7 @@ LEAST_ROOM = 256
 
 
 class EpisodeRing:
-    """Records that `Kernel.store_slots` writes one after the other, and round again.
+    """Records that `StepKernel.store_slots` writes one after the other, and round again.
 
     Args:
         most: the most episodes that end in a call; there is room for twice as many.

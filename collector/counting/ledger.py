@@ -164,7 +164,8 @@ class Ledger(_InWords):
     def publish(self) -> None:
         """Let later snapshots have the counts of now; call it where nothing is half counted.
 
-        It is one copy, in which no other thread takes a turn. `Kernel.store_slots` makes it too.
+        It is one copy, in which no other thread takes a turn. `StepKernel.store_slots` makes it,
+        too.
         """
         live, shown = self._bytes
         shown[:] = live

@@ -162,7 +162,7 @@ class Step(NamedTuple):
 Into: TypeAlias = Callable[[NDArray[Any], NDArray[Any], bytes], Step | None]
 """Steps all lanes with an action ``[lane, ...]``, and writes the results to a slot.
 
-That is given by its observation ``[lane, ...]`` and its table for `Kernel.put_step`. None is
+That is given by its observation ``[lane, ...]`` and its table for `StepKernel.put_step`. None is
 returned if that is all; the step, if the caller has to write it, or to complete the slot.
 """
 

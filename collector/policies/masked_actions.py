@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
 
-from tallyroll.storage.engine.kernel import compiled
+from tallyroll.collector.native.kernel import compiled
 
 Array = NDArray[Any]
 Uniform = NDArray[np.float64]

@@ -3,11 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tallyroll.collector.native.kernel import require_names
+from tallyroll.collector.native.slot_rows import HeldCounts
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.slab.progress import FILLED, HALT, ROUNDED
-from tallyroll.storage.engine.kernel import require_names, table_of
-from tallyroll.storage.engine.slot_rows import HeldCounts
+from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 SLAB = ("used", "marks", "transitions", "pending", "by_policy", "flowing")
@@ -18,7 +19,7 @@ require_names("SLAB", SLAB)
 class HeldRows:
     """The rows of the last slot that open the next block.
 
-    The extension and Python code both change them: see `Kernel.store_slots`.
+    The extension and Python code both change them: see `StepKernel.store_slots`.
     """
 
     def __init__(self, lanes: int) -> None:

@@ -1,4 +1,4 @@
-"""Compiled functions for the work of every step of small environments, if they are built.
+"""Compiled functions that copy, commit and find rows, if they are built.
 
 Each does in one call the same as Python and NumPy code beside its use, which takes a call a
 column; the same tests run with and without them. Without a compiler at installation, or with the
@@ -7,7 +7,9 @@ functions switched off (``-kernel``, see `ways`), that code runs instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import import_module
 from itertools import chain
 from typing import Any, Protocol
 
@@ -162,144 +164,6 @@ class Kernel(TreeKernel, Protocol):
                 parts have other runs; nothing is copied.
         """
 
-    def number_slots(self, table: bytes, slots: int, taken: np.ndarray | None, /) -> int:
-        """Number the rows of the first slots of a slab; see `SlabRows` for the table.
-
-        ``taken`` says which slots are rows, bool [slots, lane]; None: all. Return the number of
-        episodes that began, times 2**32, plus the number that ended.
-        """
-
-    def are_inside(self, table: bytes, slots: int, /) -> bool:
-        """Return whether all values of the first slots lie within bounds, which NaN never does.
-
-        The table has five words a column: its address, the kind of its numbers (`KINDS`), how
-        many there are in a slot, and the addresses of the low and the high bounds of a slot.
-        """
-
-    def store_slots(
-        self,
-        plan: tuple[Any, ...],
-        used: int,
-        count: int,
-        room: int,
-        version: int,
-        watched: bool,
-        batch: tuple[bytes, Any, Any] | None,
-        /,
-    ) -> int:
-        """Check, number, count and commit ``count`` rows of the first ``used`` slots of a slab.
-
-        The rows are the held ones, in slot 0, and the transitions of the other slots, in slot
-        order; those of the last slot that are left are held for the next call. The call does the
-        work of `are_inside`, `number_slots`, `Ledger`, `RunRecord` and `commit_rows`, makes the
-        slab ready for the next slot, and writes the episodes that ended to a ring of records, in
-        the order of the rows and with their numbers in the run. No handler of a signal runs in
-        between.
-
-        ``plan`` is that of `SlotRows`, ``room`` the number of rows that there is space for, and
-        ``version`` the policy's in the last slot. With ``watched`` the caller must see rows before
-        they are stored, if an episode begins or ends in them.
-
-        With a ``batch`` the rows are stored lane by lane, and copied to its columns, marked as in
-        `cuts`. Its first table has the numbers of the columns of ids and of done flags; then three
-        words a column: the address of row 0 in the slab, the bytes of a row, and its marks (0:
-        none, 1: last rows of trajectories, 2: first ones, 3: cuts, which has no address). The
-        second, int64 too, has the addresses of the batch's columns, which its third part keeps.
-
-        Returns:
-            How many episodes ended; -1, with nothing done, if the caller must store the slots
-            step by step.
-        """
-
-    def put_step(
-        self,
-        table: bytes,
-        formats: tuple[bytes, ...],
-        observations: Sequence[Any],
-        reward: Any,
-        terminated: Any,
-        truncated: Any,
-        final: Sequence[Any] | None,
-        /,
-    ) -> int:
-        """Write the arrays that a step returned to a slot; see `Stepper.step_of`.
-
-        The table has five words: the addresses of rewards, of terminated and of truncated, whether
-        rewards are float64, and the number of lanes; then for each observation its address, that of
-        the one that the policy sees next (0: the same memory), the number of its dimensions, and
-        these. Its numbers have its format (`struct`). Rewards may be float32 or float64. The
-        ``final`` observations of lanes that ended are written in place of those that the step
-        returned, which only the policy sees; None: there are none.
-
-        Returns:
-            How many lanes ended; -1 if an array is different, or a reward becomes infinite: then
-            the caller writes the whole step by NumPy.
-        """
-
-    def put_entry(
-        self,
-        row: np.ndarray,
-        given: np.ndarray | None,
-        fill: bytes | None,
-        found: tuple[Any, np.ndarray | None] | None,
-        lanes: np.ndarray | None,
-        /,
-    ) -> bool:
-        """Write an entry of vector infos to its column ``row`` ``[lane, ...]``, of some ``lanes``.
-
-        ``found`` has the entry ``[lane, ...]``, and the lanes that have it (None: all); None: no
-        lane does. Lanes without it get ``fill``, and ``given`` says which have it; both are None
-        if all of ``lanes`` (None: all lanes) must have it.
-
-        Returns:
-            False if an array is different, or a lane lacks the entry: then the caller writes, or
-            refuses it.
-        """
-
-    def step_lanes(
-        self,
-        table: bytes,
-        dtype: np.dtype[Any],
-        readers: tuple[Any, ...],
-        envs: list[Any],
-        action: np.ndarray,
-        seen: list[Any],
-        ended: np.ndarray,
-        to: np.ndarray | None,
-        slot: bytes | None,
-        /,
-    ) -> int:
-        """Step environments in turn, each with its row of ``action``; see `LanesInTurn`.
-
-        The table has eight words: the addresses of rewards, float64, of terminated and of
-        truncated, bool, of the number of the lane that is being stepped, int64, -1 before the
-        first, and of final observations; the number of lanes; the mode of a lane whose episode
-        ends: 0: it must not be stepped on, 1: a lane that ``ended``, bool [lane], is reset
-        instead, 2: it is reset in the same step, after its observation was copied to the final
-        ones; and the bytes of an observation; then its shape. Observations are put into ``seen``,
-        and copied to ``to`` [lane, ...]. The ``readers`` are NumPy's types of a bool and of a
-        float32, which are read directly, like Python's bools, floats that a float32 holds and
-        small integers; the functions that read any other reward, terminated and truncated; those
-        that copy any other final observation, and refuse one that a reset overwrote; the one that
-        writes the entries of an info which are columns; and those of these entries that are plain
-        numbers, or arrays of their column's dtype and shape, in the infos of steps, which are
-        written here: for each its path of names, its dtype and a table. That has the address of
-        the column; the address of the column, bool, that says where it was given, 0: it must be;
-        the kind of Python's numbers that it takes (1: float, as float64, 2: int, as int64, 3:
-        none, but an empty dictionary, which is not written); and the bytes of a row; then its
-        shape. A ``slot`` is a table of `put_step`, of a single observation, whose row is ``to``:
-        the rest of the step is written there too.
-
-        Returns:
-            How many lanes ended; -1 if not all was copied to ``to`` and ``slot``, as an observation
-            of another dtype or shape, or a reward that becomes infinite.
-
-        Raises:
-            AssertionError: a lane ended, and the table says not to reset it.
-            ValueError: fewer actions than lanes, or an environment does not return five values
-                from a step, or two from a reset.
-        """
-
     def same_rows(self, one: np.ndarray, other: np.ndarray, same: np.ndarray, skip: int, /) -> None:
         """Write to ``same``, bool [n], which rows [n, ...] of two arrays have the same bytes.
 
@@ -309,22 +173,6 @@ class Kernel(TreeKernel, Protocol):
         Raises:
             ValueError: the arrays differ in their bytes, or have rows of fewer.
         """
-
-    def nth_marked(self, marks: np.ndarray, uniform: np.ndarray, chosen: np.ndarray, /) -> None:
-        """Write one of the marked entries of each row of ``marks`` ``[*rows, n]`` to ``chosen``.
-
-        All are contiguous: bool, float64 in [0, 1) ``[*rows]``, int64 ``[*rows]``.
-
-        Raises:
-            ValueError: their rows differ; nothing is written.
-        """
-
-
-KINDS = {
-    np.dtype(kind): number
-    for number, kind in enumerate(("f4", "f8", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"))
-}
-"""The numbers of the dtypes that `Kernel.are_inside` knows."""
 
 
 def table_of(words: Iterable[int]) -> bytes:
@@ -337,46 +185,57 @@ def copy_table(targets: Iterable[int], sources: Iterable[int], row_nbytes: Itera
     return table_of(chain.from_iterable(zip(targets, sources, row_nbytes, strict=True)))
 
 
-_kernel: Any
-try:
-    from tallyroll.storage.engine import _kernel  # type: ignore[no-redef]
-except ImportError:
-    _kernel = None
-
-
-def require_names(block: str, names: tuple[str, ...]) -> None:
-    """Refuse an extension that has other words in a block of counts, or in another order.
+class Extension:
+    """A compiled extension, which may be missing, or switched off.
 
     Args:
-        block: the name under which the extension exports its own names.
-        names: those of Python's list.
-
-    Raises:
-        ExtensionMismatch: they differ, and the extension is not switched off.
+        name: its module.
     """
-    global _kernel
-    built = tuple(getattr(_kernel, block, "").split())
-    if _kernel is None or built == names:
-        return
-    if not ways.is_on("kernel"):
-        _kernel = None
-        return
-    raise ExtensionMismatch(
-        f"expected the extension {_kernel.__file__} to have the words {', '.join(names)} in "
-        f"{block}, got {', '.join(built) or 'none'}: it was built from other sources. Install "
-        f"tallyroll again, or set {ways.VARIABLE}=-kernel to do without the extension."
-    )
+
+    def __init__(self, name: str) -> None:
+        self.module: Any = None
+        """The extension; None if it was not built."""
+        with suppress(ImportError):
+            self.module = import_module(name)
+
+    def functions(self) -> Any:
+        """Return the extension; None if it was not built, or is switched off."""
+        return self.module if ways.is_on("kernel") else None
+
+    def is_built(self) -> bool:
+        """Return whether it was built."""
+        return self.module is not None
+
+    def require_names(self, block: str, names: tuple[str, ...]) -> None:
+        """Refuse an extension that has other words in a block of counts, or in another order.
+
+        Args:
+            block: the name under which the extension exports its own names.
+            names: those of Python's list.
+
+        Raises:
+            ExtensionMismatch: they differ, and the extension is not switched off.
+        """
+        built = tuple(getattr(self.module, block, "").split())
+        if self.module is None or built == names:
+            return
+        if not ways.is_on("kernel"):
+            self.module = None
+            return
+        raise ExtensionMismatch(
+            f"expected the extension {self.module.__file__} to have the words {', '.join(names)} "
+            f"in {block}, got {', '.join(built) or 'none'}: it was built from other sources. "
+            f"Install tallyroll again, or set {ways.VARIABLE}=-kernel to do without the extension."
+        )
 
 
+EXTENSION = Extension("tallyroll.storage.engine._kernel")
+is_built = EXTENSION.is_built
+require_names = EXTENSION.require_names
 require_names("COMMIT", CommitCounts.names)
-
-
-def is_built() -> bool:
-    """Return whether the extension was built."""
-    return _kernel is not None
 
 
 def compiled() -> Kernel | None:
     """Return the functions; None if they were not built, or are switched off."""
-    kernel: Kernel | None = _kernel if ways.is_on("kernel") else None
+    kernel: Kernel | None = EXTENSION.functions()
     return kernel

@@ -6,8 +6,9 @@ from itertools import chain
 import numpy as np
 
 from tallyroll.collector.batches.checks.ranges import Range
+from tallyroll.collector.native.kernel import KINDS, compiled
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.engine.kernel import KINDS, compiled, table_of
+from tallyroll.storage.engine.kernel import table_of
 
 _SMALL_NBYTES = 2**16
 

@@ -91,7 +91,7 @@ class RangeChecks:
             warnings.warn(f"{first.what}; {_SAID_ONCE}", OutOfRangeWarning, stacklevel=5)
 
     def table(self, slab: Slab) -> bytes | None:
-        """Return the table of checks for `Kernel.are_inside`; None if it cannot check ``slab``."""
+        """Return the table for `StepKernel.are_inside`; None if that cannot check ``slab``."""
         checks = self._of_slots(slab)
         return checks.table if checks.fit else None
 

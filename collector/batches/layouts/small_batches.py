@@ -16,7 +16,7 @@ from tallyroll.storage.rows.keys import CUT, DONE, TRAJ_IDS, Key
 from tallyroll.storage.rows.nesting import Nest
 
 LAST, FIRST, CUTS = 1, 2, 3
-"""The marks of a column, in the table of `Kernel.store_slots`."""
+"""The marks of a column, in the table of `StepKernel.store_slots`."""
 
 
 class SmallBatches:
@@ -54,7 +54,7 @@ class SmallBatches:
         self._table = self._table_of(self._columns)
 
     def _table_of(self, columns: Sequence[np.ndarray]) -> bytes:
-        """Return the table of a batch for `Kernel.store_slots`."""
+        """Return the table of a batch for `StepKernel.store_slots`."""
         words = [self._ids, self._done]
         for index, column in enumerate(columns):
             marks = LAST if index in self._marked else FIRST if index in self._inits else 0
@@ -62,7 +62,7 @@ class SmallBatches:
         return table_of([*words, 0, 1, CUTS])
 
     def empty(self, count: int) -> tuple[bytes, Any, TensorDict]:
-        """Return a batch of ``count`` rows for `Kernel.store_slots` to fill: any values, as yet."""
+        """Return a batch of ``count`` rows, any values, for `StepKernel.store_slots` to fill."""
         arrays, room = self._pool.room((count,))
         tensors = list(map(torch.from_numpy, arrays))
         if room.words is None:

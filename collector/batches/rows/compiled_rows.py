@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
 from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.native.kernel import compiled, require_names
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.engine.kernel import compiled, require_names, table_of
+from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
@@ -65,7 +66,7 @@ class CompiledRows(SlabRows):
         return part
 
     def numbering(self, state: LaneState) -> bytes:
-        """Return the table of ``state`` that `Kernel.number_slots` takes."""
+        """Return the table of ``state`` that `StepKernel.number_slots` takes."""
         if state is not self._state:
             self._state, self._table = state, self._table_for(state)
         return self._table

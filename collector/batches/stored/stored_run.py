@@ -19,9 +19,9 @@ from tallyroll.collector.batches.stored.run_events import RunEvents
 from tallyroll.collector.counting.ledger import COUNTS, Ledger
 from tallyroll.collector.counting.shards import first_id
 from tallyroll.collector.errors import StateError
+from tallyroll.collector.native.slot_rows import RunCounts
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.storage import Schema
-from tallyroll.storage.engine.slot_rows import RunCounts
 from tallyroll.storage.errors import NotInitialised, SchemaMismatch, StorageClosed
 from tallyroll.storage.files.run_record import record_bytes, record_template
 from tallyroll.storage.readers.row_reader import RowReader

@@ -10,6 +10,7 @@ from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.stored.sinks import stores_slots
 from tallyroll.collector.batches.stored.writer import BatchWriter
+from tallyroll.collector.native.kernel import is_built
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.source import TransitionSource
@@ -21,7 +22,6 @@ from tallyroll.collector.run_plan import (
     extension_used,
     placing,
 )
-from tallyroll.storage.engine.kernel import is_built
 
 
 @dataclass(frozen=True)

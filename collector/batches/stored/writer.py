@@ -28,12 +28,12 @@ from tallyroll.collector.batches.stored.sinks import sink_of, sink_under
 from tallyroll.collector.batches.stored.stored_run import StoredRun
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer, LedgerError
+from tallyroll.collector.native.slot_rows import SlotRows
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.slab.names import require_storable
 from tallyroll.collector.user_code import user_code
 from tallyroll.storage import Schema
 from tallyroll.storage.engine.columns import ArrayRows, FixedRows, IndexedRows, RowIndex
-from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows.batch_check import BatchCheck
 from tallyroll.storage.rows.batch_dims import Shapes

@@ -32,11 +32,11 @@ from tallyroll.collector.envs.gymnasium.info_merge import install, takes
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, drawn_from, mask_in
 from tallyroll.collector.envs.probes.throwaway import throwaway
 from tallyroll.collector.errors import ArgumentError, TransitionError
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.collector.slab.info import GIVEN, Info
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.collector.slab.names import Named
-from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.rows.keys import Key
 
 Array = NDArray[Any]

@@ -102,7 +102,7 @@ class LaneResults:
             self._infos.write_one(rows, lane, info, of == Of.RESET)
 
     def entries(self) -> tuple[Any, ...]:
-        """Return the entries of infos for `Kernel.step_lanes`."""
+        """Return the entries of infos for `StepKernel.step_lanes`."""
         found, rows = [], iter(self._infos_of_step)
         for info in self._infos.infos if self._infos else ():
             row, given = next(rows), None if info.fill is None else next(rows)

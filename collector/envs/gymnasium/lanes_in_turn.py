@@ -20,8 +20,9 @@ from tallyroll.collector.envs.gymnasium.infos import InfoColumns
 from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ValueRefused
+from tallyroll.collector.native.kernel import StepKernel, compiled
 from tallyroll.collector.run_plan import VectorTraits
-from tallyroll.storage.engine.kernel import Kernel, compiled, table_of
+from tallyroll.storage.engine.kernel import table_of
 
 _ARRAYS = Box, MultiBinary, MultiDiscrete
 _STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
@@ -126,7 +127,7 @@ class LanesInTurn:
         Args:
             action: ``[lane, ...]``.
             row: its observation ``[lane, ...]``, or memory for it.
-            slot: its table, of `Kernel.put_step`; None: to none.
+            slot: its table, of `StepKernel.put_step`; None: to none.
 
         Returns:
             None if all is in the slot; the step as of :meth:`step` if more has to be done.
@@ -170,7 +171,7 @@ class LanesInTurn:
     def _in_python(
         self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: Any, slot: Any
     ) -> int:
-        """Step as `Kernel.step_lanes` does; return -1: the caller writes observations."""
+        """Step as `StepKernel.step_lanes` does; return -1: the caller writes observations."""
         self._lane[0] = -1
         next_step, within, results = self._mode is _MODES[1], self._within, self._results
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):
@@ -198,7 +199,7 @@ class LanesInTurn:
         np.logical_or(self._terminated, self._truncated, out=ended)
         return -1
 
-    def _compiled(self, kernel: Kernel) -> Any:
+    def _compiled(self, kernel: StepKernel) -> Any:
         results = self._results
         arrays = self._rewards, self._terminated, self._truncated, self._lane
         words = [*(each.ctypes.data for each in arrays), results.address, len(self._rewards)]

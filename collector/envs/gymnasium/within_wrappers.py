@@ -36,7 +36,7 @@ from tallyroll.collector.run_plan import Decision, stepping_vector, stepping_wra
 from tallyroll.storage.engine.kernel import table_of
 
 _EMPTY = 3
-"""The kind of an entry that is an empty dictionary; see `Kernel.step_lanes`."""
+"""The kind of an entry that is an empty dictionary; see `StepKernel.step_lanes`."""
 _LOOK_AT_REWARDS = {
     kind: (kind.step, kind.reset)
     for kind in (

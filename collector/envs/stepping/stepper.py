@@ -30,12 +30,13 @@ from tallyroll.collector.envs.stepping.restarts import Make, Restarts
 from tallyroll.collector.envs.stepping.results import Results, kind_of
 from tallyroll.collector.envs.system import Array, Mask, Step, System, require_consistent
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueRefused
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.collector.run_plan import Decision, writing
 from tallyroll.collector.slab.names import Rename, renamed, require_names
 from tallyroll.collector.slab.progress import FILLED, HALT, note_rounding
 from tallyroll.collector.slab.slab import Cursor, Slab
-from tallyroll.storage.engine.kernel import compiled, table_of
+from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key
 
 Putting: TypeAlias = partial[int]

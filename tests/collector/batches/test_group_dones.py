@@ -29,6 +29,7 @@ from tallyroll.collector.batches.layouts.cuts import (
     without_cuts,
 )
 from tallyroll.collector.errors import ArgumentError
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import (
     MemmapStorage,
     TrajectorySliceSampler,
@@ -36,7 +37,6 @@ from tallyroll.storage import (
     verify,
     ways,
 )
-from tallyroll.storage.engine.kernel import compiled
 
 from agents_kit import AGENTS, DEEP, GROUP, RED, AgentsEnv, check_agents
 from collect_kit import LENGTHS, assert_same, collect

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,31 +11,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
 from tallyroll.collector.batches.rows.compiled_rows import rows_of_slab
 from tallyroll.collector.counting.ledger import COUNTS, LedgerCounts
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.counting.transitions import first_in_slot_order
 from tallyroll.collector.envs.stepping import stepper as writing
+from tallyroll.collector.native.kernel import KINDS, StepKernel, compiled
+from tallyroll.collector.native.slot_rows import HeldCounts, LogCounts, RunCounts
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab, SlabColumn
-from tallyroll.storage import MemmapStorage, ways
-from tallyroll.storage.engine.columns import FixedRows, IndexedRows
-from tallyroll.storage.engine.kernel import KINDS, Kernel, compiled, table_of
-from tallyroll.storage.engine.slot_rows import HeldCounts, LogCounts, RunCounts
+from tallyroll.storage import ways
+from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.rows.keys import DONE, NEXT_VALID, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
-from tallyroll.storage.rows.schema import Schema
 
 REWARD = ("next", "reward")
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Kernel:
+def kernel() -> StepKernel:
     """The compiled functions, which are there wherever a compiler was."""
     found = compiled()
     if found is None:
@@ -47,92 +44,14 @@ def kernel() -> Kernel:
     return found
 
 
-# --- copies ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nbytes", [1, 2, 3, 4, 8, 12, 16, 32, 40, 5000])
-@pytest.mark.parametrize("count", [1, 7, 300])
-def test_rows_are_copied_and_gathered(kernel: Kernel, nbytes: int, count: int) -> None:
-    rng = np.random.default_rng(nbytes)
-    source = rng.integers(0, 256, (400, nbytes), np.uint8)
-    other = rng.integers(0, 256, (400, 8), np.uint8)
-    for index in (range(30, 30 + count), rng.permutation(400)[:count]):
-        targets = [np.zeros((count + 9, each.shape[1]), np.uint8) for each in (source, other)]
-        words = zip(
-            [each.ctypes.data for each in targets],
-            [source.ctypes.data, other.ctypes.data],
-            [nbytes, 8],
-            strict=True,
-        )
-        table = table_of(chain.from_iterable(words))
-        if isinstance(index, range):
-            kernel.copy_rows(table, 5, index.start, count)
-        else:
-            kernel.gather_rows(table, 5, index, 400)
-        for target, rows in zip(targets, (source, other), strict=True):
-            assert (target[5 : 5 + count] == rows[np.asarray(index)]).all()
-            assert not target[:5].any()
-            assert not target[5 + count :].any()
-
-
-@given(data=st.data())
-def test_runs_are_packed(kernel: Kernel, data: Any) -> None:
-    """Column by column of each part, which NumPy concatenates."""
-    kinds = st.sampled_from([1, 2, 3, 4, 8, 16, 32, 40])
-    sizes = data.draw(st.lists(kinds, min_size=1, max_size=4))
-    columns = [np.arange(20 * size, dtype=np.uint8).reshape(20, size) for size in sizes]
-    run = st.integers(0, 19).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, 20 - at)))
-    parts = data.draw(st.lists(st.lists(run, max_size=5), max_size=4))
-    wanted = [
-        column[slot : slot + count].tobytes()
-        for part in parts
-        for column in columns
-        for slot, count in part
-    ]
-    runs = np.array([each for part in parts for each in part], np.int64).reshape(-1, 2)
-    rows = int(runs[:, 1].sum())
-    room = np.zeros(rows * sum(sizes) + 9, np.uint8)
-    words = zip([room.ctypes.data] * 4, (each.ctypes.data for each in columns), sizes, strict=False)
-    table, lengths = table_of(chain.from_iterable(words)), np.array([*map(len, parts)], np.int64)
-    kernel.pack_runs(table, runs, lengths, 20, rows)
-    assert room.tobytes() == b"".join(wanted) + bytes(9)
-
-
-@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=12), ring=st.sampled_from([0, 16]))
-def test_commits_are_alike(
-    kernel: Kernel, tmp_path_factory: pytest.TempPathFactory, counts: list[int], ring: int
-) -> None:
-    """Every byte of the header is the same, and so are the rows."""
-    rng = np.random.default_rng(0)
-    arrays: dict[Any, np.ndarray] = {
-        ("a",): rng.random((40, 3)),
-        ("b",): rng.integers(0, 9, 40),
-        ("c",): rng.random(40) < 0.5,
-    }
-    rows = TensorDict({key: torch.from_numpy(array) for key, array in arrays.items()}, [40])
-    found = []
-    for off in ((), ("kernel",)):
-        path = tmp_path_factory.mktemp("rows") / "rows"
-        with ways.switched_off(*off), MemmapStorage(path, max_size=ring or None) as storage:
-            storage.initialise(Schema.of(rows))
-            fixed = FixedRows(storage.schema, arrays)
-            for first, count in enumerate(counts):
-                index = range(first, first + count)
-                storage.writer.append(IndexedRows(fixed, index), b"of %d" % first)
-            header = np.fromfile(path / "tallyroll.header", np.uint8)
-            header[192:224] = 0  # which file it is
-            columns = [storage.column(key).tobytes() for key in arrays]
-            found.append((storage.head, storage.record, header.tobytes(), columns))
-    assert found[0] == found[1]
-    assert found[0][0] == sum(counts)
-
-
 # --- bounds ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", KINDS)
 @given(data=st.data())
-def test_values_are_inside_as_numpy_says(kernel: Kernel, dtype: Any, data: st.DataObject) -> None:
+def test_values_are_inside_as_numpy_says(
+    kernel: StepKernel, dtype: Any, data: st.DataObject
+) -> None:
     slots, count = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     special = [-np.inf, np.inf, np.nan] if dtype.kind == "f" else []
     low, high = (0, 9) if dtype.kind == "u" else (-9, 9)
@@ -146,7 +65,7 @@ def test_values_are_inside_as_numpy_says(kernel: Kernel, dtype: Any, data: st.Da
     assert told == bool(((values >= bounds[0]) & (values <= bounds[1])).all())
 
 
-def test_what_it_does_not_know_is_left_to_others(kernel: Kernel) -> None:
+def test_what_it_does_not_know_is_left_to_others(kernel: StepKernel) -> None:
     values = np.zeros(1, np.float16)
     words = [values.ctypes.data, KINDS.get(values.dtype, -1), 1, 0, 0]
     assert not kernel.are_inside(table_of(words), 1)
@@ -165,7 +84,7 @@ def plan_of(lost: bool, made: str, reward: torch.dtype, *shape: int) -> SlabPlan
 
 
 @given(data=st.data())
-def test_rows_are_numbered_alike(kernel: Kernel, data: st.DataObject) -> None:
+def test_rows_are_numbered_alike(kernel: StepKernel, data: st.DataObject) -> None:
     lanes, first = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0, 2]))
     slots = data.draw(st.integers(1, 9))
     plan = plan_of(
@@ -201,13 +120,13 @@ def test_rows_are_numbered_alike(kernel: Kernel, data: st.DataObject) -> None:
 
 
 def test_a_moved_word_of_the_numbering_is_refused(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    kernel: StepKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(False, "done", torch.float32)
     table = rows_of_slab(plan.slab(1, 2), plan)
     first, *rest = kernel.NUMBERING.split()  # type: ignore[attr-defined]
     moved = SimpleNamespace(NUMBERING=" ".join([*rest, first]), __file__="kernel.so")
-    monkeypatch.setattr("tallyroll.storage.engine.kernel._kernel", moved)
+    monkeypatch.setattr("tallyroll.collector.native.kernel.EXTENSION.module", moved)
     with pytest.raises(
         ExtensionMismatch, match=r"the words lanes, stride, .* got stride, .*lanes:"
     ):
@@ -245,7 +164,7 @@ def _assert_alike(one: Any, other: Any) -> None:
 class Slot:
     """Arrays of a slot of three lanes, and what writes a step to them, compiled or by NumPy."""
 
-    def __init__(self, kind: str, payoff: str, shared: bool, compiled: Kernel | None) -> None:
+    def __init__(self, kind: str, payoff: str, shared: bool, compiled: StepKernel | None) -> None:
         self.row, self.payoff = np.ones((3, 2), kind), np.ones(3, payoff)
         self.root = self.row if shared else np.ones((3, 2), kind)
         self.terminated, self.truncated = np.zeros((2, 3), np.bool_)
@@ -315,7 +234,7 @@ def bent(array: np.ndarray, way: str) -> Any:
     lasts=st.none() | st.tuples(*[st.sampled_from([*WAYS[:1] * 5, *WAYS])] * 2),
 )
 def test_steps_are_written_alike(
-    kernel: Kernel,
+    kernel: StepKernel,
     kind: str,
     payoff: str,
     shared: bool,
@@ -358,20 +277,12 @@ def test_steps_are_written_alike(
 # --- without them ---------------------------------------------------------------------------------
 
 
-def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
+def test_wrong_arguments_are_errors(kernel: StepKernel) -> None:
     anything: Any = kernel
-    with pytest.raises(TypeError):
-        anything.copy_rows(b"")
-    with pytest.raises(ValueError, match="too short"):
-        anything.copy_rows(b"12345678", 0, 0, 1)
     with pytest.raises(ValueError, match="too short"):
         anything.number_slots(bytes(64), 1, None)
     with pytest.raises(TypeError):
         anything.are_inside("text", 1)
-    with pytest.raises(ValueError, match="too short"):
-        anything.commit_rows(bytes(24), 0, 0, 1, bytes(24), CommitCounts().address, b"")
-    with pytest.raises(TypeError):
-        anything.commit_rows(bytes(24), 0, 0, 1, bytes(32), CommitCounts().address, "text")
     with pytest.raises(TypeError):
         anything.put_step("text", (b"d",), (np.zeros(1),), *[np.zeros(1)] * 3, None)
     with pytest.raises(ValueError, match="too short"):
@@ -379,30 +290,9 @@ def test_wrong_arguments_are_errors(kernel: Kernel) -> None:
     for plan in ((), [0] * 9, (0,) * 9):
         with pytest.raises(TypeError):
             anything.store_slots(plan, 1, 1, 1, 0, False, None)
-    for wrong in ([0, 4], [-1, 0], [2**62, 1]):
-        with pytest.raises(IndexError):
-            anything.gather_rows(bytes(24), 0, np.array(wrong), 4)
-    for runs, parts, most in (
-        ([0, 5], [1], 9),  # beyond the rows
-        ([4, 1], [1], 9),
-        ([-1, 1], [1], 9),
-        ([2**62, 2**62], [1], 9),
-        ([0, 0], [1], 9),
-        ([0, 3], [1], 2),  # more than there is space for
-        ([0, 2, 0, 1], [2], 2),
-        ([0, 1], [2], 9),  # parts of other runs
-        ([0, 1], [], 9),
-        ([0, 1], [2, -1], 9),
-    ):
-        with pytest.raises(IndexError):
-            anything.pack_runs(bytes(24), np.array(runs), np.array(parts, np.int64), 4, most)
-    with pytest.raises(TypeError):
-        anything.pack_runs(bytes(24), np.array([0, 1]), "text", 4, 9)
-    with pytest.raises(TypeError):
-        anything.pack_runs(bytes(24), 1, np.array([1]), 4, 9)
 
 
-def test_a_plan_with_other_numbers_is_refused(kernel: Kernel) -> None:
+def test_a_plan_with_other_numbers_is_refused(kernel: StepKernel) -> None:
     lanes = np.zeros(64, np.int64)
     addresses = [lanes.ctypes.data] * 20
     numbering = table_of([1, 1, *addresses[:8], 1, *addresses[8:]])  # one reward a lane

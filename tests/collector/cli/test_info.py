@@ -23,7 +23,7 @@ import zarr
 import tallyroll
 from tallyroll.collector.cli import info, main, probe
 from tallyroll.collector.envs import registry
-from tallyroll.storage.engine import kernel
+from tallyroll.collector.native import kernel
 
 from registered_kit import install
 
@@ -132,7 +132,7 @@ def test_all_that_is_there(
         each.__name__: each.__version__ for each in modules
     }
     assert not any(each["error"] for each in facts["packages"].values())
-    built = kernel._kernel is not None
+    built = kernel.is_built()
     assert facts["extension"] == {"built": built, "loads": built, "error": ""}
     assert facts["ways"] == {"off": ["network", "once"], "error": ""}
     assert facts["devices"]["cuda"] == [
@@ -208,8 +208,8 @@ def test_an_extension_of_other_sources_is_said(
     copy = tmp_path / "site" / "tallyroll"
     copy.mkdir(parents=True)
     (copy / "__init__.py").write_text((ours / "__init__.py").read_text())
-    (copy / "collector").symlink_to(ours / "collector")
-    for folder, without in (("storage", "engine"), ("storage/engine", "_kernel")):
+    parts = ("storage", "engine"), ("storage/engine", "_kernel")
+    for folder, without in (*parts, ("collector", "native"), ("collector/native", "_kernel")):
         (copy / folder).mkdir()
         for each in (ours / folder).iterdir():
             if not each.name.startswith(without):
@@ -220,8 +220,8 @@ def test_an_extension_of_other_sources_is_said(
         return probe.answers(["extension"])["extension"]
 
     assert answer() == {"built": False, "loads": False, "error": ""}
-    broken = copy / "storage/engine/_kernel.abi3.so"
-    broken.write_bytes(b"no ELF")
+    for folder in ("storage/engine", "collector/native"):
+        (copy / folder / "_kernel.abi3.so").write_bytes(b"no ELF")
     assert (answer()["built"], answer()["loads"]) == (True, False)
     assert "_kernel.abi3.so" in answer()["error"]
 

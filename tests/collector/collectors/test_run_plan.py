@@ -22,6 +22,7 @@ from torchrl.envs import GymEnv
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector, run_plan
 from tallyroll.collector.batches.plain_slots import PlainSlots
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.run_plan import (
     Decision,
     PolicyTraits,
@@ -30,7 +31,6 @@ from tallyroll.collector.run_plan import (
     VectorTraits,
 )
 from tallyroll.storage import MemmapStorage, ways
-from tallyroll.storage.engine.kernel import compiled
 
 from collect_kit import assert_same
 from fork_server import warm_fork_server

@@ -22,8 +22,8 @@ from tallyroll.collector.batches.state import run_state
 from tallyroll.collector.counting import episode_log, episode_ring
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.episode_ring import EPISODE, EpisodeRing
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage, ways
-from tallyroll.storage.engine.kernel import compiled
 
 from collect_kit import ByObservation
 from traced_code import Interruption, at_checks, traced

@@ -16,8 +16,8 @@ from tallyroll.collector import Info
 from tallyroll.collector.envs.gymnasium.infos import InfoColumns
 from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.errors import TransitionError
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import ways
-from tallyroll.storage.engine.kernel import compiled
 
 INFOS = st.fixed_dictionaries(
     {},

@@ -29,8 +29,8 @@ from torchrl.envs import RewardSum, TransformedEnv
 
 from tallyroll.collector import GymnasiumVectorEnv, Info, SyncCollector
 from tallyroll.collector.errors import EnvironmentRefused, SpaceError, TransitionError
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage, ways
-from tallyroll.storage.engine.kernel import compiled
 
 from collect_kit import LENGTHS, collect, joined, stream
 from oracles import check_rows, make_oracle_vec

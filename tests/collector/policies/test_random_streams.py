@@ -32,10 +32,10 @@ from tallyroll.collector.counting.numbering import driver_seed
 from tallyroll.collector.envs.system import Step
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import PolicyError
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.collector.policies.random_actions import block_draw
 from tallyroll.storage import ways
-from tallyroll.storage.engine.kernel import compiled
 
 import toy_systems
 from collect_kit import ByObservation, joined

@@ -27,10 +27,10 @@ from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.undivided import Undivided
 from tallyroll.collector.errors import StateError
+from tallyroll.collector.native.kernel import compiled
+from tallyroll.collector.native.slot_rows import SlotRows
 from tallyroll.collector.rollout import os_signals
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways
-from tallyroll.storage.engine.kernel import compiled
-from tallyroll.storage.engine.slot_rows import SlotRows
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_writer import RowWriter
 

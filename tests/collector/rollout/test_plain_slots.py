@@ -38,9 +38,9 @@ from tallyroll.collector.errors import (
     StateError,
     TransitionError,
 )
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways
 from tallyroll.storage.engine import right_to_write
-from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.errors import StorageClosed, StorageLocked
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.storages import DiskStorage

@@ -16,8 +16,8 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector, save_check
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.stored.sinks import takes_rows
 from tallyroll.collector.errors import ArgumentError, StateError, UserStopIteration
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage
-from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.errors import RunUnderWay, SchemaMismatch, StorageClosed
 from tallyroll.storage.stores.row_sink import BufferedWriter, RowSink, RunsOfSink, RunWriter, absent
 

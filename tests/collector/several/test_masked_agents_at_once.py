@@ -15,8 +15,8 @@ from torchrl.data import Binary, Categorical, Unbounded
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.envs import AgentFlags, Declares, Step, System
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways
-from tallyroll.storage.engine.kernel import compiled
 
 LANES, AGENTS, CHOICES = 3, 3, 4
 KEYS = [("team", name) for name in ("observation", "mask", "action_mask")]

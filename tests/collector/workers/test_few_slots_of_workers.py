@@ -21,8 +21,8 @@ from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.errors import StateError, WorkerDied
+from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways
-from tallyroll.storage.engine.kernel import compiled
 
 import worker_faults_kit
 from collect_kit import assert_same, balanced

@@ -15,27 +15,33 @@ from hypothesis import strategies as st
 
 from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.ledger import COUNTS
+from tallyroll.collector.native import kernel as collector
+from tallyroll.collector.native.slot_rows import BLOCKS as SLOT_BLOCKS
+from tallyroll.collector.native.slot_rows import HeldCounts, LogCounts, RunCounts
 from tallyroll.collector.rollout.few_slots import SLAB
 from tallyroll.storage import ways
-from tallyroll.storage.engine import kernel
-from tallyroll.storage.engine.slot_rows import BLOCKS as SLOT_BLOCKS
-from tallyroll.storage.engine.slot_rows import HeldCounts, LogCounts, RunCounts
+from tallyroll.storage.engine import kernel as storage
+from tallyroll.storage.engine.kernel import Extension
 from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
 from tallyroll.storage.files.counts import counts_of
 from tallyroll.storage.trajectories.blocks.extension import KINDS
 
 BLOCKS: dict[str, tuple[str, ...]] = {
-    "EPISODE": EPISODE.names or (),
     "COMMIT": CommitCounts.names,
+    "SHELVES": KINDS,
+    "EPISODE": EPISODE.names or (),
     "RUN": RunCounts.names,
     "LEDGER": COUNTS,
     "HELD": HeldCounts.names,
     "LOG": LogCounts.names,
     "BLOCKS": SLOT_BLOCKS,
     "SLAB": SLAB,
-    "SHELVES": KINDS,
 }
+
+
+def extension_of(block: str) -> Extension:
+    return storage.EXTENSION if block in ("COMMIT", "SHELVES") else collector.EXTENSION
 
 
 @given(values=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
@@ -53,10 +59,11 @@ def test_the_words_of_a_block_are_its_counts_in_order(values: list[int]) -> None
 
 @pytest.mark.parametrize("block", list(BLOCKS))
 def test_the_extension_has_the_same_names(block: str) -> None:
-    if kernel.compiled() is None:
+    extension = extension_of(block)
+    if extension.functions() is None:
         pytest.skip("there is no compiler")
-    kernel.require_names(block, BLOCKS[block])
-    assert tuple(getattr(kernel._kernel, block).split()) == BLOCKS[block]
+    extension.require_names(block, BLOCKS[block])
+    assert tuple(getattr(extension.module, block).split()) == BLOCKS[block]
 
 
 @pytest.mark.parametrize("block", list(BLOCKS))
@@ -65,29 +72,28 @@ def test_a_moved_name_is_refused(block: str, data: st.DataObject) -> None:
     names = BLOCKS[block]
     moved = data.draw(st.permutations(names) | st.just(names[:-1]) | st.just((*names, "more")))
     built = SimpleNamespace(**{block: " ".join(moved) + " "}, __file__="kernel.so")
+    extension = extension_of(block)
     with pytest.MonkeyPatch.context() as patch, ways.switched_off():
-        patch.setattr(kernel, "_kernel", built)
+        patch.setattr(extension, "module", built)
         ways.switch_off(frozenset())
         if tuple(moved) == names:
-            kernel.require_names(block, names)
+            extension.require_names(block, names)
             return
         with pytest.raises(ExtensionMismatch, match=rf"kernel.so to have .* in {block}, got"):
-            kernel.require_names(block, names)
+            extension.require_names(block, names)
         with ways.switched_off("kernel"):
-            kernel.require_names(block, names)
-        assert not kernel.is_built()
+            extension.require_names(block, names)
+        assert extension.module is None
 
 
 def test_a_stale_extension_is_refused_when_it_is_imported() -> None:
     """An older one exports no names of the ledger."""
     script = f"""
 import sys, types
-stale = types.ModuleType("tallyroll.storage.engine._kernel")
+stale = types.ModuleType("tallyroll.collector.native._kernel")
 stale.__dict__.update({ ({name: " ".join(BLOCKS[name]) for name in BLOCKS if name != "LEDGER"})!r})
 stale.__file__ = "kernel.so"
 sys.modules[stale.__name__] = stale
-import tallyroll.storage.engine
-tallyroll.storage.engine._kernel = stale
 import tallyroll.collector.batches.plain_slots
 """
     done = subprocess.run(

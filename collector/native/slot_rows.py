@@ -1,12 +1,13 @@
-"""Rows of few slots of a slab, which one compiled call stores: see `Kernel.store_slots`."""
+"""Rows of few slots of a slab, which one compiled call stores: see `StepKernel.store_slots`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from tallyroll.collector.native.kernel import StepKernel, compiled, require_names
 from tallyroll.storage.engine.columns import Columns, FixedRows, NewRows
-from tallyroll.storage.engine.kernel import require_names, table_of
+from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.counts import Counts, counts_of
 
@@ -41,9 +42,9 @@ class SlotRows(NewRows):
 
     rows: FixedRows
     numbering: bytes
-    """The table of `Kernel.number_slots`."""
+    """The table of `StepKernel.number_slots`."""
     checks: bytes
-    """The table of `Kernel.are_inside`."""
+    """The table of `StepKernel.are_inside`."""
     slab: bytes
     """The address of the number of complete slots; those of the marks of held rows [lane], of
     transitions [slot, lane] and of lanes that are reset next [lane], or 0 if none ever is; whether
@@ -79,17 +80,18 @@ class SlotRows(NewRows):
     in_one_call = True
     _columns: Columns | None = None
     """The columns of the storage for which the plan was made."""
+    _kernel: StepKernel | None = field(default_factory=compiled)
     _known: Counts | None = None
     """The block of the storage's counts, which the plan refers to."""
     _plan: tuple[Any, ...] = ()
-    """The plan of `Kernel.store_slots`. No storage keeps it, because it refers to the collector."""
+    """The plan of `StepKernel.store_slots`. It refers to the collector, so no storage keeps it."""
 
     def commit(self, columns: Columns, header: Header, slot: int, record: bytes | None) -> bool:
-        """Number, count and commit the rows with their own record; see `Kernel.store_slots`."""
+        """Number, count and commit the rows with their own record; see `StepKernel.store_slots`."""
         if self._columns is not columns:
             self._make_plan(columns, header)
         # No handler of a signal, which might close the storage, runs between these two lines.
-        kernel = columns.one_call
+        kernel = None if columns.one_call is None else self._kernel
         if kernel is None:
             return False
         used, count, room, version = self.used, self.count, columns.room, self.version

@@ -1,0 +1,1 @@
+"""The C extension of the collector: it steps environments, numbers rows and stores few slots."""

@@ -1,0 +1,101 @@
+/* The work on which small steps of environments spend most of their time, one call for each task.
+
+   The extension is optional: `kernel.py` describes every function, and the Python code that runs
+   without it. `storage/engine/_rows.h` says what a table is, and who owns what.
+
+     table of                the table is kept by     the arrays at its addresses are kept by
+     number_slots            SlabRows._table          SlabRows (columns, outputs), LaneState (state)
+     are_inside              _SlotChecks.table        _SlotCheck: values in the slab, and bounds
+     SLAB, in store_slots    SlotRows.slab            the slab (rows, transitions), its driver's board
+                                                      (used), Rollout (held, marks), lanes (pending)
+     masks of agents, in store_slots  SlotRows.amounts  the slab
+     a batch, in store_slots SlotRows.batch           targets: its tensors, which SlotRows.batch keeps
+                                                      too; sources: the slab's columns
+     store_slots             SlotRows.plan: a tuple   as the tables in the plan, listed above
+     the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger (two),
+                                                      Rollout (held), EpisodeRing (log; it also has
+                                                      its records, and PlainSlots keeps it); SlotRows
+                                                      refers to all six
+     put_step                a step of a Stepper      the slab, whose slot the step writes
+     step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane)
+                                                      LaneResults (finals, entries of infos) */
+
+#include "../../storage/engine/_rows.h"
+
+/* nth_marked(marks, uniform, chosen): write to `chosen`, int64, for each row of marks, one byte
+   each, the index of a marked entry, drawn by a double in [0, 1); of any entry if none is marked.
+   The arrays belong to the caller; their buffers are held until the end of the call. */
+static PyObject *nth_marked(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Py_buffer buffers[3];
+    if (want(given, 3) < 0 || open_buffers(args, buffers, 3) < 0)
+        return NULL;
+    const Py_buffer *marks = &buffers[0], *uniform = &buffers[1], *chosen = &buffers[2];
+    const int64_t rows = chosen->len / (Py_ssize_t)sizeof(int64_t);
+    const int64_t choices = rows ? marks->len / rows : 0;
+    const int fit =
+        choices * rows == marks->len && (Py_ssize_t)(rows * sizeof(double)) == uniform->len;
+    const uint8_t *row = (const uint8_t *)marks->buf;
+    for (int64_t i = 0; fit && i < rows; i++, row += choices) {
+        int64_t count = 0, index = 0;
+        for (int64_t k = 0; k < choices; k++)
+            count += row[k] != 0;
+        const int any = count == 0;
+        if (any)
+            count = choices;
+        int64_t left = (int64_t)(((const double *)uniform->buf)[i] * (double)count);
+        if (left > count - 1) /* rounding may make the product as large as the count itself */
+            left = count - 1;
+        for (; index < choices - 1; index++)
+            if ((any || row[index]) && left-- == 0)
+                break;
+        ((int64_t *)chosen->buf)[i] = index;
+    }
+    release_buffers(buffers, 3);
+    if (!fit) {
+        PyErr_SetString(PyExc_ValueError, "marks, numbers and choices differ in their rows");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+#include "_number.c"
+#include "_store.c"
+#include "_step.c"
+
+static PyMethodDef functions[] = {
+    {"number_slots", (PyCFunction)(void (*)(void))number_slots, METH_FASTCALL, NULL},
+    {"are_inside", (PyCFunction)(void (*)(void))are_inside, METH_FASTCALL, NULL},
+    {"store_slots", (PyCFunction)(void (*)(void))store_slots, METH_FASTCALL, NULL},
+    {"put_step", (PyCFunction)(void (*)(void))put_step, METH_FASTCALL, NULL},
+    {"put_entry", (PyCFunction)(void (*)(void))put_entry, METH_FASTCALL, NULL},
+    {"step_lanes", (PyCFunction)(void (*)(void))step_lanes, METH_FASTCALL, NULL},
+    {"nth_marked", (PyCFunction)(void (*)(void))nth_marked, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Export the names of the words, in their order. */
+static int name_words(PyObject *module)
+{
+    if (PyModule_AddStringConstant(module, "NUMBERING", NUMBERING(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "EPISODE", EPISODE(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "HELD", HELD(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "LOG", LOG(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "BLOCKS", BLOCK(NAME)) < 0 ||
+        PyModule_AddStringConstant(module, "SLAB", SLAB(NAME)) < 0)
+        return -1;
+    return PyModule_AddStringConstant(module, "LEDGER", LEDGER(NAME));
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)name_words}, {0, NULL}};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_kernel", NULL, 0, functions, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__kernel(void)
+{
+    return PyModuleDef_Init(&module);
+}

@@ -1,0 +1,122 @@
+/* Numbers rows of a slab: `_kernel.c` includes this file. `SlabRows` does the same in NumPy. */
+
+/* The numbering table: sizes, flags, and addresses. SlabRows makes and keeps it; it holds the columns
+   up to `lane`, and owns the outputs `begun`, `episodes` and `largest`. LaneState owns the arrays
+   named `state`. */
+#define NUMBERING(WORD)                                                                            \
+    WORD(lanes) WORD(stride) WORD(terminated) WORD(truncated) WORD(done) WORD(next_valid)          \
+    WORD(makes_done) WORD(makes_truncated) WORD(reward) WORD(reward_is_double) WORD(rewards)       \
+    WORD(version) WORD(traj_ids) WORD(step) WORD(lane) WORD(state_id) WORD(state_step)             \
+    WORD(state_return) WORD(state_version) WORD(state_length) WORD(begun) WORD(episodes)           \
+    WORD(largest)
+typedef struct { NUMBERING(MEMBER) } Numbering;
+enum { NUMBERING_WORDS = sizeof(Numbering) / sizeof(int64_t) };
+
+/* The fields of the episode log, which follow one another. */
+#define EPISODE(WORD)                                                                              \
+    WORD(traj_id) WORD(lane) WORD(return) WORD(length) WORD(terminated) WORD(first_version)        \
+    WORD(last_version) WORD(ended_at)
+enum { EPISODE_LANE = 8, EPISODE_ENDED_AT = 45, EPISODE_NBYTES = 53 };
+
+/* Write an episode that ended, with `nth` among the rows that are numbered as its last one. */
+static void tell(char *to, int64_t id, int32_t lane, double total, int64_t length, char terminated,
+                 int64_t first, int64_t last, int64_t nth)
+{
+    memcpy(to, &id, 8);
+    memcpy(to + EPISODE_LANE, &lane, 4);
+    memcpy(to + 12, &total, 8);
+    memcpy(to + 20, &length, 8);
+    to[28] = terminated;
+    memcpy(to + 29, &first, 8);
+    memcpy(to + 37, &last, 8);
+    memcpy(to + EPISODE_ENDED_AT, &nth, 8);
+}
+
+/* Return the sum of the rewards of row `i`, of which a lane has as many as the table says. */
+static double reward_of(const Numbering *t, int64_t i)
+{
+    const float *narrow = (const float *)at(t->reward) + i * t->rewards;
+    const double *wide = (const double *)at(t->reward) + i * t->rewards;
+    double sum = t->reward_is_double ? *wide : (double)*narrow;
+    for (int64_t nth = 1; nth < t->rewards; nth++)
+        sum += t->reward_is_double ? wide[nth] : (double)narrow[nth];
+    return sum;
+}
+
+/* Number the rows of the first slots, and return begun << 32 | ended. It writes to the columns of
+   the slab, to the arrays of LaneState, and to the outputs of SlabRows. */
+static int64_t number(const Numbering *t, int64_t slots, const char *taken)
+{
+    const int64_t lanes = t->lanes;
+    const char *terminated = at(t->terminated);
+    char *truncated = at(t->truncated), *done = at(t->done);
+    char *valid = t->next_valid ? at(t->next_valid) : NULL;
+    const int64_t *version = (const int64_t *)at(t->version);
+    int64_t *ids = (int64_t *)at(t->traj_ids), *steps = (int64_t *)at(t->step);
+    int64_t *id = (int64_t *)at(t->state_id), *step = (int64_t *)at(t->state_step);
+    double *total = (double *)at(t->state_return);
+    int64_t *first = (int64_t *)at(t->state_version), *length = (int64_t *)at(t->state_length);
+    int64_t *begun = (int64_t *)at(t->begun);
+    const int32_t *number = (const int32_t *)at(t->lane);
+    int64_t begins = 0, ends = 0, i = 0, rows = 0, largest = -1;
+
+    for (int64_t slot = 0; slot < slots; slot++) {
+        for (int64_t lane = 0; lane < lanes; lane++, i++) {
+            if (t->makes_truncated)
+                truncated[i] = done[i] && !terminated[i];
+            if (t->makes_done)
+                done[i] = terminated[i] || truncated[i];
+            if (valid)
+                valid[i] = !done[i];
+            ids[i] = id[lane];
+            steps[i] = step[lane];
+            if (taken && !taken[i])
+                continue;
+            rows++;
+            if (!length[lane]) {
+                first[lane] = version[i];
+                begun[begins++] = i;
+            }
+            if (!step[lane] && id[lane] > largest)
+                largest = id[lane];
+            step[lane]++;
+            length[lane]++;
+            total[lane] += reward_of(t, i);
+            if (done[i]) {
+                tell(at(t->episodes) + EPISODE_NBYTES * ends++, id[lane], number[i], total[lane],
+                     length[lane], terminated[i], first[lane], version[i], rows);
+                id[lane] += t->stride;
+                step[lane] = length[lane] = 0;
+                total[lane] = 0.0;
+            }
+        }
+    }
+    *(int64_t *)at(t->largest) = largest;
+    return begins << 32 | ends;
+}
+
+/* number_slots(table, slots, taken) */
+static PyObject *number_slots(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Table table;
+    Py_buffer mask;
+    if (want(given, 3) < 0)
+        return NULL;
+    int64_t slots = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred() || open_table(args[0], &table, NUMBERING_WORDS) < 0)
+        return NULL;
+    const Numbering *t = (const Numbering *)table.words;
+    int64_t found = -1;
+    if (args[2] == Py_None) {
+        found = number(t, slots, NULL);
+    } else if (PyObject_GetBuffer(args[2], &mask, PyBUF_SIMPLE) == 0) {
+        if (mask.len < slots * t->lanes)
+            PyErr_SetString(PyExc_ValueError, "a mask is too short");
+        else
+            found = number(t, slots, (const char *)mask.buf);
+        PyBuffer_Release(&mask);
+    }
+    PyBuffer_Release(&table.buffer);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(found);
+}

@@ -1,0 +1,627 @@
+/* Steps environments, and writes what they return to a slab: `_kernel.c` includes this file. */
+
+/* Return whether a buffer has this format, as in the struct module, and these dimensions. */
+static int is_like(const Py_buffer *view, const char *format, int64_t ndim, const int64_t *shape)
+{
+    if (view->ndim != ndim || view->format == NULL || strcmp(view->format, format) != 0)
+        return 0;
+    for (int64_t i = 0; i < ndim; i++)
+        if (view->shape[i] != shape[i])
+            return 0;
+    return 1;
+}
+
+/* Write reward `i` to those of a slot at `to`. Return 0 if it becomes infinite, 0 or another integer
+   there: the caller then raises or warns in Python. */
+static int put_reward(char *to, int as_doubles, int64_t i, double reward)
+{
+    const float narrow = (float)reward;
+    if (as_doubles) {
+        ((double *)(void *)to)[i] = reward;
+        return 1;
+    }
+    if (fabs(reward) > 16777216.0) { /* float32 holds every integer up to here */
+        if (isfinite(reward) && (!isfinite(narrow) || (narrow != reward && floor(reward) == reward)))
+            return 0;
+    } else if (narrow == 0 && reward != 0) {
+        return 0;
+    }
+    ((float *)(void *)to)[i] = narrow;
+    return 1;
+}
+
+/* Copy rewards to the slab at `to`; return 0 if they are no floats, or one is not written. */
+static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const int64_t *lanes)
+{
+    const int from_doubles = is_like(view, "d", 1, lanes);
+    if (!from_doubles && !is_like(view, "f", 1, lanes))
+        return 0;
+    for (int64_t i = 0; i < *lanes; i++) {
+        const double reward =
+            from_doubles ? ((const double *)view->buf)[i] : ((const float *)view->buf)[i];
+        if (!put_reward(to, as_doubles, i, reward))
+            return 0;
+    }
+    return 1;
+}
+
+/* The table of a slot: the addresses of rewards, terminated and truncated, whether rewards are
+   doubles, and lanes; then for each observation its address, that of the one that the policy sees
+   next (or 0), and its dimensions with their number before them. The slab owns the addresses. */
+enum { S_REWARD, S_TERMINATED, S_TRUNCATED, S_DOUBLES, S_LANES, SLOT_WORDS };
+enum { O_ROW, O_ROOT, O_NDIM, O_SHAPE };
+#define STEP_BUFFER (PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
+
+/* Flags of lanes, which the slab owns. */
+typedef struct {
+    const char *terminated, *truncated;
+    int64_t lanes;
+} Flags;
+
+static int has_ended(const Flags *of, int64_t lane)
+{
+    return of->terminated[lane] || of->truncated[lane];
+}
+
+/* Write one observation to its row, and to the row that the policy sees next; or, of lanes that have
+   `ended`, the final one to its row alone. Return 0 if it is not as its words say, or after an error. */
+static int put_observation(const int64_t *words, PyObject *format, PyObject *seen, const Flags *ended)
+{
+    Py_buffer view;
+    const char *wanted = PyBytes_AsString(format);
+    if (wanted == NULL || PyObject_GetBuffer(seen, &view, STEP_BUFFER) < 0)
+        return 0;
+    char *row = at(words[O_ROW]);
+    const int fits = is_like(&view, wanted, words[O_NDIM], words + O_SHAPE);
+    if (fits && ended) {
+        const int64_t size = view.len / ended->lanes;
+        for (int64_t lane = 0; lane < ended->lanes; lane++)
+            if (has_ended(ended, lane))
+                memmove(row + lane * size, (char *)view.buf + lane * size, (size_t)size);
+    } else if (fits) {
+        memmove(row, view.buf, (size_t)view.len);
+        if (words[O_ROOT])
+            memcpy(at(words[O_ROOT]), row, (size_t)view.len);
+    }
+    PyBuffer_Release(&view);
+    return fits;
+}
+
+/* Write all observations of a step, one for each format; or, of lanes that have `ended`, final ones. */
+static int put_observations(const Table *table, PyObject *formats, PyObject *observations,
+                            const Flags *ended)
+{
+    const int64_t *words = table->words + SLOT_WORDS, *end = table->words + table->count;
+    const Py_ssize_t count = PyTuple_Size(formats);
+    if (count < 0 || PySequence_Size(observations) != count)
+        return 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (words + O_SHAPE > end || words + O_SHAPE + words[O_NDIM] > end) {
+            PyErr_SetString(PyExc_ValueError, "a table is too short");
+            return 0;
+        }
+        if (ended && !words[O_ROOT]) /* it is the first one of the next episode too */
+            return 0;
+        PyObject *seen = PySequence_GetItem(observations, i);
+        const int put = seen && put_observation(words, PyTuple_GetItem(formats, i), seen, ended);
+        Py_XDECREF(seen);
+        if (!put)
+            return 0;
+        words += O_SHAPE + words[O_NDIM];
+    }
+    return 1;
+}
+
+/* Clear the error of an object without such a buffer, which the caller reads by NumPy. Return -1 after
+   any other error. */
+static int cleared(void)
+{
+    if (!PyErr_Occurred())
+        return 0;
+    if (!PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError) &&
+        !PyErr_ExceptionMatches(PyExc_TypeError))
+        return -1;
+    PyErr_Clear();
+    return 0;
+}
+
+/* put_step(table, formats, observations, reward, terminated, truncated, final): write the arrays of a
+   step to a slot; return how many lanes ended, or -1 if an array is not as the table says. The arrays
+   of the step are held by their buffers while they are read. */
+static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Table table;
+    Py_buffer views[3];
+    int opened = 0;
+    int64_t ended = -1;
+    if (want(given, 7) < 0 || open_table(args[0], &table, SLOT_WORDS) < 0)
+        return NULL;
+    const int64_t *t = table.words, *lanes = t + S_LANES;
+    for (; opened < 3; opened++)
+        if (PyObject_GetBuffer(args[3 + opened], &views[opened], STEP_BUFFER) < 0)
+            goto done;
+    const Py_buffer *over = &views[1], *cut = &views[2];
+    if (is_like(over, "?", 1, lanes) && is_like(cut, "?", 1, lanes)
+        && put_rewards(at(t[S_REWARD]), t[S_DOUBLES] != 0, &views[0], lanes)
+        && put_observations(&table, args[1], args[2], NULL)) {
+        const Flags flags = {at(t[S_TERMINATED]), at(t[S_TRUNCATED]), *lanes};
+        memmove(at(t[S_TERMINATED]), over->buf, (size_t)*lanes);
+        memmove(at(t[S_TRUNCATED]), cut->buf, (size_t)*lanes);
+        int64_t ends = 0;
+        for (int64_t lane = 0; lane < *lanes; lane++)
+            ends += has_ended(&flags, lane);
+        if (!ends || args[6] == Py_None || put_observations(&table, args[1], args[6], &flags))
+            ended = ends;
+    }
+done:
+    while (opened)
+        PyBuffer_Release(&views[--opened]);
+    PyBuffer_Release(&table.buffer);
+    return cleared() < 0 ? NULL : PyLong_FromLongLong(ended);
+}
+
+/* Return whether a lane is marked; NULL marks all. */
+static int is_marked(const Py_buffer *marks, int64_t lane)
+{
+    return marks->buf == NULL || ((const char *)marks->buf)[lane];
+}
+
+enum { I_ROW, I_VALUES, I_GIVEN, I_HAVE, I_LANES, I_BUFFERS };
+
+/* Write an entry of infos to the lanes of its column; `fill` is the row of a lane without it. Return 0
+   if arrays are not alike, or a lane lacks an entry that it must have. */
+static int write_lanes(const Py_buffer *views, int has_values, const char *fill, Py_ssize_t filled)
+{
+    const Py_buffer *row = &views[I_ROW], *values = &views[I_VALUES], *given = &views[I_GIVEN];
+    if (row->ndim < 1 || row->shape[0] < 1 || (fill == NULL) != (given->buf == NULL))
+        return 0;
+    const int64_t lanes = row->shape[0], size = row->len / lanes;
+    if (fill != NULL && filled != size)
+        return 0;
+    if (has_values && (values->buf == NULL ||
+                       !is_like(values, row->format, row->ndim, (const int64_t *)row->shape)))
+        return 0;
+    for (int i = I_GIVEN; i < I_BUFFERS; i++)
+        if (views[i].buf != NULL && !is_like(&views[i], "?", 1, &lanes))
+            return 0;
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        if (!is_marked(&views[I_LANES], lane))
+            continue;
+        const int has = has_values && is_marked(&views[I_HAVE], lane);
+        if (!has && fill == NULL)
+            return 0;
+        const char *from = has ? (const char *)values->buf + lane * size : fill;
+        memmove((char *)row->buf + lane * size, from, (size_t)size);
+        if (given->buf != NULL)
+            ((char *)given->buf)[lane] = (char)has;
+    }
+    return 1;
+}
+
+/* put_entry(row, given, fill, found, lanes). The buffers are held until the end of the call. */
+static PyObject *put_entry(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Py_buffer views[I_BUFFERS];
+    char *fill = NULL;
+    Py_ssize_t filled = 0;
+    int put = 0, opened = 0;
+    if (want(given, 5) < 0)
+        return NULL;
+    PyObject *found = args[3];
+    const int has_values = found != Py_None;
+    if (has_values && (!PyTuple_Check(found) || PyTuple_Size(found) != 2)) {
+        PyErr_SetString(PyExc_TypeError, "an entry has other parts");
+        return NULL;
+    }
+    PyObject *arrays[I_BUFFERS] = {args[0], has_values ? PyTuple_GetItem(found, 0) : Py_None, args[1],
+                                   has_values ? PyTuple_GetItem(found, 1) : Py_None, args[4]};
+    if (args[2] != Py_None && PyBytes_AsStringAndSize(args[2], &fill, &filled) < 0)
+        return NULL;
+    for (; opened < I_BUFFERS; opened++) {
+        const int writes = opened == I_ROW || opened == I_GIVEN;
+        views[opened].buf = NULL;
+        views[opened].obj = NULL;
+        if (arrays[opened] != Py_None &&
+            PyObject_GetBuffer(arrays[opened], &views[opened],
+                               writes ? STEP_BUFFER | PyBUF_WRITABLE : STEP_BUFFER) < 0)
+            break;
+    }
+    if (opened == I_BUFFERS)
+        put = write_lanes(views, has_values, fill, filled);
+    while (opened)
+        PyBuffer_Release(&views[--opened]);
+    return cleared() < 0 ? NULL : PyBool_FromLong(put);
+}
+
+enum { L_REWARD, L_TERMINATED, L_TRUNCATED, L_LANE, L_FINALS, L_LANES, L_MODE, L_NBYTES, L_SHAPE };
+enum { DISABLED, NEXT_STEP, SAME_STEP }; /* how a lane that ended is reset */
+
+/* Return the values of an environment as a tuple of `wanted` of them, which the caller owns. The
+   reference `returned` is taken over. */
+static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
+{
+    PyObject *parts = returned == NULL ? NULL : PySequence_Tuple(returned);
+    Py_XDECREF(returned);
+    if (parts != NULL && PyTuple_Size(parts) != wanted) {
+        PyErr_Format(PyExc_ValueError, "expected %zd values from an environment, got %zd", wanted,
+                     PyTuple_Size(parts));
+        Py_DECREF(parts);
+        return NULL;
+    }
+    return parts;
+}
+
+enum { R_BOOL, R_FLOAT32, R_REWARD, R_TERMINATED, R_TRUNCATED, R_FINAL, R_OVERWRITTEN, R_TELL, R_ENTRIES };
+enum { OF_STEP, OF_LAST, OF_RESET }; /* the call that gave an info */
+
+/* Return whether an object has the NumPy type at `kind`, which is read directly. LanesInTurn keeps
+   the tuple of readers. */
+static int is_of(PyObject *object, PyObject *readers, Py_ssize_t kind)
+{
+    return (PyObject *)Py_TYPE(object) == PyTuple_GetItem(readers, kind);
+}
+
+/* Read a reward: floats and small integers directly, anything else by the reader's function. */
+static int as_double(PyObject *object, PyObject *readers, double *number)
+{
+    int beyond = 0;
+    PyObject *made = NULL;
+    if (PyFloat_Check(object)) {
+        *number = PyFloat_AsDouble(object);
+        if (fabs(*number) <= FLT_MAX || !isfinite(*number))
+            return 0;
+    } else if (PyLong_Check(object)) {
+        const long long whole = PyLong_AsLongLongAndOverflow(object, &beyond);
+        *number = (double)whole;
+        if (!beyond && whole >= -16777216 && whole <= 16777216) /* float32 holds these */
+            return whole == -1 && PyErr_Occurred() ? -1 : 0;
+    } else if (is_of(object, readers, R_FLOAT32)) {
+        made = PyNumber_Float(object);
+    }
+    if (made == NULL && !PyErr_Occurred())
+        made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(readers, R_REWARD), object, NULL);
+    if (made == NULL)
+        return -1;
+    *number = PyFloat_AsDouble(made);
+    Py_DECREF(made);
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Read a flag: bools directly, anything else by the reader's function; -1 after an error. */
+static int as_flag(PyObject *object, PyObject *readers, Py_ssize_t reader)
+{
+    if (object == Py_True || object == Py_False)
+        return object == Py_True;
+    if (is_of(object, readers, R_BOOL))
+        return PyObject_IsTrue(object);
+    PyObject *made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(readers, reader), object, NULL);
+    const int flag = made == NULL ? -1 : PyObject_IsTrue(made);
+    Py_XDECREF(made);
+    return flag;
+}
+
+/* Copy an object to the row `to` of an array of ours; return 0 if it is not an array of this dtype
+   and shape, which is at the end of a table, from word `from` on, after the bytes of a row. Errors of
+   its buffer are cleared: then the caller copies it by NumPy. */
+static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, const Table *table,
+                   Py_ssize_t from)
+{
+    const int64_t *shape = table->words + from + 1;
+    const Py_ssize_t ndim = table->count - from - 1;
+    Py_buffer view;
+    PyObject *found = PyObject_GetAttr(seen, name);
+    int same = found == dtype;
+    Py_XDECREF(found);
+    if (same && PyObject_GetBuffer(seen, &view, PyBUF_C_CONTIGUOUS) == 0) {
+        same = view.ndim == ndim && view.len == table->words[from];
+        for (Py_ssize_t i = 0; same && i < ndim; i++)
+            same = view.shape[i] == shape[i];
+        if (same)
+            memmove(to, view.buf, (size_t)view.len);
+        PyBuffer_Release(&view);
+    } else {
+        same = 0;
+    }
+    if (!same && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear();
+    return same;
+}
+
+/* Return whether two objects are arrays without a byte in common, as far as that is quickly seen. */
+static int are_apart(PyObject *one, PyObject *other)
+{
+    Py_buffer mine, theirs;
+    int apart = 0;
+    if (PyObject_GetBuffer(one, &mine, PyBUF_SIMPLE) == 0) {
+        if (PyObject_GetBuffer(other, &theirs, PyBUF_SIMPLE) == 0) {
+            const char *first = mine.buf, *second = theirs.buf;
+            apart = first + mine.len <= second || second + theirs.len <= first;
+            PyBuffer_Release(&theirs);
+        }
+        PyBuffer_Release(&mine);
+    }
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear();
+    return apart;
+}
+
+/* The arguments of a step of all lanes. LanesInTurn and the caller of step_lanes own the objects. */
+typedef struct {
+    Table table;
+    PyObject *dtype, *readers, *seen, *step, *name;
+} Lanes;
+
+/* An entry of infos is a tuple: its path, its dtype, and a table of its column and of the column that
+   says where it was given (0: none, and it must be given). LaneResults keeps both. */
+enum { E_PATH, E_DTYPE, E_TABLE, E_PARTS };
+enum { E_COLUMN, E_GIVEN, E_KIND, E_NBYTES };
+enum { E_OTHER, E_FLOAT64, E_INT64, E_EMPTY }; /* empty: a dictionary, and no column */
+
+/* Write a value to the column of an entry; return 0 if that takes NumPy, or a look at the value. */
+static int write_entry(const Table *table, int64_t lane, PyObject *value, PyObject *name,
+                       PyObject *dtype)
+{
+    const int64_t *t = table->words;
+    char *to = at(t[E_COLUMN]) + lane * t[E_NBYTES];
+    int beyond = 0;
+    if (t[E_KIND] == E_FLOAT64 && PyFloat_CheckExact(value)) {
+        *(double *)to = PyFloat_AsDouble(value);
+    } else if (t[E_KIND] == E_INT64 && PyLong_CheckExact(value)) {
+        const long long whole = PyLong_AsLongLongAndOverflow(value, &beyond);
+        if (beyond)
+            return 0;
+        *(int64_t *)to = whole;
+    } else if (t[E_KIND] == E_EMPTY) {
+        return PyDict_CheckExact(value) && PyDict_Size(value) == 0;
+    } else if (!put_row(to, value, name, dtype, table, E_NBYTES)) {
+        return 0;
+    }
+    if (t[E_GIVEN])
+        at(t[E_GIVEN])[lane] = 1;
+    return 1;
+}
+
+/* Write an entry of an info, or leave it out; return 0 if it is not plain, or is missing. */
+static int take_entry(const Lanes *the, int64_t lane, PyObject *info, PyObject *entry)
+{
+    Table table;
+    if (!PyTuple_Check(entry) || PyTuple_Size(entry) != E_PARTS)
+        return 0;
+    PyObject *path = PyTuple_GetItem(entry, E_PATH);
+    for (Py_ssize_t i = 0; info != NULL && i < PyTuple_Size(path); i++) {
+        if (!PyDict_CheckExact(info))
+            return 0;
+        info = PyDict_GetItemWithError(info, PyTuple_GetItem(path, i));
+    }
+    if (PyErr_Occurred() || open_table(PyTuple_GetItem(entry, E_TABLE), &table, E_NBYTES + 1) < 0)
+        return 0;
+    int taken = info == NULL && table.words[E_GIVEN];
+    if (info != NULL) {
+        Py_INCREF(info);
+        taken = write_entry(&table, lane, info, the->name, PyTuple_GetItem(entry, E_DTYPE));
+        Py_DECREF(info);
+    }
+    PyBuffer_Release(&table.buffer);
+    return taken;
+}
+
+/* Write the entries of an info that are columns: plain ones of steps here, others by the reader.
+   Return 0, or -1 after an error. */
+static int hand_on(const Lanes *the, int64_t lane, PyObject *info, int of)
+{
+    PyObject *entries = PyTuple_GetItem(the->readers, R_ENTRIES);
+    const Py_ssize_t count = PyTuple_Size(entries);
+    int taken = count <= 0 || of == OF_STEP;
+    for (Py_ssize_t i = 0; taken && i < count; i++)
+        taken = take_entry(the, lane, info, PyTuple_GetItem(entries, i));
+    if (taken || PyErr_Occurred())
+        return taken && !PyErr_Occurred() ? 0 : -1;
+    PyObject *made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_TELL), "LOi",
+                                           (long long)lane, info, of);
+    Py_XDECREF(made);
+    return made == NULL ? -1 : 0;
+}
+
+/* Reset a lane; its observation goes to the list `seen`, which owns it. Return 0, or -1. */
+static int reset_lane(const Lanes *the, int64_t lane, PyObject *env, int of)
+{
+    PyObject *parts = tuple_of(PyObject_CallMethod(env, "reset", NULL), 2);
+    if (parts == NULL)
+        return -1;
+    PyObject *obs = PyTuple_GetItem(parts, 0);
+    Py_INCREF(obs);
+    const int failed = PyList_SetItem(the->seen, lane, obs) < 0 ||
+        hand_on(the, lane, PyTuple_GetItem(parts, 1), of) < 0;
+    Py_DECREF(parts);
+    return failed ? -1 : 0;
+}
+
+/* Copy the final observation `last` of a lane, and reset the lane. The caller holds a reference to
+   `last`, which the reset might drop; it must not overwrite it. Return 0, or -1 after an error. */
+static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *last)
+{
+    const int64_t *t = the->table.words;
+    char *to = at(t[L_FINALS]) + lane * t[L_NBYTES];
+    PyObject *made = NULL;
+    if (!t[L_FINALS] || !put_row(to, last, the->name, the->dtype, &the->table, L_NBYTES)) {
+        if (PyErr_Occurred())
+            return -1;
+        made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_FINAL), "LO", (long long)lane,
+                                     last);
+        if (made == NULL)
+            return -1;
+        Py_DECREF(made);
+    }
+    if (reset_lane(the, lane, env, OF_RESET) < 0)
+        return -1;
+    PyObject *first = PyList_GetItem(the->seen, lane);
+    if (first == NULL)
+        return -1;
+    Py_INCREF(first);
+    int failed = 0;
+    if (!are_apart(last, first)) {
+        failed = PyErr_Occurred() != NULL;
+        if (!failed) {
+            made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_OVERWRITTEN), "LOO",
+                                         (long long)lane, last, first);
+            failed = made == NULL;
+            Py_XDECREF(made);
+        }
+    }
+    Py_DECREF(first);
+    return failed ? -1 : 0;
+}
+
+/* Step one lane, or with `reset` reset it; return 0, or -1 after an error. The list `seen` of
+   LanesInTurn owns the observation afterwards; the numbers go to the arrays of LanesInTurn at the
+   table's addresses. The caller holds a reference to `env` and `action`, which the environment's
+   code might drop. */
+static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *action, int reset)
+{
+    const int64_t *t = the->table.words;
+    PyObject *readers = the->readers;
+    double reward = 0;
+    int terminated = 0, truncated = 0;
+    if (reset) {
+        if (reset_lane(the, lane, env, OF_STEP) < 0)
+            return -1;
+    } else {
+        PyObject *parts = tuple_of(PyObject_CallMethodObjArgs(env, the->step, action, NULL), 5);
+        if (parts == NULL)
+            return -1;
+        PyObject *obs = PyTuple_GetItem(parts, 0);
+        Py_INCREF(obs);
+        int failed = PyList_SetItem(the->seen, lane, obs) < 0 ||
+            as_double(PyTuple_GetItem(parts, 1), readers, &reward) < 0 ||
+            (terminated = as_flag(PyTuple_GetItem(parts, 2), readers, R_TERMINATED)) < 0 ||
+            (truncated = as_flag(PyTuple_GetItem(parts, 3), readers, R_TRUNCATED)) < 0;
+        const int last = t[L_MODE] == SAME_STEP && (terminated || truncated);
+        if (!failed)
+            failed = hand_on(the, lane, PyTuple_GetItem(parts, 4), last ? OF_LAST : OF_STEP) < 0;
+        if (!failed && last)
+            failed = finish_lane(the, lane, env, obs) < 0;
+        Py_DECREF(parts);
+        if (failed)
+            return -1;
+    }
+    ((double *)at(t[L_REWARD]))[lane] = reward;
+    at(t[L_TERMINATED])[lane] = (char)terminated;
+    at(t[L_TRUNCATED])[lane] = (char)truncated;
+    return 0;
+}
+
+/* Write rewards and flags of all lanes to a slot; return 0 if a reward is not written. */
+static int put_numbers(const int64_t *slot, const int64_t *t)
+{
+    const double *rewards = (const double *)at(t[L_REWARD]);
+    const int64_t lanes = t[L_LANES];
+    for (int64_t lane = 0; lane < lanes; lane++)
+        if (!put_reward(at(slot[S_REWARD]), slot[S_DOUBLES] != 0, lane, rewards[lane]))
+            return 0;
+    memcpy(at(slot[S_TERMINATED]), at(t[L_TERMINATED]), (size_t)lanes);
+    memcpy(at(slot[S_TRUNCATED]), at(t[L_TRUNCATED]), (size_t)lanes);
+    return 1;
+}
+
+/* step_lanes(table, dtype, readers, envs, action, seen, ended, to, slot). LanesInTurn owns every
+   argument but the caller's `action`, `to` and `slot`; the buffers of `ended` and `to` are held until
+   the end. A `slot` is a table as of put_step, of one observation, whose row is `to`. */
+static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Lanes the;
+    Table slot = {.count = 0};
+    Py_buffer ended, rows;
+    PyObject *actions = NULL, *result = NULL;
+    int put = 0, has_rows = 0;
+    if (want(given, 9) < 0 || open_table(args[0], &the.table, L_SHAPE) < 0)
+        return NULL;
+    PyObject *envs = args[3];
+    the.dtype = args[1];
+    the.readers = args[2];
+    the.seen = args[5];
+    the.step = the.name = NULL;
+    const int64_t *t = the.table.words, lanes = t[L_LANES];
+    *(int64_t *)at(t[L_LANE]) = -1;
+    if (PyObject_GetBuffer(args[6], &ended, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&the.table.buffer);
+        return NULL;
+    }
+    if (!PyTuple_Check(the.readers) || PyTuple_Size(the.readers) <= R_ENTRIES ||
+        !PyList_Check(envs) || PyList_Size(envs) != lanes || !PyList_Check(the.seen) ||
+        PyObject_Size(args[4]) != lanes || ended.len != lanes) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "lanes, actions and observations differ in number");
+        goto done;
+    }
+    /* If `to` is not contiguous, or None, the caller copies the observations. */
+    has_rows = args[7] != Py_None && PyObject_GetBuffer(args[7], &rows, PyBUF_CONTIG) == 0;
+    if (!has_rows)
+        PyErr_Clear();
+    put = has_rows && rows.len == lanes * t[L_NBYTES];
+    if (args[8] != Py_None && open_table(args[8], &slot, SLOT_WORDS + O_SHAPE) < 0)
+        goto done;
+    the.step = PyUnicode_InternFromString("step");
+    the.name = PyUnicode_InternFromString("dtype");
+    actions = PyObject_GetIter(args[4]);
+    if (the.step == NULL || the.name == NULL || actions == NULL)
+        goto done;
+    char *flags = (char *)ended.buf;
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        *(int64_t *)at(t[L_LANE]) = lane;
+        if (flags[lane] && t[L_MODE] == DISABLED) {
+            PyErr_Format(PyExc_AssertionError, "lane %lld is stepped on after its episode ended",
+                         (long long)lane);
+            goto done;
+        }
+        PyObject *env = PyList_GetItem(envs, lane);
+        if (env == NULL)
+            goto done;
+        Py_INCREF(env);
+        PyObject *action = PyIter_Next(actions);
+        int failed = action == NULL;
+        if (!failed)
+            failed = step_lane(&the, lane, env, action, flags[lane] && t[L_MODE] == NEXT_STEP);
+        else if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "there are fewer actions than lanes");
+        Py_DECREF(env);
+        Py_XDECREF(action);
+        if (failed)
+            goto done;
+    }
+    /* After the last step: observations of several lanes may be views of one array. */
+    for (int64_t lane = 0; put && lane < lanes; lane++) {
+        PyObject *obs = PyList_GetItem(the.seen, lane);
+        if (obs == NULL)
+            goto done;
+        Py_INCREF(obs);
+        char *to = (char *)rows.buf + lane * t[L_NBYTES];
+        put = put_row(to, obs, the.name, the.dtype, &the.table, L_NBYTES);
+        Py_DECREF(obs);
+        if (PyErr_Occurred())
+            goto done;
+    }
+    int64_t ends = 0;
+    for (int64_t lane = 0; lane < lanes; lane++)
+        ends += flags[lane] = at(t[L_TERMINATED])[lane] || at(t[L_TRUNCATED])[lane];
+    if (put && slot.count) {
+        const int64_t *words = slot.words + SLOT_WORDS;
+        put = slot.words[S_LANES] == lanes && put_numbers(slot.words, t);
+        if (put && words[O_ROOT])
+            memcpy(at(words[O_ROOT]), rows.buf, (size_t)rows.len);
+    }
+    result = PyLong_FromLongLong(put ? ends : -1);
+done:
+    if (slot.count)
+        PyBuffer_Release(&slot.buffer);
+    Py_XDECREF(actions);
+    Py_XDECREF(the.name);
+    Py_XDECREF(the.step);
+    if (has_rows)
+        PyBuffer_Release(&rows);
+    PyBuffer_Release(&ended);
+    PyBuffer_Release(&the.table.buffer);
+    return result;
+}

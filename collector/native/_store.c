@@ -1,0 +1,564 @@
+/* Checks, numbers, counts, commits and lays out the rows of few slots: `_kernel.c` includes this file. */
+
+enum { VALUES, KIND, SLOT_COUNT, LOW, HIGH, CHECK_WORDS };
+enum { F32, F64, I8, U8, I16, U16, I32, U32, I64, U64 };
+
+/* Return whether every value of the first slots of every column is within its bounds. The values
+   belong to the slab, the bounds to the _SlotCheck of each column. */
+static int inside(const Table *table, int64_t slots)
+{
+    int outside = 0;
+    const int64_t *check = table->words, *end = check + table->count;
+    for (; !outside && check + CHECK_WORDS <= end; check += CHECK_WORDS) {
+        int64_t count = check[SLOT_COUNT];
+#define LOOK(type)                                                                                 \
+    {                                                                                              \
+        const type *values = (const type *)at(check[VALUES]);                                      \
+        const type *low = (const type *)at(check[LOW]), *high = (const type *)at(check[HIGH]);     \
+        for (int64_t slot = 0; slot < slots && !outside; slot++, values += count)                  \
+            for (int64_t i = 0; i < count; i++) /* NaN is within no bounds */                      \
+                outside |= !((values[i] >= low[i]) & (values[i] <= high[i]));                      \
+        break;                                                                                     \
+    }
+        switch (check[KIND]) {
+        case F32: LOOK(float)
+        case F64: LOOK(double)
+        case I8: LOOK(int8_t)
+        case U8: LOOK(uint8_t)
+        case I16: LOOK(int16_t)
+        case U16: LOOK(uint16_t)
+        case I32: LOOK(int32_t)
+        case U32: LOOK(uint32_t)
+        case I64: LOOK(int64_t)
+        case U64: LOOK(uint64_t)
+        default: outside = 1; /* then the caller checks the column in Python */
+        }
+#undef LOOK
+    }
+    return !outside;
+}
+
+/* are_inside(table, slots) */
+static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Table table;
+    if (want(given, 2) < 0)
+        return NULL;
+    int64_t slots = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred() || open_table(args[0], &table, 0) < 0)
+        return NULL;
+    int all = inside(&table, slots);
+    PyBuffer_Release(&table.buffer);
+    return PyBool_FromLong(all);
+}
+
+#define RECORD_NBYTES 4096
+#define NUMBER_NBYTES 20
+
+/* Return whether a template has `count` places for numbers, "%d" each. */
+static int can_spell(const char *from, Py_ssize_t length, Py_ssize_t count)
+{
+    for (const char *end = from + length; from < end; from++)
+        if (*from == '%' && (count-- == 0 || *++from != 'd'))
+            return 0;
+    return count == 0;
+}
+
+/* Write such a template, which SlotRows owns, with the numbers in their places to `to`, a record on
+   the caller's stack; return its length. */
+static size_t spell(char *to, const char *from, Py_ssize_t length, const int64_t *numbers)
+{
+    const char *begin = to, *end = from + length;
+    while (from < end) {
+        if (*from != '%') {
+            *to++ = *from++;
+            continue;
+        }
+        char digits[NUMBER_NBYTES], *digit = digits + NUMBER_NBYTES;
+        uint64_t left = *numbers < 0 ? 0 - (uint64_t)*numbers : (uint64_t)*numbers;
+        do
+            *--digit = (char)('0' + left % 10);
+        while (left /= 10);
+        if (*numbers++ < 0)
+            *--digit = '-';
+        const size_t nbytes = (size_t)(digits + NUMBER_NBYTES - digit);
+        memcpy(to, digit, nbytes);
+        to += nbytes;
+        from += 2;
+    }
+    return (size_t)(to - begin);
+}
+
+/* The counts that slots change beside those of COMMIT: blocks of words of the BatchWriter's run, of
+   the Ledger, of the Rollout, which holds rows of the last slot that are not stored yet, and lanes
+   whose next slot is a reset, and of a ring of `room` records of episodes, which lie at the address
+   `records`. Python reads and sets the same words by name. */
+#define RUN(WORD) WORD(next_id)
+#define LEDGER(WORD)                                                                               \
+    WORD(slots) WORD(executed) WORD(reset_slots) WORD(stored) WORD(discarded) WORD(carried)        \
+    WORD(lost) WORD(random) WORD(policy_calls_on_reset_slots) WORD(ticks) WORD(reset_ticks)        \
+    WORD(episodes_complete) WORD(episodes_cut) WORD(incarnation) WORD(respawned)                   \
+    WORD(agent_transitions)
+#define HELD(WORD) WORD(rows) WORD(resets)
+#define LOG(WORD) WORD(noted) WORD(taken) WORD(room) WORD(records) WORD(due)
+typedef struct { RUN(MEMBER) } Run;
+typedef struct { LEDGER(MEMBER) } Ledger;
+typedef struct { HELD(MEMBER) } Held;
+typedef struct { LOG(MEMBER) } Log;
+
+/* The blocks of a plan, in this order. `shown` has the words of the ledger as other threads read them:
+   only after all of a call is counted. */
+#define BLOCK(WORD) WORD(commit) WORD(run) WORD(ledger) WORD(held) WORD(log) WORD(shown)
+typedef struct { BLOCK(MEMBER) } PlanBlocks;
+enum { BLOCKS = sizeof(PlanBlocks) / sizeof(int64_t) };
+
+enum { LEDGER_WORDS = sizeof(Ledger) / sizeof(int64_t) };
+#define LARGEST_COUNT ((int64_t)1 << 62) /* sums of larger ones might not fit */
+/* The numbers of a record: the incarnation, the ledger, open trajectories, and the next id. */
+enum { RECORD_NUMBERS = 1 + LEDGER_WORDS + 2 };
+
+/* The table of a slab. `used` is the address of the number of complete slots; `marks` of the lanes
+   held in slot 0, `transitions` of a mark for each lane of each slot, `pending` of the lanes whose
+   next slot is a reset, or 0 if no slot is one. `by_policy` says whether a policy chose the actions.
+   Then come an address and the bytes of a slot for each piece of memory: `flowing` ones, in which a
+   slot's observations are followed by the next ones, and those of all other columns. */
+#define SLAB(WORD)                                                                                 \
+    WORD(used) WORD(marks) WORD(transitions) WORD(pending) WORD(by_policy) WORD(flowing)
+typedef struct { SLAB(MEMBER) } Slab;
+enum { SLAB_WORDS = sizeof(Slab) / sizeof(int64_t) };
+
+enum { P_NUMBERING, P_CHECKS, P_SLAB, P_COLUMNS, P_HEADER, P_AMOUNTS, P_BLOCKS, P_TABLES,
+       P_RECORD = P_TABLES, P_RING, P_PARTS };
+
+/* Behind the amounts of a row: for each mask of agents its address and the bytes of a row. */
+enum { M_SOURCE, M_NBYTES, MASK_WORDS };
+
+/* A plan while it is used. SlotRows owns the plan, and keeps its tables and blocks alive. */
+typedef struct {
+    Table tables[P_TABLES];
+    int opened;
+    const Numbering *numbering;
+    const Slab *slab;
+    Commit *commit;
+    Run *run;
+    Ledger *ledger, *shown;
+    Held *held;
+    Log *log;
+    const char *record;
+    Py_ssize_t length;
+    int64_t ring;
+} Plan;
+
+static void close_plan(Plan *plan)
+{
+    while (plan->opened)
+        PyBuffer_Release(&plan->tables[--plan->opened].buffer);
+}
+
+/* Open a plan, which the caller must close. */
+static int open_plan(PyObject *parts, Plan *plan)
+{
+    static const Py_ssize_t least[] = {NUMBERING_WORDS, 0,            SLAB_WORDS, COLUMN_WORDS,
+                                       HEADER_WORDS,    LEDGER_WORDS, BLOCKS};
+    plan->opened = 0;
+    if (!PyTuple_Check(parts) || PyTuple_Size(parts) != P_PARTS) {
+        PyErr_SetString(PyExc_TypeError, "a plan has other parts");
+        return -1;
+    }
+    for (; plan->opened < P_TABLES; plan->opened++) {
+        const int part = plan->opened;
+        if (open_table(PyTuple_GetItem(parts, part), &plan->tables[part], least[part]) < 0)
+            goto failed;
+    }
+    const PlanBlocks *blocks = (const PlanBlocks *)plan->tables[P_BLOCKS].words;
+    plan->numbering = (const Numbering *)plan->tables[P_NUMBERING].words;
+    plan->slab = (const Slab *)plan->tables[P_SLAB].words;
+    plan->commit = (Commit *)at(blocks->commit);
+    plan->run = (Run *)at(blocks->run);
+    plan->ledger = (Ledger *)at(blocks->ledger);
+    plan->held = (Held *)at(blocks->held);
+    plan->log = (Log *)at(blocks->log);
+    plan->shown = (Ledger *)at(blocks->shown);
+    plan->ring = PyLong_AsLongLong(PyTuple_GetItem(parts, P_RING));
+    char *record = NULL;
+    if (PyErr_Occurred() ||
+        PyBytes_AsStringAndSize(PyTuple_GetItem(parts, P_RECORD), &record, &plan->length) < 0)
+        goto failed;
+    plan->record = record;
+    if (plan->tables[P_AMOUNTS].count >= LEDGER_WORDS &&
+        (plan->tables[P_AMOUNTS].count - LEDGER_WORDS) % MASK_WORDS == 0 &&
+        can_spell(record, plan->length, RECORD_NUMBERS))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "a plan has other numbers");
+failed:
+    close_plan(plan);
+    return -1;
+}
+
+/* The slots of a call. Of the first `used` ones of the slab those from `first` on are new; slot 0 has
+   the held rows if `first` is 1. `made` transitions are new, `count` rows are to be stored, and
+   `left` ones of the last slot are held. `whole`: all lanes of the one slot are rows. */
+typedef struct {
+    int64_t used, first, made, count, left;
+    int whole;
+} Slots;
+
+/* Return whether the next slot of a lane is a reset, after the slot before `slot`. */
+static int is_pending(const Plan *plan, int64_t slot, int64_t lane)
+{
+    const Numbering *t = plan->numbering;
+    const int64_t i = (slot - 1) * t->lanes + lane;
+    if (!plan->slab->pending)
+        return 0;
+    return slot ? at(t->terminated)[i] || at(t->truncated)[i] : at(plan->slab->pending)[lane];
+}
+
+static int is_row(const Plan *plan, int64_t slot, int64_t lane)
+{
+    if (slot == 0 && plan->held->rows)
+        return at(plan->slab->marks)[lane];
+    return !is_pending(plan, slot, lane);
+}
+
+/* Find the slots of a call that stores `count` rows; return 0 if they are too few, or are more than
+   the last slot can hold. */
+static int find(const Plan *plan, int64_t used, int64_t count, Slots *slots)
+{
+    const int64_t lanes = plan->numbering->lanes, held = plan->held->rows;
+    int64_t last = held;
+    *slots = (Slots){.used = used, .first = held != 0, .count = count};
+    if (used < slots->first || used < 1 || count < 1)
+        return 0;
+    if (!held && used == 1 && count == lanes && !plan->held->resets) {
+        slots->made = lanes;
+        slots->whole = 1;
+        return 1;
+    }
+    for (int64_t slot = slots->first; slot < used; slot++) {
+        last = 0;
+        for (int64_t lane = 0; lane < lanes; lane++)
+            last += is_row(plan, slot, lane);
+        slots->made += last;
+    }
+    slots->left = held + slots->made - count;
+    return 0 <= slots->left && slots->left <= last;
+}
+
+/* Mark the rows of the slots in the slab's transitions, and those that are left in its marks. */
+static void mark(const Plan *plan, const Slots *slots)
+{
+    const int64_t lanes = plan->numbering->lanes;
+    char *rows = at(plan->slab->transitions), *marks = at(plan->slab->marks);
+    for (int64_t slot = 0; slot < slots->used; slot++)
+        for (int64_t lane = 0; lane < lanes; lane++)
+            rows[slot * lanes + lane] = (char)is_row(plan, slot, lane);
+    char *last = rows + (slots->used - 1) * lanes;
+    int64_t over = slots->left;
+    for (int64_t lane = lanes - 1; lane >= 0; lane--) {
+        const int is_left = over > 0 && last[lane];
+        marks[lane] = (char)is_left;
+        over -= is_left;
+        if (is_left)
+            last[lane] = 0;
+    }
+}
+
+/* Return whether a trajectory begins or ends in the first slots, or may do so. */
+static int are_eventful(const Numbering *t, int64_t slots)
+{
+    const char *terminated = at(t->terminated), *truncated = at(t->truncated), *done = at(t->done);
+    const int64_t *step = (const int64_t *)at(t->state_step);
+    int found = 0;
+    for (int64_t lane = 0; lane < t->lanes; lane++)
+        found |= !step[lane];
+    for (int64_t i = 0; i < slots * t->lanes; i++)
+        found |= t->makes_done ? terminated[i] | truncated[i] : done[i];
+    return found;
+}
+
+/* Add the counts of slots to a ledger; return whether it balances then and none is negative.
+   `amounts` are those of a row that is stored. */
+static int add_to(Ledger *ledger, const Plan *plan, const Slots *slots)
+{
+    const int64_t *amounts = plan->tables[P_AMOUNTS].words;
+    const int64_t stepped = (slots->used - slots->first) * plan->numbering->lanes;
+    const int64_t resets = stepped - slots->made;
+    int64_t *count = (int64_t *)ledger;
+    ledger->slots += stepped;
+    ledger->executed += slots->made;
+    ledger->reset_slots += resets;
+    if (plan->slab->by_policy)
+        ledger->policy_calls_on_reset_slots += resets;
+    for (int i = 0; i < LEDGER_WORDS; i++) {
+        if (count[i] > LARGEST_COUNT || amounts[i] > LARGEST_COUNT / slots->count)
+            return 0;
+        count[i] += amounts[i] * slots->count;
+        if (count[i] < 0)
+            return 0;
+    }
+    ledger->carried = slots->left;
+    return ledger->slots == ledger->executed + ledger->reset_slots &&
+           ledger->executed ==
+               ledger->stored + ledger->discarded + ledger->carried + ledger->lost;
+}
+
+/* Return how many agents the masks mark in the first `cells` rows, or in those of them that `rows`
+   marks. The slab owns the masks. */
+static int64_t count_agents(const Plan *plan, const char *rows, int64_t cells)
+{
+    const Table *table = &plan->tables[P_AMOUNTS];
+    const int64_t *mask = table->words + LEDGER_WORDS, *end = table->words + table->count;
+    int64_t agents = 0;
+    for (; mask < end; mask += MASK_WORDS) {
+        const char *row = at(mask[M_SOURCE]);
+        for (int64_t cell = 0; cell < cells; cell++, row += mask[M_NBYTES])
+            for (int64_t i = 0; (!rows || rows[cell]) && i < mask[M_NBYTES]; i++)
+                agents += row[i] != 0;
+    }
+    return agents;
+}
+
+/* Let the last observations, and the whole last slot if rows of it are left, begin the slab, and say
+   which lanes are reset next. The slab owns the rows; its driver owns the number at `used`. */
+static void carry(const Plan *plan, const Slots *slots)
+{
+    const Table *table = &plan->tables[P_SLAB];
+    const Numbering *t = plan->numbering;
+    const int64_t *memory = table->words + SLAB_WORDS, *end = table->words + table->count;
+    const int64_t last = slots->used - 1;
+    char *pending = at(plan->slab->pending);
+    if (slots->used > slots->first && pending) {
+        plan->held->resets = 0;
+        for (int64_t lane = 0; lane < t->lanes; lane++)
+            plan->held->resets += pending[lane] = (char)is_pending(plan, slots->used, lane);
+    }
+    for (int64_t piece = 0; memory + 2 <= end; memory += 2, piece++) {
+        const size_t size = (size_t)memory[1];
+        char *begin = at(memory[0]);
+        if (slots->left && last) {
+            memcpy(begin, begin + (size_t)last * size, size);
+            if (piece < plan->slab->flowing)
+                memcpy(begin + size, begin + (size_t)slots->used * size, size);
+        } else if (!slots->left && piece < plan->slab->flowing) {
+            memcpy(begin, begin + (size_t)slots->used * size, size);
+        }
+    }
+    if (slots->left)
+        memcpy(at(plan->slab->transitions), at(plan->slab->marks), (size_t)t->lanes);
+    plan->held->rows = slots->left;
+    *(int64_t *)at(plan->slab->used) = slots->left != 0;
+}
+
+static int64_t slot_of(const Plan *plan)
+{
+    const int64_t head = plan->commit->head;
+    return plan->ring ? head % plan->ring : head;
+}
+
+/* Return whether the log has room for as many episodes as may end in the slots. */
+static int can_note(const Plan *plan, const Slots *slots)
+{
+    const Log *log = plan->log;
+    const int64_t waiting = log->noted - log->taken;
+    return 0 <= waiting && log->noted >= 0 &&
+           slots->used <= (log->room - waiting) / plan->numbering->lanes;
+}
+
+/* Return whether the slots need nothing more than `store`, but for the ledger: there is room for the
+   rows, a record and episodes, values are within their bounds, and the caller need not see them
+   before. */
+static int are_plain(const Plan *plan, const Slots *slots, int64_t room, int watched)
+{
+    return can_commit(plan->commit) && can_note(plan, slots) &&
+           slot_of(plan) + slots->count <= room &&
+           plan->length + NUMBER_NBYTES * RECORD_NUMBERS <= RECORD_NBYTES &&
+           !(watched && are_eventful(plan->numbering, slots->used)) &&
+           inside(&plan->tables[P_CHECKS], slots->used);
+}
+
+/* Write the record of a commit, in which the counts are those after it; return its length. */
+static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_id, char *record)
+{
+    int64_t numbers[RECORD_NUMBERS], open = 0;
+    const int64_t *step = (const int64_t *)at(plan->numbering->state_step);
+    for (int64_t lane = 0; lane < plan->numbering->lanes; lane++)
+        open += step[lane] != 0;
+    numbers[0] = ledger->incarnation;
+    memcpy(numbers + 1, ledger, sizeof *ledger);
+    numbers[1 + LEDGER_WORDS] = open;
+    numbers[2 + LEDGER_WORDS] = next_id;
+    return spell(record, plan->record, plan->length, numbers);
+}
+
+/* A batch that is laid out from the rows that are stored. Its table says which column has the ids of
+   trajectories, and which the done flags of the root; then for each column the source in the slab,
+   the bytes of a row, and its marks: none, at the last row of a trajectory in the batch, or at the
+   first, or the column of cuts, which has no source. The other table has the address of each column
+   of the batch. SlotRows.batch keeps both. */
+enum { B_IDS, B_DONE, BATCH_WORDS };
+enum { B_SOURCE, B_NBYTES, B_MARKS, B_COLUMN_WORDS };
+enum { B_NONE, B_LAST, B_FIRST, B_CUT };
+typedef struct {
+    Table table, targets;
+} Batch;
+
+static void close_batch(Batch *batch)
+{
+    PyBuffer_Release(&batch->targets.buffer);
+    PyBuffer_Release(&batch->table.buffer);
+}
+
+/* Open both tables of a batch, which the caller must close. */
+static int open_batch(PyObject *parts, Batch *batch)
+{
+    if (!PyTuple_Check(parts) || PyTuple_Size(parts) < 2) {
+        PyErr_SetString(PyExc_TypeError, "a batch has other parts");
+        return -1;
+    }
+    if (open_table(PyTuple_GetItem(parts, 0), &batch->table, BATCH_WORDS) < 0)
+        return -1;
+    if (open_table(PyTuple_GetItem(parts, 1), &batch->targets, 0) < 0) {
+        PyBuffer_Release(&batch->table.buffer);
+        return -1;
+    }
+    const int64_t *words = batch->table.words, columns = batch->targets.count;
+    if (batch->table.count == BATCH_WORDS + columns * B_COLUMN_WORDS &&
+        0 <= words[B_IDS] && words[B_IDS] < columns && 0 <= words[B_DONE] && words[B_DONE] < columns)
+        return 0;
+    close_batch(batch);
+    PyErr_SetString(PyExc_ValueError, "a batch has other columns");
+    return -1;
+}
+
+/* Copy `count` rows of the slab, the first ones or the marked ones, to the columns of a batch, and
+   mark the last and the first row that it has of each trajectory. */
+static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
+{
+    const int64_t *words = batch->table.words, *target = batch->targets.words;
+    const int64_t *first = words + BATCH_WORDS, *end = words + batch->table.count, *to = target;
+    for (const int64_t *column = first; column < end; column += B_COLUMN_WORDS, to++)
+        if (marked && column[B_SOURCE])
+            take_marked(at(*to), at(column[B_SOURCE]), column[B_NBYTES], marked);
+        else if (column[B_SOURCE])
+            memcpy(at(*to), at(column[B_SOURCE]), (size_t)(count * column[B_NBYTES]));
+    const int64_t *ids = (const int64_t *)at(target[words[B_IDS]]);
+    const char *done = at(target[words[B_DONE]]);
+    for (int kind = B_CUT; kind > B_NONE; kind--) { /* cuts first: done is marked after them */
+        to = target;
+        for (const int64_t *column = first; column < end; column += B_COLUMN_WORDS, to++)
+            for (int64_t i = 0; column[B_MARKS] == kind && i < count; i++) {
+                const int last = i + 1 == count || ids[i] != ids[i + 1];
+                char *row = at(*to) + i * column[B_NBYTES];
+                if (kind == B_CUT)
+                    *row = (char)(last && !done[i]);
+                else if (kind == B_LAST ? last : i == 0 || ids[i] != ids[i - 1])
+                    memset(row, 1, (size_t)column[B_NBYTES]);
+            }
+    }
+}
+
+/* Write the episodes that `number` found ended to the ring of the log, in its order or lane by lane;
+   `stored` rows were stored before theirs. They are not counted there yet. `can_note` found room for
+   them. SlabRows owns the records that are read, and `begun`, which has a word a lane at least, and
+   whose own numbers are not needed here. */
+static void note(const Plan *plan, int64_t ended, int64_t stored, int by_lane)
+{
+    const Numbering *t = plan->numbering;
+    const char *record = at(t->episodes);
+    int64_t *next = (int64_t *)at(t->begun); /* of each lane: the place of its next episode */
+    const int32_t first = *(const int32_t *)at(t->lane);
+    int32_t lane;
+    if (by_lane) {
+        int64_t before = 0;
+        memset(next, 0, (size_t)t->lanes * sizeof *next);
+        for (int64_t i = 0; i < ended; i++) {
+            memcpy(&lane, record + i * EPISODE_NBYTES + EPISODE_LANE, sizeof lane);
+            next[lane - first]++;
+        }
+        for (int64_t each = 0; each < t->lanes; each++) {
+            const int64_t own = next[each];
+            next[each] = before;
+            before += own;
+        }
+    }
+    for (int64_t i = 0; i < ended; i++, record += EPISODE_NBYTES) {
+        int64_t place = i, ended_at;
+        if (by_lane) {
+            memcpy(&lane, record + EPISODE_LANE, sizeof lane);
+            place = next[lane - first]++;
+        }
+        const int64_t slot = (plan->log->noted + place) % plan->log->room;
+        char *to = at(plan->log->records) + slot * EPISODE_NBYTES;
+        memcpy(&ended_at, record + EPISODE_ENDED_AT, sizeof ended_at);
+        ended_at += stored;
+        memcpy(to, record, EPISODE_ENDED_AT);
+        memcpy(to + EPISODE_ENDED_AT, &ended_at, sizeof ended_at);
+    }
+}
+
+/* Number, commit and count the rows, lay the `batch` out where there is one, and return how many
+   episodes ended. Nothing fails here, and no handler of a signal runs. `ledger` has the counts after
+   it, but for episodes and agents. */
+static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64_t version,
+                     const Batch *batch)
+{
+    const Numbering *t = plan->numbering;
+    const int64_t cells = slots->used * t->lanes;
+    const char *rows = slots->whole ? NULL : at(plan->slab->transitions);
+    const Marked in_order = {rows, cells, batch ? t->lanes : 0}, *marked = rows ? &in_order : NULL;
+    char record[RECORD_NBYTES];
+    for (int64_t i = cells - t->lanes; slots->used > slots->first && i < cells; i++)
+        ((int64_t *)at(t->version))[i] = version;
+    if (rows)
+        mark(plan, slots);
+    ledger->agent_transitions += count_agents(plan, rows, cells);
+    const int64_t ended = number(t, slots->used, rows) & 0xFFFFFFFF;
+    const int64_t largest = *(int64_t *)at(t->largest);
+    const int64_t next_id = largest < plan->run->next_id ? plan->run->next_id : largest + 1;
+    ledger->episodes_complete += ended;
+    const size_t length = write_record(plan, ledger, next_id, record);
+    commit(&plan->tables[P_COLUMNS], slot_of(plan), 0, slots->count, marked,
+           plan->tables[P_HEADER].words, plan->commit, record, length);
+    if (batch)
+        lay_out(batch, slots->count, marked);
+    carry(plan, slots);
+    if (ended)
+        note(plan, ended, plan->ledger->stored, batch && slots->used > 1);
+    *plan->ledger = *plan->shown = *ledger;
+    plan->run->next_id = next_id;
+    plan->log->noted += ended;
+    plan->log->due = plan->log->noted - plan->log->taken > plan->log->room / 2;
+    return ended;
+}
+
+/* store_slots(plan, used, count, room, version, watched, batch) */
+static PyObject *store_slots(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    (void)self;
+    Plan plan;
+    Slots slots;
+    Batch batch;
+    if (want(given, 7) < 0)
+        return NULL;
+    int64_t used = PyLong_AsLongLong(args[1]), count = PyLong_AsLongLong(args[2]);
+    int64_t room = PyLong_AsLongLong(args[3]), version = PyLong_AsLongLong(args[4]);
+    int watched = PyObject_IsTrue(args[5]);
+    const int yields = args[6] != Py_None;
+    if (PyErr_Occurred() || open_plan(args[0], &plan) < 0)
+        return NULL;
+    if (yields && open_batch(args[6], &batch) < 0) {
+        close_plan(&plan);
+        return NULL;
+    }
+    int64_t ended = -1;
+    if (find(&plan, used, count, &slots) && are_plain(&plan, &slots, room, watched)) {
+        Ledger ledger = *plan.ledger;
+        if (add_to(&ledger, &plan, &slots))
+            ended = store(&plan, &slots, &ledger, version, yields ? &batch : NULL);
+    }
+    if (yields)
+        close_batch(&batch);
+    close_plan(&plan);
+    return PyLong_FromLongLong(ended);
+}

@@ -1,0 +1,260 @@
+/* Tables of addresses, and the copy and commit of rows: for the extensions of storage and collector.
+
+   Arguments of the extensions are tables of numbers, int64 in native order: addresses, sizes and
+   counts of arrays. Nothing here knows of NumPy or torch. Python's stable ABI.
+
+   Ownership. The extensions own no memory but their stack, and free nothing. A table is a Python
+   bytes object; the buffer that `open_table` takes keeps the table alive during the call. The table
+   does not keep the arrays at its addresses alive: the Python objects named beside each function own
+   these, hold them for as long as they use the table, and keep every index within bounds. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef struct {
+    Py_buffer buffer;
+    const int64_t *words;
+    Py_ssize_t count;
+} Table;
+
+/* Open a buffer of whole int64 words, at least `least` of them. The caller must release it. */
+static inline int open_table(PyObject *object, Table *table, Py_ssize_t least)
+{
+    if (PyObject_GetBuffer(object, &table->buffer, PyBUF_SIMPLE) < 0)
+        return -1;
+    table->words = (const int64_t *)table->buffer.buf;
+    table->count = table->buffer.len / (Py_ssize_t)sizeof(int64_t);
+    if (table->count < least) {
+        PyBuffer_Release(&table->buffer);
+        PyErr_SetString(PyExc_ValueError, "a table is too short");
+        return -1;
+    }
+    return 0;
+}
+
+static inline int want(Py_ssize_t got, Py_ssize_t wanted)
+{
+    if (got == wanted)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, got);
+    return -1;
+}
+
+static inline char *at(int64_t address)
+{
+    return (char *)(intptr_t)address;
+}
+
+#ifdef __GNUC__
+#define FETCH(address) __builtin_prefetch(address)
+#else
+#define FETCH(address) (void)(address)
+#endif
+#define LINE_NBYTES 64
+#define FETCHED_NBYTES 4096 /* of a row: the processor fetches the rest by itself */
+
+static inline void fetch(const char *row, int64_t size)
+{
+    for (int64_t byte = 0; byte < size && byte < FETCHED_NBYTES; byte += LINE_NBYTES)
+        FETCH(row + byte);
+}
+
+/* Words that Python makes or reads by name. A list of names gives the members of a struct, and is
+   exported by `name_words`: Python's own list must be alike, which `kernel.py` makes sure of when it
+   imports the extension. */
+#define MEMBER(name) int64_t name;
+#define NAME(name) #name " "
+
+/* Open buffers of which the last is written to; the caller must release them. Return -1, with none of
+   them open, if one cannot be. */
+static inline int open_buffers(PyObject *const *objects, Py_buffer *buffers, int count)
+{
+    for (int i = 0; i < count; i++) {
+        const int flags = i == count - 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+        if (PyObject_GetBuffer(objects[i], &buffers[i], flags) < 0) {
+            while (i-- > 0)
+                PyBuffer_Release(&buffers[i]);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static inline void release_buffers(Py_buffer *buffers, int count)
+{
+    while (count-- > 0)
+        PyBuffer_Release(&buffers[count]);
+}
+
+enum { TARGET, SOURCE, ROW_NBYTES, COLUMN_WORDS };
+
+/* Let other threads run during a large copy; for a small one that takes as long as copying. The
+   Columns that call keep their maps alive meanwhile, even if another thread maps the files again;
+   the caller keeps the other arrays alive. */
+static inline PyThreadState *let_others_run(const Table *table, int64_t count)
+{
+    int64_t row = 0;
+    for (Py_ssize_t i = ROW_NBYTES; i < table->count; i += COLUMN_WORDS)
+        row += table->words[i];
+    return row * count > (1 << 16) ? PyEval_SaveThread() : NULL;
+}
+
+/* Copy rows [first, first + count) of every source to slots from `slot` on. The targets are the
+   storage's maps, which Columns owns; the sources are the slab, which FixedRows keeps alive. */
+static inline void copy_columns(const Table *table, int64_t slot, int64_t first, int64_t count)
+{
+    PyThreadState *others = let_others_run(table, count);
+    const int64_t *column = table->words, *end = column + table->count;
+    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS) {
+        int64_t size = column[ROW_NBYTES];
+        memcpy(at(column[TARGET]) + slot * size, at(column[SOURCE]) + first * size,
+               (size_t)(count * size));
+    }
+    if (others)
+        PyEval_RestoreThread(others);
+}
+
+/* Rows that are marked, of the first `cells`, in the order of memory; or, of slots of so many `lanes`,
+   lane by lane. */
+typedef struct {
+    const char *marks;
+    int64_t cells, lanes;
+} Marked;
+
+/* Copy the marked rows of `size` bytes one after the other. */
+static inline void take_marked(char *target, const char *source, int64_t size, const Marked *rows)
+{
+    if (rows->lanes && rows->lanes < rows->cells) {
+        for (int64_t lane = 0; lane < rows->lanes; lane++)
+            for (int64_t cell = lane; cell < rows->cells; cell += rows->lanes)
+                if (rows->marks[cell]) {
+                    memcpy(target, source + cell * size, (size_t)size);
+                    target += size;
+                }
+        return;
+    }
+    for (int64_t first = 0, stop; first < rows->cells; first = stop + 1) {
+        for (stop = first; stop < rows->cells && rows->marks[stop];)
+            stop++;
+        memcpy(target, source + first * size, (size_t)((stop - first) * size));
+        target += (stop - first) * size;
+    }
+}
+
+/* Copy the marked rows, `count` ones, of every source to slots from `slot` on. */
+static inline void copy_marked(const Table *table, int64_t slot, int64_t count, const Marked *rows)
+{
+    PyThreadState *others = let_others_run(table, count);
+    const int64_t *column = table->words, *end = column + table->count;
+    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS)
+        take_marked(at(column[TARGET]) + slot * column[ROW_NBYTES], at(column[SOURCE]),
+                    column[ROW_NBYTES], rows);
+    if (others)
+        PyEval_RestoreThread(others);
+}
+
+/* Store a word that other processes may read at any time: a reader that sees it also sees every
+   earlier store. `where` is in the map of the header, which Header owns. */
+static inline void publish(char *where, uint64_t word)
+{
+    __atomic_store_n((uint64_t *)where, word, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+/* Return a count with its check bits. */
+static inline uint64_t word_of(int64_t count)
+{
+    uint32_t bits = 0;
+    for (int i = 0; i < 6; i++) {
+        bits ^= (uint32_t)((count >> (8 * i)) & 0xFF) << 8;
+        for (int bit = 0; bit < 8; bit++)
+            bits = bits & 0x8000 ? bits << 1 ^ 0x1021 : bits << 1;
+    }
+    return (uint64_t)count | (uint64_t)(bits & 0xFFFF) << 48;
+}
+
+/* Return a CRC-32 continued over further bytes. Eight are taken at a time: table k has the effect of
+   a byte that k others follow. */
+static inline uint32_t checksum(uint32_t crc, const char *bytes, size_t length)
+{
+    static uint32_t tables[8][256];
+    const uint8_t *byte = (const uint8_t *)bytes;
+    if (!tables[7][255]) {
+        for (uint32_t i = 0; i < 256; i++) {
+            uint32_t word = i;
+            for (int bit = 0; bit < 8; bit++)
+                word = word & 1 ? word >> 1 ^ 0xEDB88320u : word >> 1;
+            tables[0][i] = word;
+        }
+        for (int k = 1; k < 8; k++)
+            for (int i = 0; i < 256; i++)
+                tables[k][i] = tables[k - 1][i] >> 8 ^ tables[0][tables[k - 1][i] & 0xFF];
+    }
+    crc = ~crc;
+    for (; length >= 8; length -= 8, byte += 8) {
+        uint32_t mixed = 0;
+        for (int i = 0; i < 4; i++)
+            mixed ^= tables[7 - i][(crc >> 8 * i ^ byte[i]) & 0xFF] ^ tables[3 - i][byte[4 + i]];
+        crc = mixed;
+    }
+    while (length--)
+        crc = crc >> 8 ^ tables[0][(crc ^ *byte++) & 0xFF];
+    return ~crc;
+}
+
+static inline char *little_endian(char *to, uint64_t number, int nbytes)
+{
+    for (int i = 0; i < nbytes; i++)
+        *to++ = (char)(number >> (8 * i));
+    return to;
+}
+
+/* The counts of a storage that its writer keeps: a block of words, which Header owns. */
+#define COMMIT(WORD) WORD(head) WORD(reserve) WORD(floor) WORD(sequence) WORD(commits)
+typedef struct { COMMIT(MEMBER) } Commit;
+
+/* Addresses in the map of the header, which Header owns. */
+enum { RESERVE_WORD, HEAD_WORD, RECORD_SLOTS, HEADER_WORDS = RECORD_SLOTS + 2 };
+#define SEAL_NBYTES 28
+
+/* Return whether the last commit was not cut off, and no other process writes. */
+static inline int can_commit(const Commit *known)
+{
+    return known->head >= 0 && known->reserve == known->head;
+}
+
+/* Commit rows: store `reserve`, copy the rows, write the record, and store `head`; then count them.
+   The record's sequence, the first word of its seal, is written last. The rows are `count` ones from
+   `first` on, or the marked ones. */
+static inline void commit(const Table *table, int64_t slot, int64_t first, int64_t count,
+                   const Marked *marked, const int64_t *header, Commit *known, const char *record,
+                   size_t length)
+{
+    Commit after = *known;
+    after.reserve = after.head += count;
+    after.sequence++;
+    after.commits++;
+    char seal[SEAL_NBYTES], *to = at(header[RECORD_SLOTS + after.sequence % 2]);
+    char *end = little_endian(seal, (uint64_t)after.sequence, 8);
+    end = little_endian(end, (uint64_t)after.head, 8);
+    end = little_endian(end, length, 8);
+    little_endian(end, checksum(checksum(0, seal, 24), record, length), 4);
+    uint64_t sequence;
+    const uint64_t word = word_of(after.head);
+    publish(at(header[RESERVE_WORD]), word);
+    if (marked)
+        copy_marked(table, slot, count, marked);
+    else
+        copy_columns(table, slot, first, count);
+    memcpy(to + SEAL_NBYTES, record, length);
+    memcpy(to + sizeof sequence, seal + sizeof sequence, SEAL_NBYTES - sizeof sequence);
+    memcpy(&sequence, seal, sizeof sequence);
+    publish(to, sequence);
+    publish(at(header[HEAD_WORD]), word);
+    *known = after;
+}
