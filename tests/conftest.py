@@ -40,9 +40,10 @@ settings.load_profile("tallyroll")
 MOST_BYTES = 8 << 30
 
 SHM = Path("/dev/shm")
-# Semaphores of ours, and of processes that we spawn, say so: others come and go beside them.
+# The name of a semaphore has the id of this process, also if a process that we spawn makes it.
 process.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
-SEMAPHORE = re.compile(r"sem\.mp-(\d+)-\w+")
+# So do tensors and arrays that this process shares.
+OURS = re.compile(rf"(?:sem\.mp-|torch_|pym-){os.getpid()}[-_]")
 KERNEL_LISTS = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 GRACE_SECONDS = 5.0
 # Helpers of Python and torch: started on first use, they live as long as the interpreter.
@@ -135,22 +136,23 @@ def _descendants(pid: int) -> Iterator[int]:
     if not KERNEL_LISTS:
         yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
         return
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # it ended
-            for child in map(int, task.read_text().split()):
-                yield child
-                yield from _descendants(child)
+    with suppress(OSError):  # it ended
+        for task in os.scandir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                for child in map(int, Path(task.path, "children").read_bytes().split()):
+                    yield child
+                    yield from _descendants(child)
 
 
-def _children() -> dict[int, psutil.Process]:
-    """Living descendants of this process by id, without the helpers."""
+def _new_children(before: set[int]) -> dict[int, psutil.Process]:
+    """Living descendants of this process by id, without the helpers and those of `before`."""
     found = {}
-    for pid in _descendants(os.getpid()):
+    for pid in {*_descendants(os.getpid())} - before:
         try:
             child = psutil.Process(pid)
             is_helper = any(name in " ".join(child.cmdline()) for name in HELPERS)
             if not is_helper and child.status() != psutil.STATUS_ZOMBIE:
-                found[child.pid] = child
+                found[pid] = child
         except psutil.NoSuchProcess:
             continue
     return found
@@ -158,68 +160,43 @@ def _children() -> dict[int, psutil.Process]:
 
 def _shared_files() -> set[str]:
     """Names in /dev/shm. Directories there are of tests that want files in memory."""
-    return {path.name for path in SHM.iterdir() if not path.is_dir()} if SHM.is_dir() else set()
+    if not SHM.is_dir():
+        return set()
+    with os.scandir(SHM) as entries:
+        return {entry.name for entry in entries if not entry.is_dir()}
 
 
-def _of_another_session(name: str) -> bool:
-    """Whether the name of a semaphore has the id of another process of pytest, and not ours."""
-    made_in = SEMAPHORE.fullmatch(name)
-    return made_in is not None and int(made_in[1]) != os.getpid()
-
-
-def _inode(name: str) -> str | None:
-    with suppress(FileNotFoundError):
-        return str((SHM / name).stat().st_ino)
-    return None
-
-
-def _mapped_elsewhere() -> set[str]:
-    """Inodes of files there that other programs map (our own has no children left).
-
-    By inode: a semaphore is mapped under another name than the one it has in the end.
-    """
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text().splitlines() if maps.parent.name != str(os.getpid()) else []
-        except OSError:
-            continue
-        found |= {line.split()[4] for line in lines if f" {SHM}/" in line}
-    return found
+def _own_files(before: set[str]) -> list[str]:
+    """New files there that have a name of ours, or that this process maps."""
+    if not (new := _shared_files() - before):
+        return []
+    maps = Path("/proc/self/maps").read_text()
+    return sorted(name for name in new if OURS.match(name) or f" {SHM}/{name}\n" in maps)
 
 
 def _leftover_files(before: set[str]) -> list[str]:
-    new = _shared_files() - before
+    left = _own_files(before)
     for generation in (1, 2):  # tensors in cycles hold their file until then; most are young
-        if new:
+        if left:
             gc.collect(generation)
-            new = _shared_files() - before
-    inodes = {name: _inode(name) for name in new if not _of_another_session(name)}
-    if not any(inodes.values()):
-        return []
-    mapped = _mapped_elsewhere()  # seconds, on a busy machine: what went meanwhile is not left
-    return sorted(
-        name
-        for name, inode in inodes.items()
-        if inode and inode not in mapped and inode == _inode(name)
-    )
+            left = _own_files(before)
+    return left
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """After each test: no new child process, no new file in /dev/shm."""
-    children, files = _children(), _shared_files()
+    """After each test: no new child process, and no new file of ours in /dev/shm."""
+    children, files = {*_descendants(os.getpid())}, _shared_files()
     yield
     deadline = time.monotonic() + GRACE_SECONDS
-    while (left := _children().keys() - children.keys()) and time.monotonic() < deadline:
+    while (left := _new_children(children)) and time.monotonic() < deadline:
         time.sleep(0.02)
     lines = []
-    for pid, child in _children().items() if left else ():
-        if pid in left:
+    for pid, child in left.items():
+        with suppress(psutil.NoSuchProcess):
             lines.append(f"{pid}: {' '.join(child.cmdline())}")
             child.kill()
     assert not lines, "child processes are left:\n" + "\n".join(lines)
-    # Those of other programs come and go there too: what is left stays.
     deadline = time.monotonic() + GRACE_SECONDS
     while (left_files := _leftover_files(files)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass
-from multiprocessing import util
+from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,8 @@ if __name__ == "__main__":
     from tallyroll.collector.cli import progress
 
     progress.LINE_SECONDS = math.inf  # a command prints a line after some seconds
+    # Names of semaphores say which process of pytest they are of.
+    process.current_process()._config["semprefix"] = f"/mp-{os.getppid()}"  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     serve()
