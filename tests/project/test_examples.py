@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ from torchrl.modules import GRUModule
 from tallyroll.collector import SyncCollector
 from tallyroll.storage import MemmapStorage, open_storage, verify
 
-from examples_kit import EXAMPLES, numbers, run
+from examples_kit import EXAMPLES, numbers, options_of
+from examples_kit import run as run_in_new_interpreter
+from warm_cli import WarmServer
+
+Run = Callable[..., str]
 
 
 def cells(label: str, table: str) -> list[str]:
@@ -52,6 +57,23 @@ def run_here(name: str, capsys: pytest.CaptureFixture[str], **options: float | s
     return capsys.readouterr().out
 
 
+@pytest.fixture
+def run(server: WarmServer, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs an example in a folder, as a user does, but with torch imported. Warnings are errors."""
+
+    def run(name: str, directory: Path, **options: float | str) -> str:
+        more = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "TMPDIR": str(directory)}
+        monkeypatch.setattr(server, "environment", more)
+        done = server.start(directory, "python", EXAMPLES / name, *options_of(options))
+        assert (done.wait(250), done.err) == (0, "")
+        out = done.out
+        for name in ("stdout", "stderr"):
+            (directory / name).unlink()
+        return out
+
+    return run
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.name)
 def test_help_names_every_option_with_its_default(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -68,7 +90,7 @@ def test_help_names_every_option_with_its_default(
 
 
 @pytest.mark.slow
-def test_collect_to_disk_leaves_exactly_the_rows_it_was_asked_for(tmp_path: Path) -> None:
+def test_collect_to_disk_leaves_exactly_the_rows_it_was_asked_for(run: Run, tmp_path: Path) -> None:
     out = run(
         "collect_to_disk.py",
         tmp_path,
@@ -90,7 +112,7 @@ def test_collect_to_disk_leaves_exactly_the_rows_it_was_asked_for(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_ppo_trains_on_exactly_its_budget(tmp_path: Path) -> None:
+def test_ppo_trains_on_exactly_its_budget(run: Run, tmp_path: Path) -> None:
     out = run(
         "ppo.py",
         tmp_path,
@@ -119,7 +141,7 @@ def swapped(name: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_torchrl_ppo_swapped_is_torchrls_but_for_a_line(tmp_path: Path) -> None:
+def test_torchrl_ppo_swapped_is_torchrls_but_for_a_line(run: Run, tmp_path: Path) -> None:
     assert swapped("coming_from/torchrl_ppo_swapped.py") == {
         "from torchrl.collectors import Collector": (
             "from tallyroll.collector.torchrl import Collector"
@@ -154,7 +176,7 @@ def test_torchrl_sac_swapped_is_torchrls_but_for_two_lines(tmp_path: Path) -> No
             "from tallyroll.storage import MemmapStorage as LazyMemmapStorage"
         ),
     }
-    out = run(
+    out = run_in_new_interpreter(
         "coming_from/torchrl_sac_swapped.py",
         tmp_path,
         total_frames=610,
@@ -171,11 +193,12 @@ def test_torchrl_sac_swapped_is_torchrls_but_for_two_lines(tmp_path: Path) -> No
     assert found == [("400", "300"), ("610", "300")]
     (total,) = numbers(r"^(\d+) transitions in ", out)
     assert total == 610
-    assert list(tmp_path.iterdir()) == []  # its temporary ring would be here
+    # Its temporary ring would be here, if it were not removed when the interpreter ends.
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_ppo_multiprocess_trains_on_exactly_its_budget(tmp_path: Path) -> None:
+def test_ppo_multiprocess_trains_on_exactly_its_budget(run: Run, tmp_path: Path) -> None:
     out = run(
         "ppo_multiprocess.py",
         tmp_path,
@@ -216,7 +239,7 @@ def test_ppo_multiprocess_differs_from_ppo_by_its_collector() -> None:
 
 
 @pytest.mark.slow
-def test_exact_benchmark_gives_both_policies_the_same_budget(tmp_path: Path) -> None:
+def test_exact_benchmark_gives_both_policies_the_same_budget(run: Run, tmp_path: Path) -> None:
     out = run("exact_benchmark.py", tmp_path, frames=1001, frames_per_batch=300, episodes=3)
     slots, resets = counts("slots", out), counts("- reset slots", out)
     executed, discarded = counts("= executed", out), counts("- discarded", out)
@@ -229,7 +252,7 @@ def test_exact_benchmark_gives_both_policies_the_same_budget(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_dqn_trains_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
+def test_dqn_trains_on_exactly_its_budget_from_a_ring(run: Run, tmp_path: Path) -> None:
     out = run(
         "dqn.py",
         tmp_path,
@@ -256,7 +279,7 @@ def test_dqn_trains_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_async_offpolicy_trains_on_exactly_its_budget(tmp_path: Path) -> None:
+def test_async_offpolicy_trains_on_exactly_its_budget(run: Run, tmp_path: Path) -> None:
     out = run(
         "async_offpolicy.py",
         tmp_path,
@@ -292,7 +315,7 @@ def test_async_offpolicy_trains_on_exactly_its_budget(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_sac_learns_on_exactly_its_budget_from_a_ring(tmp_path: Path) -> None:
+def test_sac_learns_on_exactly_its_budget_from_a_ring(run: Run, tmp_path: Path) -> None:
     # A pendulum, which needs no extra: it is learned in fewer transitions than running is.
     out = run(
         "sac.py",
@@ -328,7 +351,9 @@ def test_dqn_says_solved_from_475_on(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_sequence_batches_learns_what_one_observation_does_not_show(tmp_path: Path) -> None:
+def test_sequence_batches_learns_what_one_observation_does_not_show(
+    run: Run, tmp_path: Path
+) -> None:
     out = run(
         "batches/sequence_batches.py",
         tmp_path,
@@ -570,7 +595,9 @@ def test_array_job_says_which_run_fails_by_itself_or_is_stuck(
 
 
 @pytest.mark.slow
-def test_array_job_ends_with_exact_budgets_however_often_it_is_killed(tmp_path: Path) -> None:
+def test_array_job_ends_with_exact_budgets_however_often_it_is_killed(
+    run: Run, tmp_path: Path
+) -> None:
     out = run(
         "array_job.py", tmp_path, folder="runs", seeds=1, total_frames=1501, kills=1, at_once=3
     )
@@ -693,6 +720,7 @@ def test_clone_dataloader_reads_each_row_once_an_epoch(capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_clone_dataloader_learns_the_same_from_two_workers(
+    run: Run,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = CLONED | {"epochs": 1}
@@ -765,7 +793,7 @@ def test_goals_in_hindsight_and_old_rows_are_compared_with_none(
 
 
 @pytest.mark.slow
-def test_other_libraries_read_what_open_storage_reads(tmp_path: Path) -> None:
+def test_other_libraries_read_what_open_storage_reads(run: Run, tmp_path: Path) -> None:
     out = run(
         "datasets/read_with_h5py_and_zarr.py",
         tmp_path,

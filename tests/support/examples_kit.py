@@ -13,11 +13,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WARNINGS = ("-W", "error", "-W", "ignore:Creating:DeprecationWarning")
 
 
+def options_of(values: dict[str, float | str]) -> list[str]:
+    """Words of a command line."""
+    return [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
+
+
 def run(name: str, directory: Path, **options: float | str) -> str:
     """Return the output of the example, run in ``directory``."""
-    arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     done = subprocess.run(
-        [sys.executable, *WARNINGS, str(EXAMPLES / name), *arguments],
+        [sys.executable, *WARNINGS, str(EXAMPLES / name), *options_of(options)],
         cwd=directory,
         env=os.environ
         | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "TMPDIR": str(directory)},

@@ -241,6 +241,7 @@ if __name__ == "__main__":
     # The commands import these where they collect: a sixth of a second of each.
     from tallyroll.collector import MultiprocessCollector, SyncCollector, cli  # noqa: F401
     from tallyroll.collector.cli import progress
+    from tallyroll.collector.torchrl import Collector  # noqa: F401  TorchRL's own import warns
 
     progress.LINE_SECONDS = math.inf  # a command prints a line after some seconds
     # Names of semaphores say which process of pytest they are of.
