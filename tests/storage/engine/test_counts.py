@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from importlib.util import find_spec, module_from_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,22 +84,27 @@ def test_a_moved_name_is_refused(block: str, data: st.DataObject) -> None:
         assert extension.module is None
 
 
-def test_a_stale_extension_is_refused_when_it_is_imported() -> None:
-    """An older one exports no names of the ledger."""
-    script = f"""
-import sys, types
-stale = types.ModuleType("tallyroll.collector.native._kernel")
-stale.__dict__.update({ ({name: " ".join(BLOCKS[name]) for name in BLOCKS if name != "LEDGER"})!r})
-stale.__file__ = "kernel.so"
-sys.modules[stale.__name__] = stale
-import tallyroll.collector.batches.plain_slots
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, ways.VARIABLE: ""},
-    )
-    assert done.returncode == 1
-    assert "ExtensionMismatch: expected the extension kernel.so" in done.stderr
-    assert "in LEDGER, got none: it was built from other sources" in done.stderr
+@pytest.mark.parametrize(
+    ("block", "module"),
+    [
+        ("EPISODE", "collector.counting.episode_ring"),
+        ("LEDGER", "collector.batches.plain_slots"),
+        ("SLAB", "collector.rollout.few_slots"),
+        ("RUN", "collector.native.slot_rows"),
+        ("SHELVES", "storage.trajectories.blocks.extension"),
+    ],
+)
+def test_a_stale_extension_is_refused_when_a_module_is_imported(
+    block: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one exports no names of the block."""
+    others = {name: " ".join(names) for name, names in BLOCKS.items() if name != block}
+    built = SimpleNamespace(**others, __file__="kernel.so")
+    monkeypatch.setattr(extension_of(block), "module", built)
+    found = find_spec(f"tallyroll.{module}")
+    assert found is not None
+    assert found.loader is not None
+    with ways.switched_off():
+        ways.switch_off(frozenset())
+        with pytest.raises(ExtensionMismatch, match=rf"kernel.so .* in {block}, got none: it was"):
+            found.loader.exec_module(module_from_spec(found))
