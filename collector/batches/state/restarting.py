@@ -1,6 +1,7 @@
 """The state of a run as it is saved, and the ways to go on from it."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 from weakref import WeakMethod
 
@@ -13,7 +14,7 @@ from tallyroll.collector.batches.state.saved_state import (
     take_state_over,
 )
 from tallyroll.collector.batches.stored.stored_run import StoredRun
-from tallyroll.collector.errors import StateError
+from tallyroll.collector.errors import StateError, UserStopIteration
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.storage.stores.row_sink import RowSink
 
@@ -69,6 +70,31 @@ class Restarting:
                 'rows="keep": expected a collector that goes on with the run in its storage; make '
                 "it with resume=True"
             )
+        self._try(state)
+
+    def _try(self, state: Mapping[str, Any]) -> None:
+        """Raise `StateError` unless policy and environments can load ``state``; they stay."""
+        policy, envs = self._beginning.policy, self._beginning.envs
+        of_envs = deepcopy(envs.state())
+        of_policy = {} if policy is None else deepcopy(policy.state_dict())
+        name = "the policy"
+        try:
+            if policy is not None:
+                policy.load_state_dict(state["policy"])
+            name = "the environment"
+            envs.load(state["env"])
+        except UserStopIteration:
+            raise
+        except Exception as error:  # torch, transforms and users have many
+            raise StateError(
+                f"{name} cannot load what was saved: {error}. Rows and counts are as before; make "
+                "it as the one that was saved"
+            ) from error
+        finally:
+            if policy is not None:
+                policy.load_state_dict(of_policy)
+            if name != "the policy":
+                envs.load(of_envs)
 
     def go_on_from(self, state: Mapping[str, Any], since: Since | None = None) -> None:
         """Take over counts, ids, seeds, policy and generators, as `take_state_over`."""

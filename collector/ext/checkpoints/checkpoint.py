@@ -564,13 +564,43 @@ def _require_sound(state: Mapping[str, Any], parts: Mapping[str, Mapping[str, An
     if (own := state["collector"]) is None:
         return
     ledger = Ledger()
+    if absent := {"slots", "executed", "stored"} - own["ledger"].keys():
+        raise KeyError(*absent)
     ledger.load(own["ledger"])
     ledger.check()
     for name in ("seed", "next_id", "open"):
         if type(own[name]) is not int or own[name] < 0 or (name != "seed" and own[name] >= 2**62):
             raise ValueError(f"{name}: {own[name]!r:.40}")
-    torch.Generator().set_state(own["generators"]["torch"])
-    SlotRng().state = own["generators"]["actions"]
+    for name, kinds in (("lanes", int | None), ("shard", str | None), ("policy", dict | None)):
+        if not isinstance(own.get(name), kinds):
+            raise TypeError(f"{name}: {own[name]!r:.40}")
+    if (policy := own["policy"]) is not None:
+        _require_policy(policy)
+    streams = own["generators"].get("policies", [])
+    if len(streams) != (len(policy["parts"]) if policy and "parts" in policy else 0):
+        raise ValueError(f"generators of {len(streams)} policies")
+    for each in (own["generators"], *streams):
+        if each["torch"] is not None or each is own["generators"]:
+            torch.Generator().set_state(each["torch"])
+        SlotRng().state = each["actions"]
+
+
+def _require_policy(state: Mapping[str, Any]) -> None:
+    """Raise an error of any kind for the state of no policy; its weights may be any."""
+    numbers, several = [state["version"]], "parts" in state
+    for id, part in zip(state["ids"], state["parts"], strict=True) if several else ():
+        if not isinstance(id, int | str):
+            raise TypeError(f"a policy called {id!r:.40}")
+        if part is not None:
+            _require_policy(part)
+    if several:
+        for name in ("versions", "openings"):
+            if len(state[name]) != len(state["parts"]):
+                raise ValueError(f"{name}: {state[name]!r:.40}")
+            numbers += state[name]
+    for number in numbers:
+        if not is_count(number) or not 0 <= number < 2**62:
+            raise ValueError(f"a version or an opening: {number!r:.40}")
 
 
 def _path_of(path: PathLike | None, parts: dict[str, Any]) -> Path:

@@ -28,6 +28,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import MemoryMappedTensor
 from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.envs import GymEnv, ObservationNorm, TransformedEnv
 
 from tallyroll.collector import SyncCollector, load_checkpoint, save_checkpoint
 from tallyroll.collector.errors import ArgumentError, LedgerError, StateError
@@ -472,6 +474,8 @@ def test_damage_is_told(how: str, match: str, tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "c" / "000001-at-0", net=net)
 
 
+MISSING = object()
+
 IMPOSSIBLE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "NumPy's generator": (("generators", "numpy", 2), 2**30),
     "a part's MT19937": (("parts", 0, 2, "state", "pos"), -(2**30)),
@@ -484,6 +488,8 @@ IMPOSSIBLE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "the next id": (("collector", "next_id"), 2**63 - 1),
     "the seed": (("collector", "seed"), -1),
     "open trajectories": (("collector", "open"), 1.5),
+    "lanes": (("collector", "lanes"), torch.zeros(2)),
+    "a shard": (("collector", "shard"), 1),
 }
 
 
@@ -492,8 +498,21 @@ def replaced(value: Any, place: tuple[Any, ...], new: Any) -> Any:
     if not place:
         return new
     items = value.copy() if isinstance(value, dict) else list(value)
-    items[place[0]] = replaced(items[place[0]], place[1:], new)
+    if place[1:] or new is not MISSING:
+        items[place[0]] = replaced(items[place[0]], place[1:], new)
+    else:
+        del items[place[0]]
     return tuple(items) if isinstance(value, tuple) else items
+
+
+def put_state(path: Path, state: Any) -> None:
+    """Replace the state in a checkpoint, with checks that fit."""
+    torch.save(state, path / folder.STATE)
+    found = json.loads((path / folder.ABOUT).read_text())
+    found |= {"nbytes": (path / folder.STATE).stat().st_size}
+    found |= {"sha256": folder._sha256(path / folder.STATE)}
+    found.pop("crc32")
+    (path / folder.ABOUT).write_text(json.dumps(sealed(found)))
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
@@ -512,12 +531,7 @@ def test_numbers_that_nothing_can_go_on_from(name: str, tmp_path: Path) -> None:
         next(iter(collector))
         collector.shutdown()
     state = torch.load(path / folder.STATE, weights_only=True)
-    torch.save(replaced(state, *IMPOSSIBLE[name]), path / folder.STATE)
-    found = json.loads((path / folder.ABOUT).read_text())
-    found |= {"nbytes": (path / folder.STATE).stat().st_size}
-    found |= {"sha256": folder._sha256(path / folder.STATE)}
-    found.pop("crc32")
-    (path / folder.ABOUT).write_text(json.dumps(sealed(found)))
+    put_state(path, replaced(state, *IMPOSSIBLE[name]))
 
     def load() -> int:
         with MemmapStorage(tmp_path / "rows", mode="append") as storage:
@@ -531,6 +545,85 @@ def test_numbers_that_nothing_can_go_on_from(name: str, tmp_path: Path) -> None:
         return head
 
     assert in_a_child(load, seconds=60) == 40
+
+
+def collector_over(storage: MemmapStorage, several: bool, **options: Any) -> SyncCollector:
+    """Return a collector of two policies, or of one and an environment that has a state."""
+    torch.manual_seed(3)
+    policies: Any = [([0], Chooser()), ([1], Chooser())]
+    return SyncCollector(
+        "CartPole-v1" if several else normalised,
+        policies if several else Chooser(),
+        num_envs=2 if several else None,
+        frames_per_batch=20,
+        total_frames=80,
+        seed=0,
+        storage=storage,
+        **options,
+    )
+
+
+class Chooser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.net(observation).argmax(-1)
+
+
+def normalised() -> TransformedEnv:
+    return TransformedEnv(
+        GymEnv("CartPole-v1", categorical_action_encoding=True),
+        ObservationNorm(loc=0.5, scale=2.0, in_keys=["observation"]),
+    )
+
+
+PLACES: dict[str, list[tuple[Any, ...]]] = {
+    "env": [(), ("items",), ("items", 0), ("items", 1), ("keys", 0)],
+    "policy": [(), ("version",), ("weights",), ("weights", "items", 0), ("weights", "keys", 1)],
+    "several": [
+        *[(each,) for each in ("parts", "ids", "versions", "openings", "version")],
+        *[("parts", 0, *each) for each in ((), ("version",), ("weights",))],
+        *[(each, 0) for each in ("versions", "openings", "ids")],
+    ],
+    "rest": [
+        *[(each,) for each in ("ledger", "next_id", "open", "generators", "policy")],
+        *[("generators", each) for each in ("torch", "actions")],
+    ],
+    "generators": [("policies",), ("policies", 0), ("policies", 0, "actions")],
+}
+OTHERS = (None, [], "x", -7, {}, torch.zeros(3, 3), MISSING)
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_states_of_another_shape_change_nothing(kind: str, tmp_path: Path) -> None:
+    """What a policy, an environment or a count cannot load is refused before rows go back."""
+    several = kind in ("several", "generators")
+    with MemmapStorage(tmp_path / "rows") as storage:
+        collector = collector_over(storage, several)
+        batches = iter(collector)
+        next(batches)
+        path = save_checkpoint(tmp_path / "saved", collector=collector)
+        assert path is not None
+        next(batches)
+        collector.shutdown()
+    state = torch.load(path / folder.STATE, weights_only=True)
+    part = {"several": ("policy",), "rest": ()}.get(kind, (kind,))
+    with MemmapStorage(tmp_path / "rows", mode="append") as storage:
+        collector = collector_over(storage, several, resume=True)
+        before = repr(collector.state_dict())
+        for place in PLACES[kind]:
+            for value in OTHERS:
+                put_state(path, replaced(state, ("collector", *part, *place), value))
+                with pytest.raises((StateError, LedgerError)):
+                    load_checkpoint(path, collector=collector)
+                assert storage.head == 40
+                assert repr(collector.state_dict()) == before
+        put_state(path, state)
+        load_checkpoint(path, collector=collector)
+        assert storage.head == 20
+        collector.shutdown()
 
 
 def test_where_nothing_is(tmp_path: Path) -> None:
