@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.runs:
         facts = {"path": facts["path"], "runs": facts["runs"]}
     text = runs_as_text if args.runs else as_text
-    emit(json.dumps(facts, indent=2, allow_nan=False) + "\n" if args.json else text(facts))
+    emit(json.dumps(as_json(facts), indent=2, allow_nan=False) + "\n" if args.json else text(facts))
     return 0
 
 

@@ -16,6 +16,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.collector.cli.reading import trajectories
 from tallyroll.storage import MemmapStorage, open_storage
+from tallyroll.storage.files.manifest import sealed
 
 from collect_kit import ByObservation
 from worker_kit import DISABLED, LANES, factory
@@ -134,6 +135,22 @@ def test_runs_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"made {run['made']['at']}, on {run['made']['host']}" in text
         assert f"policy's code {run['made']['policy']['code']}" in text
     assert "Columns" not in text
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_json_does_not_have(
+    number: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MemmapStorage(tmp_path / "rows") as storage:
+        storage.extend({("x",): np.zeros(3)})
+    manifest = tmp_path / "rows" / "manifest.json"
+    found = json.loads(manifest.read_bytes())
+    found.pop("crc32")
+    found["runs"][0]["shard"] = {"run": "r", "index": number, "of": 2}
+    manifest.write_text(json.dumps(sealed(found)))
+    for more in ((), ("--runs",)):
+        said = json.loads(shown(capsys, str(tmp_path / "rows"), "--json", *more))
+        assert said["runs"][0]["shard"]["index"] == str(number)
 
 
 def test_trajectories_alone(
