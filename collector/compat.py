@@ -14,7 +14,7 @@ import sys
 import threading
 from functools import partial
 from importlib import import_module
-from multiprocessing import forkserver, process
+from multiprocessing import forkserver, process, resource_tracker, spawn, util
 from operator import attrgetter
 from pathlib import Path
 from queue import Empty
@@ -456,6 +456,50 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def preloaded_modules() -> list[str]:
     """Modules that the fork server was asked to import, by us and by others."""
     return list(getattr(forkserver._forkserver, "_preload_modules", ()))
+
+
+def set_openblas_threads(threads: int) -> None:
+    """Set the threads of NumPy's OpenBLAS, which reads its variable only when it is loaded."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in maps if "openblas" in line}
+    for library in map(ctypes.CDLL, sorted(paths)):
+        for name in _OPENBLAS_THREADS:
+            if (found := getattr(library, name, None)) is not None:
+                found(threads)
+                break
+
+
+_OPENBLAS_THREADS = (
+    "scipy_openblas_set_num_threads64_",
+    "openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads",
+)
+"""Names of one function, by the package that has it."""
+
+
+def interpreter_flags() -> list[str]:
+    """The flags of the command line that this interpreter was started with."""
+    flags: list[str] = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def run_sent(content: int, tracker: int, *files: int) -> int:
+    """Be the process of multiprocessing that comes through a pipe; returns its exit status.
+
+    ``tracker`` is the pipe of the tracker of resources; the process was pickled with ``files``.
+    """
+    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
+    forkserver._forkserver._inherited_fds = [*files]  # type: ignore[attr-defined]
+    status: int = spawn._main(content, os.dup(content))
+    return status
+
+
+def choose_render_device() -> None:
+    """Spread processes over the GPUs by which EGL renders, as TorchRL does when it is imported."""
+    others = torch.cuda.device_count() - 1
+    if others > 0:
+        os.environ["EGL_DEVICE_ID"] = str(1 + os.getpid() % others)
 
 
 def is_starting() -> bool:

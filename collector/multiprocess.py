@@ -135,7 +135,8 @@ class MultiprocessCollector(Collector):
             :meth:`shutdown` waits up to 10 seconds for steps under way, then warns. Or a function
             that returns a transport of your own for pickled jobs, one a worker, in processes of
             their own.
-        processes: how worker processes start, and their threads; see :class:`Processes`.
+        processes: how worker processes start, and their threads; see :class:`Processes`. By
+            default they are forks of a server that has imported torch and TorchRL once.
         supervision: how workers are watched, and replaced; see :class:`Supervision`.
         more: the fields of such objects as keywords: ``on_worker_death="respawn"``.
 

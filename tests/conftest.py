@@ -46,8 +46,13 @@ process.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: i
 OURS = re.compile(rf"(?:sem\.mp-|torch_|pym-){os.getpid()}[-_]")
 KERNEL_LISTS = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 GRACE_SECONDS = 5.0
-# Helpers of Python and torch: started on first use, they live as long as the interpreter.
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
+# Of Python, torch and ours: started on first use, they live as long as the interpreter.
+HELPERS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "tallyroll.collector.workers.local.fork_server",
+    "torch_shm_manager",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

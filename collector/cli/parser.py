@@ -309,7 +309,8 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
         "worker waits for another, rows are stored in order of arrival, and which rows differs "
         "from run to run (default: sync)"),
     "--transport": (("process", "thread", "ray"), "",
-        "process: workers are processes; thread: threads of the command's own process, for "
+        "process: workers are processes, forked by one that has imported torch, so that each "
+        "starts at once; thread: threads of the command's own process, for "
         "environments that wait and release the interpreter; one that hangs cannot be replaced; "
         "ray: actors of a Ray cluster (default: process)"),
     "--address": (str, "ADDRESS",

@@ -33,7 +33,9 @@ def _transport(name: str, value: Any) -> Any:
     return value
 
 
-def _start_method(name: str, value: Any) -> str:
+def _start_method(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
     if value == "fork":
         raise ArgumentError(
             f'{name}: "fork" copies a process whose threads (torch has some) do not come '
@@ -85,8 +87,11 @@ class Processes(OptionObject):
     As keywords of the collector they are ``mp_start_method`` and ``threads_per_worker``.
 
     Args:
-        start_method: ``"spawn"``, or ``"forkserver"``, which starts more quickly (its socket in
-            the temporary directory is left there where this process is killed).
+        start_method: ``"forkserver"`` forks workers from a server that imports torch and TorchRL
+            once; ``"spawn"`` starts processes that import them themselves. Default:
+            ``"forkserver"``, but ``"spawn"`` in a child of multiprocessing, in a frozen executable
+            and where the program called ``set_forkserver_preload``. ``"forkserver"`` then uses the
+            server of multiprocessing, which imports these modules.
         threads_per_worker: of torch and of the numerical libraries; by default the cores are
             shared out.
 
@@ -94,8 +99,8 @@ class Processes(OptionObject):
         ArgumentError: one of them cannot be right.
     """
 
-    start_method: str = field(
-        default="spawn", metadata={"check": _start_method, "keyword": "mp_start_method"}
+    start_method: str | None = field(
+        default=None, metadata={"check": _start_method, "keyword": "mp_start_method"}
     )
     threads_per_worker: int | None = field(default=None, metadata={"check": or_none(positive)})
 
@@ -151,7 +156,7 @@ class MoreOfSupervision(MoreOptions, total=False):
 class MoreOfWorkers(MoreOfSupervision, total=False):
     """With those of :class:`Processes`."""
 
-    mp_start_method: str
+    mp_start_method: str | None
     threads_per_worker: int | None
 
 
@@ -245,7 +250,7 @@ class WorkerOptions(SupervisedOptions):
 
     def _refuse_contradictions(self, given: Any) -> None:
         super()._refuse_contradictions(given)
-        if self.transport != "process" and self.processes.start_method != "spawn":
+        if self.transport != "process" and self.processes.start_method == "forkserver":
             raise ArgumentError(
                 f'mp_start_method={self.processes.start_method!r} needs transport="process": '
                 "other workers are not started that way; leave it out"

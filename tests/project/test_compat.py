@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import importlib
 import inspect
+import os
 import signal
 import sys
 from functools import partial, wraps
-from multiprocessing import forkserver, get_context, process
+from multiprocessing import forkserver, get_context, process, resource_tracker, spawn
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -209,6 +212,39 @@ def test_the_fork_server_says_what_it_preloads() -> None:
         assert compat.preloaded_modules() == [*before, "json"]
     finally:
         get_context("forkserver").set_forkserver_preload(before)
+
+
+def test_a_process_can_be_run_from_a_pipe() -> None:
+    """Workers that our fork server forks do (test_fork_server.py)."""
+    assert hasattr(forkserver._forkserver, "_inherited_fds")  # type: ignore[attr-defined]
+    assert hasattr(resource_tracker._resource_tracker, "_fd")
+    assert [*inspect.signature(spawn._main).parameters] == ["fd", "parent_sentinel"]
+
+
+def test_the_threads_of_openblas_can_be_set() -> None:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    (path,) = {line.split()[-1] for line in maps if "openblas" in line}
+    count = ctypes.CDLL(path).scipy_openblas_get_num_threads64_
+    before = count()
+    try:
+        compat.set_openblas_threads(before + 2)
+        assert count() == before + 2
+    finally:
+        compat.set_openblas_threads(before)
+
+
+def test_processes_render_on_the_gpus_that_torchrl_gives_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does so when it is imported, which a fork server does for all of its processes."""
+    monkeypatch.setenv("EGL_DEVICE_ID", "as before")
+    compat.choose_render_device()
+    assert torch.cuda.device_count() > 1 or os.environ["EGL_DEVICE_ID"] == "as before"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    compat.choose_render_device()
+    assert os.environ["EGL_DEVICE_ID"] == str(1 + os.getpid() % 3)
+    source = inspect.getsource(importlib.import_module("torchrl.envs.libs.dm_control"))
+    assert 'os.environ["EGL_DEVICE_ID"] = str(1 + (os.getpid() % n))' in source
 
 
 def test_a_process_knows_whether_it_still_imports(monkeypatch: pytest.MonkeyPatch) -> None:

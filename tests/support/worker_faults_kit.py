@@ -529,8 +529,11 @@ class Parent:
 
 
 def server_of_tests() -> dict[str, Any]:
-    """Where a process finds the fork server of the tests; Python 3.14 asks for its key, too."""
-    names = ("_forkserver_address", "_forkserver_authkey")
+    """Where a process finds the fork server of the tests; Python 3.14 asks for its key, too.
+
+    With the modules that it preloads: without any, workers would come from another server.
+    """
+    names = ("_forkserver_address", "_forkserver_authkey", "_preload_modules")
     return {name: getattr(SERVER, name) for name in names if hasattr(SERVER, name)}
 
 

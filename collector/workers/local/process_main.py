@@ -15,10 +15,13 @@ from tallyroll.collector.workers.local.unblocked_output import drop_output
 from tallyroll.collector.workers.worker import work
 
 
-def main(connection: Connection, job: Arena, alive: Connection, unblocked: bool) -> None:
+def main(
+    connection: Connection, job: Arena, alive: Connection, unblocked: bool, _state: object
+) -> None:
     """Run a worker's process; ``job`` holds a pickled :class:`~messages.Job`.
 
-    ``unblocked``: its output is not to block, as that of its parent is not.
+    ``unblocked``: its output is not to block, as that of its parent is not. ``_state`` was set when
+    it arrived.
     """
     end_with_parent(alive.fileno())
     if unblocked:

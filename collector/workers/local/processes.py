@@ -6,14 +6,22 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import numpy as np
 
-from tallyroll.collector.compat import preloaded_modules
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.workers.local.lifetime import IGNORED, kill_group, kill_when_closed
+from tallyroll.collector.workers.local.fork_server import (
+    PRELOADED,
+    SERVER,
+    ForkedProcess,
+    State,
+    default_start_method,
+    modules_of_caller,
+    signals_blocked,
+)
+from tallyroll.collector.workers.local.lifetime import kill_group, kill_when_closed
 from tallyroll.collector.workers.local.limits import UNGUARDED, limits_named
 from tallyroll.collector.workers.local.memory import Arena
 from tallyroll.collector.workers.local.pipes import (
@@ -141,24 +149,24 @@ class ProcessTransport:
 
     Args:
         jobs: one pickled job a worker.
-        start_method: of :mod:`multiprocessing`.
+        start_method: of :mod:`multiprocessing`; None: :func:`default_start_method`.
         threads: of each worker, in its numerical libraries.
     """
 
     kills = True
 
-    def __init__(self, jobs: Sequence[bytes], *, start_method: str, threads: int) -> None:
+    def __init__(
+        self, jobs: Sequence[bytes], *, start_method: str | None = None, threads: int
+    ) -> None:
         with limits_named(len(jobs)):
             self._jobs = [_in_memory(job) for job in jobs]
         self._threads, self._place = threads, SharedPlace()
         self._waiting = Waiting[ProcessLink]()
-        self._context: Any = get_context(start_method)
-        if start_method == "forkserver":
-            # What takes seconds to import the server imports once, beside what others asked for.
-            # Not the main module: where it lacks a guard, the server itself would come to us.
-            modules = dict.fromkeys([*preloaded_modules(), main.__module__])
-            modules.pop("__main__", None)
-            self._context.set_forkserver_preload([*modules])
+        method = start_method or default_start_method()
+        self._kind = process_kind(method)
+        # A spawned process inherits the state, and a ForkedProcess sends it itself.
+        others = method == "forkserver" and self._kind is not ForkedProcess
+        self._state = State() if others else None
 
     def start(self, index: int) -> ProcessLink:
         """Start a process with its job.
@@ -171,18 +179,20 @@ class ProcessTransport:
             return self._started(index)
 
     def _started(self, index: int) -> ProcessLink:
-        ours, theirs = self._context.Pipe()
-        end, held = self._context.Pipe(duplex=False)
+        if self._kind is ForkedProcess:
+            SERVER.start()
+        ours, theirs = Pipe()
+        end, held = Pipe(duplex=False)
         _held.add(held)
-        process = self._context.Process(
+        process = self._kind(
             target=main,
-            args=(theirs, self._jobs[index], end, drops_output()),
+            args=(theirs, self._jobs[index], end, drops_output(), self._state),
             name=f"tallyroll-worker-{index}",
         )
         try:
             # Python's tracker of resources unblocks signals when it starts.
             resource_tracker.ensure_running()
-            with _threads_limited(self._threads), _signals_blocked():
+            with _threads_limited(self._threads), signals_blocked():
                 process.start()
             with suppress(ProcessLookupError):  # it is gone already, which is heard of
                 kill_when_closed(end.fileno(), process.pid)
@@ -206,6 +216,22 @@ class ProcessTransport:
         """Let the jobs go, and forget the links."""
         self._jobs.clear()
         self._waiting.forget()
+
+
+def process_kind(start_method: str) -> Any:
+    """Return the class of processes that a method starts.
+
+    Where the program preloads modules, ``"forkserver"`` uses the server of multiprocessing.
+    """
+    context: Any = get_context(start_method)
+    if start_method == "spawn":
+        return context.Process
+    modules = modules_of_caller()
+    if not modules:
+        return ForkedProcess
+    # Not the main module: where it lacks a guard, the server itself would come to us.
+    context.set_forkserver_preload([*modules, PRELOADED])
+    return context.Process
 
 
 def _in_memory(job: bytes) -> Arena:
@@ -252,13 +278,3 @@ def _threads_limited(threads: int) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """A process started inside is not hit by a terminal's signals before it can say how."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

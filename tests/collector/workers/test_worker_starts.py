@@ -71,7 +71,7 @@ class Failing:
 def failing(stage: str, at: int, error: BaseException) -> Iterator[list[int]]:
     """Workers from `at` on cannot be started; gives the ids of all that were."""
     pids: list[int] = []
-    process = processes.get_context(QUICK["mp_start_method"]).Process
+    process = processes.process_kind(QUICK["mp_start_method"])
     begin = process.start
 
     def started(self: Any) -> None:
