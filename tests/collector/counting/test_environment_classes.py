@@ -79,7 +79,8 @@ def sync_vector(kind: Callable[[], Any]) -> SyncVectorEnv:
 
 
 def async_vector(kind: Callable[[], Any]) -> AsyncVectorEnv:
-    return AsyncVectorEnv([kind, kind], autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED)
+    mode = gymnasium.vector.AutoresetMode.DISABLED
+    return AsyncVectorEnv([kind, kind], autoreset_mode=mode, context="fork")
 
 
 TWO: dict[str, Any] = {"num_envs": 2}

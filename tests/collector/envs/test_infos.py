@@ -127,7 +127,7 @@ def test_every_info_of_every_row_is_the_one_of_its_step(mode: AutoresetMode, giv
 
 @pytest.mark.slow
 def test_infos_of_an_async_vector() -> None:
-    env = telling(2, SAME, kind=AsyncVectorEnv)
+    env = telling(2, SAME, kind=partial(AsyncVectorEnv, context="fork"))
     infos = [*ALWAYS, *SOMETIMES]
     with SyncCollector(
         env, ByObservation(), frames_per_batch=9, total_frames=40, info_keys=infos

@@ -56,7 +56,8 @@ class Paid2(Paid):
 
 
 def vector(mode: AutoresetMode, kind: Any = SyncVectorEnv, lane: Any = Paid) -> Any:
-    return lambda: kind([lane] * 2, autoreset_mode=mode)
+    options = {"context": "fork"} if kind is AsyncVectorEnv else {}
+    return lambda: kind([lane] * 2, autoreset_mode=mode, **options)
 
 
 def transformed() -> Any:
