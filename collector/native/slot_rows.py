@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tallyroll.collector.native.kernel import StepKernel, compiled, require_names
@@ -80,7 +80,7 @@ class SlotRows(NewRows):
     in_one_call = True
     _columns: Columns | None = None
     """The columns of the storage for which the plan was made."""
-    _kernel: StepKernel | None = field(default_factory=compiled)
+    _kernel: StepKernel | None = None
     _known: Counts | None = None
     """The block of the storage's counts, which the plan refers to."""
     _plan: tuple[Any, ...] = ()
@@ -99,6 +99,7 @@ class SlotRows(NewRows):
         return kernel.store_slots(self._plan, used, count, room, version, watched, batch) >= 0
 
     def _make_plan(self, columns: Columns, header: Header) -> None:
+        self._kernel = compiled()
         blocks = header.known, self.run, self.ledger, self.held, self.log, self.shown
         addresses = table_of(block.address for block in blocks)
         tables = self.numbering, self.checks, self.slab, columns.table_of(self.rows)

@@ -23,11 +23,12 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
+from tallyroll.collector.native import kernel as steps
+from tallyroll.collector.native import slot_rows
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways
-from tallyroll.storage.engine import columns
+from tallyroll.storage.engine import columns, kernel
 from tallyroll.storage.engine.columns import IndexedRows
 from tallyroll.storage.engine.commit_engine import Engine
-from tallyroll.storage.engine.kernel import compiled
 from tallyroll.storage.engine.right_to_write import RightToWrite
 from tallyroll.storage.files.commit_header import Header
 
@@ -181,24 +182,24 @@ PLACES = ["reserve", "head", "record", *range(0, 33, 4)]
 
 
 class Fatal:
-    """In the place of the kernel: a commit has no memory at one of its places, and is killed."""
+    """Both extensions, in which a commit has no memory at one of its places, and is killed."""
 
     def __init__(self, way: str, place: str | int, calls: int) -> None:
         self._way, self._place, self._left = way, place, calls
+        self._rows: Any = kernel.compiled()
+        self._slots: Any = steps.compiled()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(compiled(), name)
+        return getattr(self._slots if hasattr(self._slots, name) else self._rows, name)
 
     def commit_rows(self, table: bytes, *args: Any) -> bool:
         table, header = self._spoilt("commit_rows", table, args[3])
-        kernel: Any = compiled()
-        done: bool = kernel.commit_rows(table, *args[:3], header, *args[4:])
+        done: bool = self._rows.commit_rows(table, *args[:3], header, *args[4:])
         return done
 
     def store_slots(self, plan: tuple[Any, ...], *args: Any) -> int:
         columns, header = self._spoilt("store_slots", *plan[3:5])
-        kernel: Any = compiled()
-        stored: int = kernel.store_slots((*plan[:3], columns, header, *plan[5:]), *args)
+        stored: int = self._slots.store_slots((*plan[:3], columns, header, *plan[5:]), *args)
         return stored
 
     def _spoilt(self, way: str, columns: bytes, header: bytes) -> tuple[bytes, bytes]:
@@ -231,7 +232,11 @@ def killed_within_one_call(folder: str) -> int:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 off = ["fast-collect"] if how[0] == "commit_rows" else []
                 mode = how[1]
-                with patch.object(columns, "compiled", lambda: fatal), ways.switched_off(*off):
+                with (
+                    patch.object(columns, "compiled", lambda: fatal),
+                    patch.object(slot_rows, "compiled", lambda: fatal),
+                    ways.switched_off(*off),
+                ):
                     collect_for_ever(path, RING, 4, mode, told)
 
             _, status = os.waitpid(forked(act), 0)
@@ -242,7 +247,7 @@ def killed_within_one_call(folder: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiled() is None, reason="commits in one call are the extension's")
+@pytest.mark.skipif(kernel.compiled() is None, reason="commits in one call are the extension's")
 def test_killed_within_a_commit_in_one_call(tmp_path: Path) -> None:
     done = in_a_process(killed_within_one_call, str(tmp_path), seconds=110)
     assert done == 2 * 3 * len(PLACES)
