@@ -95,9 +95,9 @@ def test_the_plan_says_why_rows_go_another_way() -> None:
     given: dict[str, Any] = {"frames_per_batch": FEW, "total_frames": FEW}
     with sync_collector(NEXT, storage=RamRing(50), **given) as collector:
         plan = str(collector.plan).splitlines()
-    assert "rows          slab" in plan
+    assert "rows       slab" in plan
     why = "because a RamRing has no files that the extension writes to"
-    assert f"commits       rows, {why}" in plan
+    assert f"commits    rows, {why}" in plan
 
 
 def test_async_workers_collect_exactly_as_many() -> None:

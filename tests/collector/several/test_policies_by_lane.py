@@ -86,7 +86,7 @@ def test_rows_are_those_of_a_hand_loop_bit_for_bit() -> None:
     assert rows["collector", "policy_id"].dtype is torch.int32
     plan = str(collector.plan)
     assert "by lane, because several policies act" in plan
-    assert plan.startswith("acts          module, because")
+    assert plan.startswith("acts       module, because")
 
 
 @pytest.mark.parametrize(
