@@ -304,6 +304,7 @@ class Assembly:
         cut = lanes.cut(self._everywhere)
         post(ledger, LedgerEntry(discarded=self._hand.count, episodes_cut=cut))
         self._hand.drop()
+        self._run.episodes.forget_after(ledger.stored)
         ledger.balance(self._rollout.held)
         ledger.publish()
         self._run.writer.finish(ledger, ledger.discarded - before)

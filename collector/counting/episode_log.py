@@ -133,6 +133,16 @@ class EpisodeLog(Sequence[Episode]):
         with self._turn:
             self._kept = self.take().plus(added, self._limit)
 
+    def forget_after(self, stored: int) -> None:
+        """Forget the newest episodes whose last transition is not among the first ``stored``."""
+        with self._turn:
+            kept = self.take()
+            rows = kept.rows[: kept.size]
+            gone = int(np.count_nonzero(rows["ended_at"] > stored))
+            if gone:
+                rows, size = rows[: kept.size - gone].copy(), kept.size - gone
+                self._kept = kept._replace(rows=rows, size=size, total=kept.total - gone)
+
     def newest(self, count: int, before: int) -> NDArray[np.void]:
         """Return records of the last ``count`` episodes, for `extend` of another log.
 
