@@ -199,7 +199,8 @@ def test_exploration_without_a_spec_gets_that_of_the_environment() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it compiles
 @pytest.mark.parametrize(
-    "keywords", [pytest.param({}, marks=pytest.mark.slow), {"backend": "eager"}]
+    "keywords",
+    [pytest.param({}, marks=[pytest.mark.slow, pytest.mark.timeout(300)]), {"backend": "eager"}],
 )
 def test_a_policy_is_compiled_and_acts_the_same(keywords: dict[str, Any]) -> None:
     policy, asked = linear(), {"compile_policy": keywords or True}
