@@ -1,8 +1,8 @@
-"""Fork server of worker processes: it imports what is slow once, and forks each worker.
+"""Fork server of worker processes: it imports torch and TorchRL once, and forks each worker.
 
-It is ours alone. Multiprocessing has one for the whole program, which may use it with modules, and
-an environment, of its own choice; that one is left as it is. Ours has no socket with a name: it is
-reached by one of a pair, and ends when its parent has closed the other, or was killed.
+Multiprocessing has one fork server for the whole program, which may use it with modules and an
+environment of its own, so workers have another one. It is reached by a socket pair, which has no
+name, and ends when its parent closes the other socket or is killed.
 """
 
 import errno
@@ -101,7 +101,7 @@ class ForkServer:
             self._control = None
 
     def stop(self) -> None:
-        """End the server, if there is one, and wait for it; those that it forked go on unseen."""
+        """End the server, if there is one, and wait for it. Processes that it forked run on."""
         with self._lock:
             self._drop()
             with suppress(ChildProcessError):
@@ -135,7 +135,8 @@ class ForkServer:
         """Start a process that has ``files``.
 
         Returns:
-            A pipe's end from which its exit status comes, one for what it is to run, and its id.
+            The end of a pipe that sends its exit status, the end of a pipe that takes its pickled
+            content, and its id.
 
         Raises:
             OSError: a limit of the system does not allow it.
@@ -222,7 +223,7 @@ def _close(*files: int) -> None:
 
 
 class State:
-    """State of its parent that a forked process takes over when it unpickles this.
+    """State of the parent, set in a forked process that unpickles it.
 
     Environment variables, umask, standard output and error. Random generators are seeded again.
     """
@@ -274,7 +275,7 @@ def _share_limits(pid: int) -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """A process started inside is not hit by a terminal's signals before it can say how."""
+    """Context in which a terminal's signals do not reach a process that starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         yield
@@ -300,7 +301,7 @@ def _launched(control: int) -> int:
 
 def serve(control: int) -> None:
     """Fork a process for each message, and report exit statuses, until the parent has ended."""
-    with suppress(ImportError):  # workers say what is wrong
+    with suppress(ImportError):  # each worker raises it
         import_module(PRELOADED)
     wakes, wake = os.pipe()
     os.set_blocking(wakes, False)
