@@ -258,7 +258,7 @@ class SeveralPolicies(Policy):
 
     def load_newer(self, state: Mapping[str, Any]) -> None:
         """Take over weights of an earlier state, under versions that no weights had."""
-        left, newest = self.openings.left.copy(), max(self.version, *self.versions.values())
+        left, newest = self.openings.left.copy(), max([self.version, *self.versions.values()])
         self.load_state_dict(state)
         self.begin_at(max(newest, self.version) + 1)
         self.openings.left[:] = left

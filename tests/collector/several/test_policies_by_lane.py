@@ -507,6 +507,21 @@ def test_checkpoints_restore_each_policy(rows: Any, tmp_path: Path) -> None:
     assert newest not in (0, 2), "no number names two sets of weights"
 
 
+def test_rows_are_kept_where_all_policies_are_random(tmp_path: Path) -> None:
+    path, saved = tmp_path / "rows", tmp_path / "saved"
+    policies = [([0], None), ("rest", None)]
+    with sync_collector(DISABLED, policies, storage=path, **BUDGET) as collector:
+        next(iter(collector))
+        save_checkpoint(saved, collector=collector)
+        next(iter(collector))
+        before = collector.ledger.stored
+    with sync_collector(DISABLED, policies, storage=path, resume=True, **BUDGET) as collector:
+        load_checkpoint(saved, collector=collector, rows="keep")
+        assert collector.ledger.stored == before
+        assert before + sum(map(len, collector)) == 75
+    assert not verify(path).findings
+
+
 def test_a_ring_knows_that_openings_are_over(tmp_path: Path) -> None:
     path = tmp_path / "ring"
     for frames in (60, 120):
