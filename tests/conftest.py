@@ -150,7 +150,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _new_children(before: set[int]) -> dict[int, psutil.Process]:
-    """Living descendants of this process by id, without the helpers and those of `before`."""
+    """Living descendants of this process by id, without the helpers and `before`."""
     found = {}
     for pid in {*_descendants(os.getpid())} - before:
         try:

@@ -1,10 +1,16 @@
-"""Ways that are switched off, drawn by a number."""
+"""Ways that are switched off, drawn by a number; and the extensions, where they are built."""
 
 from __future__ import annotations
 
+import shutil
+from typing import TypeVar
+
 import numpy as np
+import pytest
 
 from tallyroll.storage import ways
+
+Functions = TypeVar("Functions")
 
 
 def drawn_off(number: int) -> list[str]:
@@ -14,3 +20,13 @@ def drawn_off(number: int) -> list[str]:
     rng = np.random.default_rng([number, 71])
     share = rng.choice([0.1, 0.4, 0.8])
     return [way for way in ways.WAYS if rng.random() < share]
+
+
+def built(found: Functions | None) -> Functions:
+    """Return the functions of an extension, which are there wherever a compiler was."""
+    if found is None:
+        assert "kernel" in ways.off() or shutil.which("cc") is None, (
+            "there is a compiler, and no kernel was built"
+        )
+        pytest.skip("there is no compiler")
+    return found

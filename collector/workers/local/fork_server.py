@@ -245,7 +245,7 @@ def _set_state(environment: dict[str, str], umask: int, outputs: dict[int, Any])
     # Libraries that are loaded do not read these again. Torch gets its number with the job.
     set_openblas_threads(int(environment.get("OPENBLAS_NUM_THREADS", "1")))
     choose_render_device()
-    # The server's generators would be those of all workers. Python's own is seeded by the fork.
+    # A fork copies these generators. Python seeds its own.
     np.random.seed()
     torch.default_generator.seed()
 

@@ -138,7 +138,7 @@ class ObjectFiles:
         self._lock = threading.Lock()
         self._coming: dict[str, Future[bytes]] = {}
         self._distrusted: Counter[str] = Counter()
-        """How often each block was not what was written. A copy on the disk may be the reason."""
+        """How often each block was found damaged; its copy on the disk may be the reason."""
         self._pool: ThreadPoolExecutor | None = None
         self.requests = self.nbytes = 0
         """Blocks, and their bytes, that were asked for so far."""

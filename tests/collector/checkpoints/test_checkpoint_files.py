@@ -598,7 +598,7 @@ OTHERS = (None, [], "x", -7, {}, torch.zeros(3, 3), MISSING)
 
 @pytest.mark.parametrize("kind", PLACES)
 def test_states_of_another_shape_change_nothing(kind: str, tmp_path: Path) -> None:
-    """What a policy, an environment or a count cannot load is refused before rows go back."""
+    """States that policies, environments or counts cannot load are refused before rows go back."""
     several = kind in ("several", "generators")
     with MemmapStorage(tmp_path / "rows") as storage:
         collector = collector_over(storage, several)

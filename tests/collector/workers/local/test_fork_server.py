@@ -1,4 +1,4 @@
-"""Workers that our fork server forks: as ones that were spawned, but for the time that it takes."""
+"""Workers that the fork server forks behave as spawned ones do."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def factory(folder: Path, look: Callable[[], Any]) -> Any:
 
 
 def looks(folder: Path, look: Callable[[], Any], workers: int = 1, **options: Any) -> list[Any]:
-    """What ``look`` returns in each worker of a collector, which collects to its end."""
+    """Return the result of ``look`` in each worker of a collector that collects to its end."""
     folder.mkdir(exist_ok=True)
     make = factory(folder, look)
     with MultiprocessCollector(
@@ -270,7 +270,7 @@ def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A program of its own, whose temporary files go to tmp."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "program.py").write_text(PROGRAM.format(log=str(tmp_path / "log")))
-    # As where JAX is installed; who imports it says so.
+    # A stub of JAX, which logs that it was imported.
     (tmp_path / "jax.py").write_text(f"import os; open({str(tmp_path / 'jax')!r}, 'w')")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     started = subprocess.Popen(
@@ -371,7 +371,7 @@ def test_workers_of_a_server_that_dies(respawns: int) -> None:
 
 
 def test_a_limit_of_the_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on: other workers need it."""
+    """The server runs on, because other workers need it."""
     SERVER.start()
     before, kept = SERVER._pid, fork_server._share_limits
 
