@@ -103,19 +103,14 @@ def test_workers_end_with_the_run(tmp_path: Path, transport: Any, more: dict[str
         made.shutdown()
 
 
-@pytest.mark.parametrize("frames", [7, 8, 10, 12])
-def test_episodes_of_discarded_rows_are_in_no_log(frames: int) -> None:
-    """One worker, whose rows wait for a batch when it raises in its third episode."""
-    made = collector(
-        Breaks, transport="thread", num_envs=1, num_workers=1, frames_per_batch=frames, **ASYNC
-    )
-    with pytest.raises(Exception, match="broken"):
-        list(made)
-    ledger = made.ledger
-    assert ledger.executed == 10
-    assert ledger.stored == ledger.executed - ledger.discarded == frames * (10 // frames)
-    assert [each.ended_at for each in made.episodes] == [5, 10][: ledger.stored // 5]
-    assert made.episodes.total == len(made.episodes) == ledger.episodes_complete
+def test_episodes_of_discarded_rows_are_in_no_log() -> None:
+    """In one of six runs rows of one worker wait for their batch when the other one raises."""
+    for _ in range(30):
+        made = collector(Breaks, transport="thread", **ASYNC)
+        with pytest.raises(Exception, match="broken"):
+            list(made)
+        assert made.episodes.total == len(made.episodes) == made.ledger.episodes_complete
+        assert all(each.ended_at <= made.ledger.stored for each in made.episodes)
 
 
 def test_errors_of_this_process_end_workers_too() -> None:
