@@ -336,9 +336,8 @@ def test_no_weights_are_torn_and_no_lock_outlives_its_holder() -> None:
 def stop_as_holder(pid: int, weights: SharedWeights, dice: random.Random) -> None:
     """Stop a process at a random moment in which it holds the lock."""
     while True:
-        before = weights.version
-        wait_for(lambda before=before: weights.version > before)
-        time.sleep(dice.random() * 0.01)
+        wait_for(lambda: pid in weights._lock._holders())
+        time.sleep(dice.random() * 0.001)
         stop(pid)
         if pid in weights._lock._holders():
             return
