@@ -10,13 +10,13 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
+from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.checks.ranges import ranges_of
+from tallyroll.collector.batches.collect_guard import OWN_INSTANCE
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
-from tallyroll.collector.batches.undivided import OWN_INSTANCE
 from tallyroll.collector.envs.driven.instances import take_over
 from tallyroll.collector.envs.driven.make import CreateEnv, Made, make_env
 from tallyroll.collector.envs.driven.outside_steps import OutsideSteps

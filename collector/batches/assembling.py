@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from tallyroll.collector.batches.assembly import Assembly
+from tallyroll.collector.batches.batch_output import Delivery
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
-from tallyroll.collector.batches.delivery import Delivery
+from tallyroll.collector.batches.fast_collect import OneCall, OneCallOfWorkers
 from tallyroll.collector.batches.layouts.laying_out import LayingOut, Processing
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.one_call import OneCall, OneCallOfWorkers
 from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.run_loop import Assembly
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan, traits_of
 from tallyroll.collector.counting.ledger import Budget
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.policies.acting import Acting
-from tallyroll.collector.rollout.fill_and_carry import Rollout
+from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.storage.rows.keys import next_valid_keys
 

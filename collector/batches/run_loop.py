@@ -1,416 +1,311 @@
-"""The run loop of every collector: batches of exactly so many transitions, counted and stored."""
+"""The loop of a run: takes blocks of transitions, counts and commits them, and makes batches."""
 
-import math
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from math import ceil
-from types import TracebackType
-from typing import Any, Self
+import sys
 
+import numpy as np
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
-from torchrl.data import ReplayBuffer
 
-from tallyroll.collector.batches.assembling import assemble
-from tallyroll.collector.batches.attributes import Attributes
-from tallyroll.collector.batches.batch_iterator import BatchIterator
-from tallyroll.collector.batches.checks.ranges import Range
-from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.rows.rows import RowSource
-from tallyroll.collector.batches.state.beginning import Beginning
-from tallyroll.collector.batches.state.reaching import Reaching
-from tallyroll.collector.batches.state.restarting import Restarting
-from tallyroll.collector.batches.state.run_seeds import Environments
+from tallyroll.collector.batches.batch_output import Delivery
+from tallyroll.collector.batches.checks.checked_blocks import CheckedBlocks
+from tallyroll.collector.batches.checks.final_observations import FinalsWatch
+from tallyroll.collector.batches.checks.value_checks import RangeChecks
+from tallyroll.collector.batches.fast_collect import OneCall
 from tallyroll.collector.batches.state.run_state import RunState
-from tallyroll.collector.batches.stored.resume import Resume
-from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
-from tallyroll.collector.batches.undivided import Undivided, add_end_note
-from tallyroll.collector.counting.ledger import Ledger, known_ticks
-from tallyroll.collector.counting.numbering import lane_seed
-from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
-from tallyroll.collector.options import Options
-from tallyroll.collector.options.checks import not_negative, or_none, positive
-from tallyroll.collector.policies.policy import Policy, Weights
-from tallyroll.collector.rollout.os_signals import deferred, let_go
+from tallyroll.collector.batches.stored.storing_plan import StoringPlan
+from tallyroll.collector.counting.ledger import LedgerEntry, post
+from tallyroll.collector.errors import LedgerError, SilentReset
+from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.rollout.os_signals import call_waiting, waits
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.rollout.source import TransitionSource
-from tallyroll.collector.run_plan import Decision, RunPlan
-from tallyroll.collector.user_code import ENDS, user_code
+from tallyroll.collector.rollout.source import Block, TransitionSource
 from tallyroll.storage.errors import StorageClosed
-from tallyroll.storage.files.manifest import UNVERSIONED
-from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
-class Collector(Attributes, Reaching, ABC):
-    """An iterable of batches that is a context manager.
+class Assembly:
+    """Take blocks of transitions from a source, and make batches of them; see `assembling`.
 
-    One rule for exceptions that were caught: what a signal's handler raises, which is called at
-    the end of the step under way, loses nothing, and the next call goes on as if it had not been;
-    whatever else is raised within a call ends the run, when what was complete is stored, and every
-    later call raises `StateError`, which says what of it was not yielded, and how to go on. In the
-    middle of a step are handlers of a step that takes over a second, of ``collect(n)`` of few
-    steps, and those of SIGALRM, by which code limits its own time.
-
-    Its batches are put together of the blocks of a source by an `Assembly`. A subclass makes
-    the source, in three steps: :meth:`__init__` opens what is stored to,
-    :meth:`_begin_run` gives the run its seed and its numbers once the lanes are known, and
-    :meth:`_drive` takes over the source.
+    Args:
+        run: its counts, and the trajectory and step of every lane.
+        plan: how its rows are stored.
+        slabs: what its rows are like.
+        rollout: where blocks come from.
+        checks: of values.
+        finals: watches final observations.
+        hand: numbers rows, stores them and lays them out.
+        one_call: stores the rows of few slots at once; None: nothing does.
+        acting: the context of steps.
+        apart: whether a batch is of one worker.
     """
-
-    _policy: Policy | None
-    _rollout: TransitionSource
-    _watched: Policy | None = None
-    """The policy whose live weights are compared before each batch; None after a warning."""
-    _release: Callable[[], None] | None = None
-    """Releases workers when an error ends the run; it holds no reference to the collector."""
 
     def __init__(
         self,
-        options: Options,
-        *,
-        replay_buffer: ReplayBuffer | None,
-        storage: StorageLike | None,
-        resume: Resume,
-    ) -> None:
-        self._options = options
-        self._frames_per_batch = options.frames_per_batch
-        sizes = options.total_frames, options.largest_batch
-        self._writer = BatchWriter(
-            storage, replay_buffer, resume, *sizes, options.part, sharded=options.in_shards
-        )
-
-    def _begin_run(self, lanes: int, envs: Environments) -> None:
-        """Give the run its ledger, and seed ``lanes`` lanes of ``envs``."""
-        self._lanes, self._own_lanes = lanes, self._options.own_lanes(lanes)
-        self._beginning = Beginning(self._options, self._policy, self._writer, lanes, envs)
-        self._ledger = self._beginning.ledger
-
-    def _drive(
-        self,
+        run: RunState,
+        plan: StoringPlan,
+        slabs: SlabPlan,
         rollout: TransitionSource,
-        plan: SlabPlan,
-        ranges: Sequence[Range],
-        description: Mapping[str, Any],
+        checks: RangeChecks,
+        finals: FinalsWatch,
+        hand: Delivery,
+        one_call: OneCall | None,
+        acting: Acting,
         *,
-        torchrl: TorchrlLayout | None = None,
-        **call: Any,
+        apart: bool,
     ) -> None:
-        """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance.
+        self._run, self.plan, self._rewards = run, plan, slabs.rewards
+        self._rollout, self._checks, self._finals = rollout, checks, finals
+        self._hand, self.one_call, self._acting = hand, one_call, acting
+        self._apart = apart
+        self._blocks = CheckedBlocks(run, rollout, checks, slabs.rewards, in_place=slabs.in_place)
+        self._everywhere = np.ones(len(run.lanes.step), np.bool_)
+        self._at_once = plan.rows.way == "slab"
+        """True if `collect` stores each block when it comes."""
+        self._most = run.writer.most if self._at_once else run.options.frames_per_batch
+        """Rows that `collect` stores at once."""
+        self._few = run.options.total_episodes is not None
+        """True if the source may end the run by itself, when the last episode is complete."""
+        self._iterations = 0
+        self._under_way = False
+        """True during a batch or a call of `collect`, and after an exception interrupted it."""
 
-        ``torchrl`` lays batches out, where TorchRL's layout is wanted; ``ahead`` copies rows of
-        ``rollout``'s slab while its slots are filled.
+    # --- batches ----------------------------------------------------------------------------------
+
+    def batch(self, size: int | None = None) -> TensorDictBase | None:
+        """Return the next batch; None if the run ended without one. The last batch ends the run.
+
+        It has ``size`` rows (default: ``frames_per_batch``), fewer if the budget ends before.
         """
-        notes = plan.notes
-        if plan.fault is not None:
-            if self._writer.storage is not None:
-                raise EnvironmentRefused(plan.fault)
-            notes = (*notes, f"collected as TorchRL does: {plan.fault}")
-        for note in notes:
-            warnings.warn(note, stacklevel=4)
-        source = RowSource(plan)
-        call["unobserved"] = [list(key) for key in source.unobserved]
-        self._rollout = rollout
-        self._ticks = plan.ticks
-        if self._options.columns.frame_skip is None:
-            call = {**call, "frame_skip": plan.ticks}
-        self._run = self._beginning.state(description, plan.spaces, call)
-        self._restarting = Restarting(self._run, self._beginning, rollout, self._publish)
-        self._assembly = assemble(
-            self._run,
-            source,
-            rollout,
-            ranges,
-            count_random=self._policy is not None,
-            draws=self._beginning.draws,
-            torchrl=torchrl,
-        )
-        if other := self._beginning.other_classes:
-            warnings.warn(other, stacklevel=4)
-        self._undivided = Undivided(self._run, self._assembly, self._release)
-        self._watched = self._policy if self._acts_here else None
-        self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
-        self._ready = self._run.ready
-        self._ledger.publish()
+        run, hand = self._run, self._hand
+        hand.lays_out = run.yields = True
+        most = sys.maxsize if self._apart else size or run.options.frames_per_batch
+        size = run.budget.batch(run.counted, most)
+        self._raise_again(size)
+        self._begin(size)
+        with self._acting:
+            self._gather(size)
+        short = hand.count < size
+        batch = hand.deliver(size) if hand.count else None
+        self._end(short=short)
+        if self.one_call is not None and self.one_call.batch and not run.over:
+            self.one_call.prepare()
+        return batch
 
-    @property
-    def plan(self) -> RunPlan:
-        """The way of each part of the run, and why it is not a faster one; print it.
+    def collect(self, want: int) -> None:
+        """Store ``want`` more transitions, fewer if the run ends before."""
+        ledger, hand, most = self._run.ledger, self._hand, self._most
+        hand.lays_out = False
+        self._raise_again(want)
+        goal = ledger.stored + self._run.budget.batch(self._run.counted, want)
+        self._begin(min(most, goal - ledger.stored))
+        if self._at_once:
+            with self._acting:
+                while ledger.stored < goal and (hand.count or hand.left(goal)):
+                    if not hand.count:
+                        self._take(min(most, hand.left(goal)), 0)
+                    if hand.count:
+                        hand.deliver(goal - ledger.stored)
+                    if hand.left(goal):
+                        if not hand.count and self._rollout.dry:
+                            break
+                        self._admit()
+        while ledger.stored < goal and (hand.count or (hand.left(goal) and not self._rollout.dry)):
+            with self._acting:
+                self._gather(min(most, goal - ledger.stored))
+            if hand.count:
+                hand.deliver(min(most, goal - ledger.stored))
+        self._end(short=ledger.stored < goal)
+        if self.one_call is not None and not self._run.over:
+            self.one_call.prepare()
 
-        Decisions that may change during the run are read again at each access.
-        """
-        storing = vars(self._assembly.plan)
-        return RunPlan(**self._stepping(), counts=self._rollout.counts, **storing)
+    def _raise_again(self, want: int) -> None:
+        """Raise what ended a call of few slots, before gradients are looked at: it left them."""
+        if self.one_call is not None and self.one_call.raised is not None:
+            self._take(want, 0)
 
-    @abstractmethod
-    def _stepping(self) -> dict[str, Decision]:
-        """Return the decisions of the plan on acting and stepping."""
+    def leave(self) -> None:
+        """Let gradients and exploration be as they were, if an exception left them."""
+        self._acting.__exit__()
 
-    # --- iteration --------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches until the budget is met or :meth:`stop` was called.
-
-        After an exception iterating goes on, or raises `StateError`, by the rule above: it never
-        ends as if the budget were met.
-        """
-        return BatchIterator(self._ready, self._make_ready)
-
-    def _make_ready(self) -> bool:
-        """Make the next batch ready, where there is one; False where the run is over."""
-        if self._watched is not None:
-            self._watch(self._watched, self._frames_per_batch)
-        return self._undivided.make_ready()
-
-    def collect(self, n: int) -> int:
-        """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
-
-        The way of off-policy loops, for ``n`` as small as one step of all lanes. With
-        ``surplus="carry"`` the rows are those that iterating would store, each lane's in the order
-        of time; both can be mixed. One call is what a batch is to the other kinds of ``surplus``
-        and to ``reset_at_each_iter``. What the last step made beyond ``n`` waits for the next call.
-        ``n`` may be more than a ring holds. A replay buffer or a postproc gets batches of at most
-        ``frames_per_batch``. With ``durability="power"`` each call waits for the disk.
-
-        Args:
-            n: transitions, 1 or more.
-
-        Returns:
-            How many were stored: ``n``, or fewer where its budget was met or it was stopped.
-            :attr:`last_rows` are their numbers, also after an error, before which whatever was
-            complete and as declared is stored.
-
-        Raises:
-            ArgumentError: there is neither a storage nor a replay buffer.
-            StateError: from within a call, as of the policy; after an exception that ended the run.
-            As iterating does.
-
-        Examples:
-            >>> from tallyroll.collector import SyncCollector
-            >>> from tallyroll.storage import MemmapStorage
-            >>> ring = MemmapStorage(max_size=10_000)
-            >>> collector = SyncCollector(
-            ...     "CartPole-v1", num_envs=8, frames_per_batch=8, total_frames=-1, storage=ring
-            ... )
-            >>> collector.collect(8), collector.last_rows
-            (8, range(0, 8))
-            >>> collector.collect(3), collector.ledger.carried  # five wait for the next call
-            (3, 5)
-            >>> collector.shutdown()
-            >>> ring.close()
-        """
-        writer, one_call = self._writer, self._one_call
-        if not writer.stores:
-            raise ArgumentError(
-                "collect(n) stores transitions: give the collector a storage=, or iterate over it"
-            )
-        if type(n) is not int or n < 1:
-            n = positive("n", n)
-        if self._watched is not None:
-            self._watch(self._watched, n)
-        before, busy = self._ledger.stored, self._run.busy
-        try:
-            if self._run.over:
-                self._run.refuse_ended()
-            elif one_call is None or not one_call.collect(n):
-                with self._undivided:
-                    self._assembly.collect(n)
-        except BaseException as error:
-            self._undivided.leave(error, was_busy=busy)
-            if isinstance(error, ENDS):  # of a signal's handler
-                raise user_code.error("a call of user code", error) from error
-            raise
-        finally:
-            stored = self._ledger.stored
-            self._last_rows = writer.stored_run.rows_of(before, stored)
-        return stored - before
-
-    def __repr__(self) -> str:
-        said = _said_of(self._run, self.lanes) if hasattr(self, "_run") else "not begun"
-        return f"{type(self).__name__}({said})"
-
-    def __len__(self) -> int:
-        """Number of batches still to come in a run of limited frames.
-
-        Before the first batch of a fresh run these are all batches. Rows that an earlier process,
-        an earlier iteration or :meth:`collect` stored are not counted again.
-        """
-        if self._options.by_agent:
-            raise TypeError("a collector whose total_frames are agent transitions has no length")
-        if self._options.total_frames is None:
-            raise TypeError("a collector without total_frames has no length")
-        left = self._options.total_frames - self._ledger.stored
-        return max(0, ceil(left / self.frames_per_batch))
-
-    def __enter__(self) -> Self:
-        """The collector; leaving the block shuts it down."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Shut down. If ``error`` is raised already, it gets a note on errors of the shutdown."""
-        try:
-            self.shutdown()
-        except Exception as again:
-            if error is None:
-                raise
-            add_end_note(error, again)
-
-    def stop(self) -> None:
-        """End the run after the step under way; complete rows make a last, shorter batch.
-
-        Safe to call from a signal handler or another thread.
-        """
-        self._run.stopped = True
-        self._rollout.stop()
-
-    def shutdown(self) -> None:
-        """End the run; close the environment and the storage if they were made here. Idempotent.
-
-        Of a storage of yours that is closed already, what could not be written is a warning.
-        """
-        with user_code("shutdown"), deferred():
-            try:
-                if hasattr(self, "_assembly"):
-                    let_go(self._assembly)
-                    if not self._run.over:
-                        self._assembly.end()
-            except StorageClosed as error:
-                warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
-            finally:
-                try:
-                    self._close_source()
-                finally:
-                    self._writer.close()
-
-    @abstractmethod
-    def _close_source(self) -> None:
-        """Close the environments that were made here. Idempotent."""
-
-    # --- the policy, and how it does --------------------------------------------------------------
-
-    @property
-    def _acts_here(self) -> bool:
-        """True if the policy of this process chooses the actions, and not copies of it."""
-        return True
-
-    def _watch(self, policy: Policy, rows: int) -> None:
-        """Warn, once a run, if live weights changed before a batch and the version did not."""
-        if policy.looks_unchanged(rows):
+    def _begin(self, size: int) -> None:
+        """Begin an iteration whose first batch has ``size`` rows, unless one goes on."""
+        self._run.writer.stored_run.require_open()
+        if self._run.moved:
+            each = self._run.options.reset_at_each_iter and self._iterations > 0
+            self._run.refuse_moved(resets=each and not self._under_way)
+        if self._under_way:
             return
-        with deferred():  # the exception of a handler is not one of the policy's
-            changed = policy.changed_unversioned()
-        ledger = self._ledger
-        if changed and ledger.stored > ledger.random:  # it acted before
-            self._watched = None
-            self._run.writer.stored_run.note(
-                {UNVERSIONED: {"at": ledger.stored, "policy_version": policy.version}}
-            )
-            warnings.warn(
-                "policy: its parameters changed and update_policy_weights_() was not called: it "
-                "acts with the new weights, and rows still get policy_version "
-                f"{policy.version}. Call collector.update_policy_weights_() after each change, so "
-                "that each version names one set of weights",
-                stacklevel=4,
-            )
+        if not self._run.writer.stored_run.begun:
+            self._begin_run()
+        self._under_way = True
+        rollout = self._rollout
+        if self._run.options.reset_at_each_iter and self._iterations:
+            # Carried transitions belong to the trajectories that the reset cuts: they come first.
+            self._take(min(size, rollout.held), size)
+            if not rollout.held:
+                self.restart_lanes()
+        self._iterations += 1
 
-    @property
-    def policy_version(self) -> int:
-        """Number of updates of the policy's weights, of several of any; -1 if actions are random.
+    def _begin_run(self) -> None:
+        """Claim the storage and the ids for this run, before its first row."""
+        self._run.intact = True  # after a refusal the run may begin later
+        first_id = self._run.writer.stored_run.begin(self._run.provenance)
+        self._run.intact = False
+        if first_id is not None:
+            self._run.lanes.begin_at(first_id)
 
-        With ``resume=True`` it is one more than the largest that the run stored: no number names
-        two sets of weights. A state that is loaded says which it has. Another run in a storage
-        begins with 0.
+    def _gather(self, size: int) -> None:
+        """Take blocks until ``size`` rows are in hand; one block if a batch is of one worker."""
+        hand = self._hand
+        while hand.count < size:
+            want = hand.within(size - hand.count)
+            if not want:
+                break
+            self._take(want, 0 if self._apart else size)
+            if self._apart and hand.count:
+                break
+            if hand.count < size:
+                if self._rollout.dry:
+                    break
+                self._admit()
+
+    def _admit(self) -> None:
+        """Call waiting signal handlers while rows are missing: nothing is half done here."""
+        rollout, run = self._rollout, self._run
+        if rollout.paused:
+            rollout.go_on()
+            if run.stopped:
+                rollout.stop()
+        if waits():
+            run.ledger.balance(rollout.held + self._hand.count)
+            run.ledger.publish()
+            run.intact = True
+            call_waiting()
+            run.intact = False
+
+    def _end(self, *, short: bool) -> None:
+        """End an iteration, and the run too if no more rows will come.
+
+        ``short``: fewer came than were wanted.
         """
-        return RANDOM_VERSION if self._policy is None else self._policy.version
+        self._under_way = False
+        if self._run.options.surplus == "discard":
+            self.discard()
+        run = self._run
+        over = run.budget.total is not None and run.met
+        if not over and (short or self._few or run.stopped):
+            over = self._rollout.dry
+        if over:
+            self.finish()
+            self._finals.warn_at_end(run.committed)
 
-    def update_policy_weights_(
-        self, weights: Weights = None, *, policy_id: int | str | None = None
-    ) -> None:
-        """Use new weights for every action chosen from here on, and count the version up.
+    def _take(self, want: int, size: int) -> None:
+        """Add at most ``want`` rows to a batch that is to have ``size`` of them.
 
-        Args:
-            weights: a TensorDict of parameters, a state dict or a module; None takes those that
-                the policy given at construction has now.
-            policy_id: of several policies, which one.
+        After an error, complete and sound rows are stored before it is raised.
         """
-        if self._policy is None:
-            raise ArgumentError("this collector draws random actions: it has no weights to update")
-        with user_code("update_policy_weights_"):
-            self._policy.update_weights(weights, policy_id)
+        one_call = self.one_call
+        try:
+            if one_call is None:
+                block = self._blocks.take(want)
+            else:
+                raised = None if one_call.raised is None else one_call.take_raised()
+                block = self._blocks.take(want, raised)
+            self._blocks.check(block)
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            self._rescue(error)
+            raise
+        count = block.index.size
+        self._add(block, count, more=self._hand.count + count < size)
 
-    def metrics(self, window: int = 100) -> dict[str, float]:
-        """A flat dict for any logger: counts of the run so far, and means over its last episodes.
+    def _add(self, block: Block, count: int, *, more: bool) -> None:
+        """Add the rows of ``block`` to the batch; cuts take effect after them."""
+        self._hand.add(block, count, more=more)
+        if block.cuts is not None:
+            self._begin_anew(block.cuts)
+            self._finals.forget(block.cuts)
 
-        ``frames`` (stored transitions), ``ticks``, ``reset_slots``, ``discarded`` and ``episodes``
-        (those that ended) are of :attr:`ledger`; ticks that are not known are NaN.
-        ``policy_version`` is the present one. The means are over the last ``window`` episodes that
-        this collector saw end; NaN before the first.
+    # --- ends, cuts and errors --------------------------------------------------------------------
+
+    def _begin_anew(self, lanes: NDArray[np.bool_]) -> None:
+        """Cut the open trajectories of ``lanes``: their environments start new ones."""
+        post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.interrupt(lanes)))
+        self._run.lanes.restart(lanes)
+
+    def restart_lanes(self) -> None:
+        """Begin a new trajectory in every lane; no transition may be held then."""
+        self._begin_anew(self._everywhere)
+        self._run.skip_foreseen(self._everywhere)
+        post(self._run.ledger, self._rollout.discard(()).entry)  # the steps that workers made ahead
+        self._rollout.restart_lanes(self._run.ledger)
+
+    def discard(self) -> None:
+        """Discard the surplus; the trajectories that lose a row are cut."""
+        if not self._rollout.held:
+            return
+        entry, lanes, reward, ended = self._rollout.discard(self._rewards)
+        post(self._run.ledger, entry)
+        self._run.ledger.balance(self._rollout.held + self._hand.count)
+        post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.interrupt(lanes)))
+        self._run.skip_foreseen(lanes)
+        with np.errstate(all="ignore"):  # infinite rewards of both signs
+            self._run.lanes.returns[lanes] += reward[lanes]
+        self._run.lanes.length[lanes] += 1
+        self._run.lanes.restart(lanes & ended)
+        self._finals.forget(lanes)
+
+    def _rescue(self, error: BaseException) -> None:
+        """Store the rows taken before ``error``, and the complete and sound ones after them.
+
+        If a final observation is false, the ledger does not balance or the storage was closed,
+        nothing is stored, and ``error`` gets a note that says so. The caller raises ``error``.
         """
-        positive("window", window)
-        recent, ledger = self.episodes[-window:], self.ledger
-        ticks = known_ticks(ledger.counts())
-        return {
-            "frames": ledger.stored,
-            "ticks": math.nan if ticks is None else ticks,
-            "reset_slots": ledger.reset_slots,
-            "discarded": ledger.discarded,
-            "episodes": ledger.episodes_complete,
-            "policy_version": self.policy_version,
-            "return_mean": _mean([episode.total_return for episode in recent]),
-            "length_mean": _mean([float(episode.length) for episode in recent]),
-            **_of_agents(ledger),
-        }
+        try:
+            self._store_complete()
+            self.finish()
+        except (LedgerError, SilentReset, StorageClosed) as again:
+            error.add_note(f"tallyroll: complete transitions were not stored: {again}")
 
-    # --- seeds and state --------------------------------------------------------------------------
+    def _store_complete(self) -> None:
+        """Store the complete and sound rows, if the run has a storage or a replay buffer."""
+        self._hand.lays_out, self._run.stopped = False, True
+        if self._run.writer.stores:  # else the rows would reach no reader
+            most = self._hand.most
+            for block in self._rollout.salvage(self._blocks.sound, most):
+                post(self._run.ledger, block.entry)
+                self._add(block, len(block), more=True)
+            if self._hand.count:
+                self._hand.deliver(self._hand.count)
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed everything and start new trajectories; return a seed for another collector.
+    def end(self) -> None:
+        """End the run at the caller's wish; the rows of an interrupted batch are stored before."""
+        try:
+            if self._under_way and not self._run.busy:
+                self._store_complete()
+        finally:
+            self.finish()
 
-        Transitions that wait for the next batch are discarded.
-        """
-        checked = or_none(not_negative)("seed", seed)
-        with user_code("set_seed"):
-            self._undivided.restart(partial(self._beginning.seeds.seed, checked))
-        return seed if static_seed else lane_seed(seed, self.lanes, 0)
+    def end_by(self, error: BaseException) -> None:
+        """End the run because ``error`` was raised within it."""
+        try:
+            if not self._run.over:
+                self.finish()
+        finally:
+            self._run.ended_by(error)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that a later collector needs to go on: budget, ids, seeds, policy, generators.
-
-        Environments cannot be saved: after loading, every lane starts a new trajectory, from a
-        seed that was not used before. Transitions that wait for the next batch are discarded.
-        """
-        with user_code("state_dict"):
-            return self._restarting.saved()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a result of :meth:`state_dict`; call it before iterating.
-
-        Raises:
-            StateError: this collector has collected already, or the state has other parts.
-        """
-        with user_code("load_state_dict"):
-            self._restarting.go_on_from(state)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
-
-
-def _of_agents(ledger: Ledger) -> dict[str, float]:
-    """Counts of agent transitions, where a budget is one of them."""
-    names = () if ledger.agent_budget is None else ("agent_transitions", "agent_surplus")
-    return {name: getattr(ledger, name) for name in names}
-
-
-def _said_of(run: RunState, lanes: int) -> str:
-    total = None if run.options.by_agent else run.options.total_frames
-    storage = run.writer.storage
-    of = "" if total in (None, -1) else f" of {total:,}"
-    where = "" if storage is None else f", in {storage!r}"
-    said = f"{lanes} lane{'s' * (lanes > 1)}, {run.ledger.shown.stored:,}{of} transitions{where}"
-    return f"{said}, ended" if run.over else said
+    def finish(self) -> None:
+        """End the run: discard what is carried, and cut the open trajectories."""
+        self._run.over = True
+        if self.one_call is not None:
+            self.one_call.settle()
+        ledger, lanes = self._run.ledger, self._run.lanes
+        before = ledger.discarded
+        self._rollout.stop()
+        post(ledger, self._rollout.discard(()).entry)
+        cut = lanes.cut(self._everywhere)
+        post(ledger, LedgerEntry(discarded=self._hand.count, episodes_cut=cut))
+        self._hand.drop()
+        self._run.episodes.forget_after(ledger.stored)
+        ledger.balance(self._rollout.held)
+        ledger.publish()
+        self._run.writer.finish(ledger, ledger.discarded - before)
+        self._hand.warn()

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.stored.resume import has_begun, last_run_of
 from tallyroll.collector.cli.output import CommandError, emit, pasteable, say
 from tallyroll.collector.cli.page import Page

@@ -6,7 +6,7 @@ import numpy as np
 
 from tallyroll.collector.counting.transitions import Mask
 from tallyroll.collector.policies.several.policies import SeveralPolicies
-from tallyroll.collector.rollout.filling import Filling
+from tallyroll.collector.rollout.slab_filler import Filling
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 

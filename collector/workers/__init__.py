@@ -14,7 +14,7 @@ A worker may end, hang or raise at any instruction. From there on, in this order
    `leases/source.py` in its leases, which `leases/budget.py` gives to others (`lose`).
 4. `WorkerStartup.allowed` (`startup/start_and_replace.py`) says whether another may take its place,
    by the options in `worker_options.py`; else it raises the error, and the run ends: rows that are
-   complete are stored (`collector/batches/assembly.py`).
+   complete are stored (`collector/batches/run_loop.py`).
 5. `WorkerStartup.replace` counts the new worker in the ledger, and with it an incarnation, from
    which its lanes get seeds that none had before; the steps to its readiness are a generator
    (`_getting_ready`): made, called as the one before it was by `env_call` and `env_set`

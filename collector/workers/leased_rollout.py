@@ -8,8 +8,8 @@ from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies, openings_of
 from tallyroll.collector.rollout.driver import LocalDriver
-from tallyroll.collector.rollout.filling import SLOTS_AT_ONCE, Filling
 from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
+from tallyroll.collector.rollout.slab_filler import SLOTS_AT_ONCE, Filling
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.central import NoActions
 from tallyroll.collector.workers.messages import Filled, Lease

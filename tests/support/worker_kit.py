@@ -32,7 +32,7 @@ from tallyroll.collector import (
     SyncCollector,
     multiprocess,
 )
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.workers.leases.source import Leases
 from tallyroll.collector.workers.local.threads import ThreadTransport
 

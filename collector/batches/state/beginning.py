@@ -26,7 +26,7 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.driver import Driver
-from tallyroll.collector.rollout.fill_and_carry import Rollout
+from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.storage.package.versions import versions
 from tallyroll.storage.rows.keys import RANDOM_VERSION

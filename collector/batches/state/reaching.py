@@ -5,10 +5,10 @@ from copy import deepcopy
 from operator import index
 from typing import Any
 
+from tallyroll.collector.batches.collect_guard import Undivided
 from tallyroll.collector.batches.state.beginning import Beginning
 from tallyroll.collector.batches.state.events import event_of
 from tallyroll.collector.batches.state.run_state import RunState
-from tallyroll.collector.batches.undivided import Undivided
 from tallyroll.collector.envs.reaching.asked import Asked, Outcome, Way
 from tallyroll.collector.errors import (
     ArgumentError,

@@ -22,7 +22,7 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import LocalDriver
-from tallyroll.collector.rollout.fill_and_carry import Rollout
+from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageMissing

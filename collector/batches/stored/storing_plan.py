@@ -12,7 +12,7 @@ from tallyroll.collector.batches.stored.sinks import stores_slots
 from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.native.kernel import is_built
 from tallyroll.collector.options import Options
-from tallyroll.collector.rollout.fill_and_carry import Rollout
+from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.source import TransitionSource
 from tallyroll.collector.run_plan import (
     Decision,

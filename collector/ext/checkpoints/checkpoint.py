@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.state.saved_state import Since
 from tallyroll.collector.batches.stored.resume import newest_version
 from tallyroll.collector.batches.stored.stored_run import StoredRun

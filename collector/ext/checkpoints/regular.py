@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.checkpoints.checkpoint import (
     Rows,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.logs.target import Newest, Row, Target, open_target
 from tallyroll.collector.options.checks import positive

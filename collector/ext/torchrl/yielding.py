@@ -15,10 +15,10 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
+from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.layouts.trajectories import padded, split_trajectories
-from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.stored.buffer_items import extend_buffer, require_items
 from tallyroll.collector.batches.stored.sinks import takes_rows

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.stored.writer import ClosedFirstWarning
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import open_storage, verify

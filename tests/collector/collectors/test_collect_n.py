@@ -18,7 +18,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from ways_kit import drawn_off
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torchrl.data import ReplayBuffer
 
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.torchrl import Collector as Named
 from tallyroll.storage import MemmapStorage, open_storage, verify
 

@@ -18,7 +18,7 @@ import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import RunUnderWay
 

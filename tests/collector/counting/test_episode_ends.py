@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.storage import MemmapStorage, ways
 

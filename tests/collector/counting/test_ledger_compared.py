@@ -18,10 +18,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches import delivery
+from tallyroll.collector.base import Collector
+from tallyroll.collector.batches import batch_output
 from tallyroll.collector.batches.rows.rows import Part
 from tallyroll.collector.batches.rows.slab_rows import SlabPart
-from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.batches.stored import writer
 from tallyroll.collector.errors import LedgerError, StateError, TransitionError, WorkerRaised
 from tallyroll.collector.rollout.driver import Account, LocalDriver
@@ -167,7 +167,7 @@ def tampered(step: Step, what: str) -> Iterator[Once]:
         if step == "source"
         else patch.object(Block, "of", wrapped(Block.of))
         if step == "block"
-        else patch.object(delivery, "merge", wrapped(delivery.merge))
+        else patch.object(batch_output, "merge", wrapped(batch_output.merge))
         if step == "delivery"
         else patch.object(writer, "_pieces", wrapped(writer._pieces, list)),
         patch.object(LockstepDriver, "account", wrapped(LockstepDriver.account))

@@ -21,11 +21,11 @@ from torchrl.envs import InitTracker, TransformedEnv
 
 import tallyroll.storage
 from tallyroll.collector import SyncCollector
+from tallyroll.collector.base import Collector
+from tallyroll.collector.batches.collect_guard import Undivided
+from tallyroll.collector.batches.fast_collect import OneCall
 from tallyroll.collector.batches.layouts.small_batches import SmallBatches
-from tallyroll.collector.batches.one_call import OneCall
 from tallyroll.collector.batches.plain_slots import PlainSlots
-from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.batches.undivided import Undivided
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.native.slot_rows import SlotRows

@@ -26,13 +26,13 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from tallyroll import collector as package
 from tallyroll.collector import torchrl as names
-from tallyroll.collector.batches import delivery
-from tallyroll.collector.batches.assembly import Assembly
+from tallyroll.collector.base import Collector
+from tallyroll.collector.batches import batch_output
 from tallyroll.collector.batches.batch_iterator import BatchIterator
-from tallyroll.collector.batches.one_call import OneCall, OneCallOfWorkers
+from tallyroll.collector.batches.collect_guard import Undivided
+from tallyroll.collector.batches.fast_collect import OneCall, OneCallOfWorkers
 from tallyroll.collector.batches.plain_slots import PlainSlots
-from tallyroll.collector.batches.run_loop import Collector
-from tallyroll.collector.batches.undivided import Undivided
+from tallyroll.collector.batches.run_loop import Assembly
 from tallyroll.collector.counting.ledger import Ledger, LedgerEntry
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.policies.acting import Acting
@@ -750,11 +750,11 @@ def test_rows_that_were_counted_and_not_stored_are_not_counted(
     way: str, counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something is raised as their count is added, before or after that was done."""
-    real = delivery.post
+    real = batch_output.post
 
     def raising(ledger: Ledger, entry: LedgerEntry) -> None:
         if ledger.stored >= 2 * BATCH and entry.stored > 0:
-            monkeypatch.setattr(delivery, "post", real)
+            monkeypatch.setattr(batch_output, "post", real)
             if counted:
                 real(ledger, entry)
             raise Interruption
@@ -768,7 +768,7 @@ def test_rows_that_were_counted_and_not_stored_are_not_counted(
 
     make = RUNS["torch"]
     with make(frames_per_batch=BATCH, total_frames=FRAMES, storage=tmp_path / "r") as collector:
-        monkeypatch.setattr(delivery, "post", raising)
+        monkeypatch.setattr(batch_output, "post", raising)
         with pytest.raises(Interruption):
             collect_all(collector)
     collector.ledger.check()

@@ -23,7 +23,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from tallyroll import collector as package
 from tallyroll.collector import SyncCollector
 from tallyroll.collector import torchrl as names
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.storage import MemmapStorage, open_storage, ways
 

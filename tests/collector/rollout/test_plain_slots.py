@@ -26,10 +26,10 @@ from torchrl.envs.utils import exploration_type
 
 import tallyroll.storage
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches import undivided
+from tallyroll.collector.base import Collector
+from tallyroll.collector.batches import collect_guard
 from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
 from tallyroll.collector.batches.plain_slots import PlainSlots
-from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.compat import explore_apart
 from tallyroll.collector.errors import (
     LedgerError,
@@ -280,7 +280,7 @@ def test_a_slot_that_was_left_is_the_next_one(
             collector.collect(LANES)
         with monkeypatch.context() as patched:
             patched.setattr(PlainSlots, "store", lambda *_: False)
-            patched.setattr(undivided.Undivided, "__enter__", interrupt)
+            patched.setattr(collect_guard.Undivided, "__enter__", interrupt)
             with pytest.raises(Interruption):
                 collector.collect(LANES)
         assert collector.ledger.stored == 6 * LANES

@@ -13,7 +13,7 @@ from ram_ring import RamRing
 from torchrl.data import LazyTensorStorage
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector, save_checkpoint
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.stored.sinks import takes_rows
 from tallyroll.collector.errors import ArgumentError, StateError, UserStopIteration
 from tallyroll.collector.native.kernel import compiled

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import pytest
 
 from tallyroll import collector as package
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.rollout import os_signals
 from tallyroll.collector.rollout.os_signals import admitted, deferred, later, pausable
 from tallyroll.collector.rollout.source import Block

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.counting.episode_budget import EpisodeBudget
 from tallyroll.collector.counting.ledger import NOTHING, Ledger, LedgerEntry, post
 from tallyroll.collector.counting.transitions import (
@@ -27,7 +27,7 @@ from tallyroll.collector.counting.transitions import (
 from tallyroll.collector.errors import LedgerError
 from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.driver import Account, Driver
-from tallyroll.collector.rollout.fill_and_carry import Rollout
+from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.run_plan import Decision

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tallyroll.collector import MultiprocessCollector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.plain_slots import PlainSlots
-from tallyroll.collector.batches.run_loop import Collector
 from tallyroll.collector.errors import StateError, WorkerDied
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways

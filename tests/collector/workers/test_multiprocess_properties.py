@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tallyroll.collector import Ledger
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 
 from collect_kit import Batches, assert_same, joined
 from oracles import check_rows

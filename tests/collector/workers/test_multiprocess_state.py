@@ -12,7 +12,7 @@ import torch
 from torchrl.envs import Compose, RewardScaling, RewardSum, TransformedEnv, VecNormV2
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import MemmapStorage
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.collector.counting.ledger import Ledger
 
 GROWING = ("slots", "executed", "reset_slots", "stored", "discarded", "lost", "episodes_complete")

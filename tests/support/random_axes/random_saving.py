@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from tallyroll.collector import load_checkpoint, save_checkpoint
-from tallyroll.collector.batches.run_loop import Collector
+from tallyroll.collector.base import Collector
 from tallyroll.storage.storages import DiskStorage
 
 

@@ -5,8 +5,8 @@ from functools import partial
 from threading import get_ident
 from types import TracebackType
 
-from tallyroll.collector.batches.assembly import Assembly
-from tallyroll.collector.batches.one_call import OneCall
+from tallyroll.collector.batches.fast_collect import OneCall
+from tallyroll.collector.batches.run_loop import Assembly
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go

@@ -16,8 +16,8 @@ from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.sinks import stores_slots
 from tallyroll.collector.counting.ledger import amounts
 from tallyroll.collector.policies.acting import Acting
-from tallyroll.collector.rollout.fill_and_carry import Rollout
 from tallyroll.collector.rollout.os_signals import deferred, waits
+from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.slab.slab import Slab

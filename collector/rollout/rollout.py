@@ -19,8 +19,8 @@ from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.few_slots import FewSlots, FewSlotsOfWorkers, HeldRows
-from tallyroll.collector.rollout.filling import Filling
 from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
+from tallyroll.collector.rollout.slab_filler import Filling
 from tallyroll.collector.rollout.source import Block, Discarded, Sound
 from tallyroll.collector.rollout.standing import Standing
 from tallyroll.collector.run_plan import counting

@@ -1,0 +1,416 @@
+"""The run loop of every collector: batches of exactly so many transitions, counted and stored."""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import ceil
+from types import TracebackType
+from typing import Any, Self
+
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from tallyroll.collector.batches.assembling import assemble
+from tallyroll.collector.batches.attributes import Attributes
+from tallyroll.collector.batches.batch_iterator import BatchIterator
+from tallyroll.collector.batches.checks.ranges import Range
+from tallyroll.collector.batches.collect_guard import Undivided, add_end_note
+from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.state.beginning import Beginning
+from tallyroll.collector.batches.state.reaching import Reaching
+from tallyroll.collector.batches.state.restarting import Restarting
+from tallyroll.collector.batches.state.run_seeds import Environments
+from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.stored.resume import Resume
+from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
+from tallyroll.collector.counting.ledger import Ledger, known_ticks
+from tallyroll.collector.counting.numbering import lane_seed
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.options import Options
+from tallyroll.collector.options.checks import not_negative, or_none, positive
+from tallyroll.collector.policies.policy import Policy, Weights
+from tallyroll.collector.rollout.os_signals import deferred, let_go
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.rollout.source import TransitionSource
+from tallyroll.collector.run_plan import Decision, RunPlan
+from tallyroll.collector.user_code import ENDS, user_code
+from tallyroll.storage.errors import StorageClosed
+from tallyroll.storage.files.manifest import UNVERSIONED
+from tallyroll.storage.rows.keys import RANDOM_VERSION
+
+
+class Collector(Attributes, Reaching, ABC):
+    """An iterable of batches that is a context manager.
+
+    One rule for exceptions that were caught: what a signal's handler raises, which is called at
+    the end of the step under way, loses nothing, and the next call goes on as if it had not been;
+    whatever else is raised within a call ends the run, when what was complete is stored, and every
+    later call raises `StateError`, which says what of it was not yielded, and how to go on. In the
+    middle of a step are handlers of a step that takes over a second, of ``collect(n)`` of few
+    steps, and those of SIGALRM, by which code limits its own time.
+
+    Its batches are put together of the blocks of a source by an `Assembly`. A subclass makes
+    the source, in three steps: :meth:`__init__` opens what is stored to,
+    :meth:`_begin_run` gives the run its seed and its numbers once the lanes are known, and
+    :meth:`_drive` takes over the source.
+    """
+
+    _policy: Policy | None
+    _rollout: TransitionSource
+    _watched: Policy | None = None
+    """The policy whose live weights are compared before each batch; None after a warning."""
+    _release: Callable[[], None] | None = None
+    """Releases workers when an error ends the run; it holds no reference to the collector."""
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        replay_buffer: ReplayBuffer | None,
+        storage: StorageLike | None,
+        resume: Resume,
+    ) -> None:
+        self._options = options
+        self._frames_per_batch = options.frames_per_batch
+        sizes = options.total_frames, options.largest_batch
+        self._writer = BatchWriter(
+            storage, replay_buffer, resume, *sizes, options.part, sharded=options.in_shards
+        )
+
+    def _begin_run(self, lanes: int, envs: Environments) -> None:
+        """Give the run its ledger, and seed ``lanes`` lanes of ``envs``."""
+        self._lanes, self._own_lanes = lanes, self._options.own_lanes(lanes)
+        self._beginning = Beginning(self._options, self._policy, self._writer, lanes, envs)
+        self._ledger = self._beginning.ledger
+
+    def _drive(
+        self,
+        rollout: TransitionSource,
+        plan: SlabPlan,
+        ranges: Sequence[Range],
+        description: Mapping[str, Any],
+        *,
+        torchrl: TorchrlLayout | None = None,
+        **call: Any,
+    ) -> None:
+        """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance.
+
+        ``torchrl`` lays batches out, where TorchRL's layout is wanted; ``ahead`` copies rows of
+        ``rollout``'s slab while its slots are filled.
+        """
+        notes = plan.notes
+        if plan.fault is not None:
+            if self._writer.storage is not None:
+                raise EnvironmentRefused(plan.fault)
+            notes = (*notes, f"collected as TorchRL does: {plan.fault}")
+        for note in notes:
+            warnings.warn(note, stacklevel=4)
+        source = RowSource(plan)
+        call["unobserved"] = [list(key) for key in source.unobserved]
+        self._rollout = rollout
+        self._ticks = plan.ticks
+        if self._options.columns.frame_skip is None:
+            call = {**call, "frame_skip": plan.ticks}
+        self._run = self._beginning.state(description, plan.spaces, call)
+        self._restarting = Restarting(self._run, self._beginning, rollout, self._publish)
+        self._assembly = assemble(
+            self._run,
+            source,
+            rollout,
+            ranges,
+            count_random=self._policy is not None,
+            draws=self._beginning.draws,
+            torchrl=torchrl,
+        )
+        if other := self._beginning.other_classes:
+            warnings.warn(other, stacklevel=4)
+        self._undivided = Undivided(self._run, self._assembly, self._release)
+        self._watched = self._policy if self._acts_here else None
+        self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
+        self._ready = self._run.ready
+        self._ledger.publish()
+
+    @property
+    def plan(self) -> RunPlan:
+        """The way of each part of the run, and why it is not a faster one; print it.
+
+        Decisions that may change during the run are read again at each access.
+        """
+        storing = vars(self._assembly.plan)
+        return RunPlan(**self._stepping(), counts=self._rollout.counts, **storing)
+
+    @abstractmethod
+    def _stepping(self) -> dict[str, Decision]:
+        """Return the decisions of the plan on acting and stepping."""
+
+    # --- iteration --------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches until the budget is met or :meth:`stop` was called.
+
+        After an exception iterating goes on, or raises `StateError`, by the rule above: it never
+        ends as if the budget were met.
+        """
+        return BatchIterator(self._ready, self._make_ready)
+
+    def _make_ready(self) -> bool:
+        """Make the next batch ready, where there is one; False where the run is over."""
+        if self._watched is not None:
+            self._watch(self._watched, self._frames_per_batch)
+        return self._undivided.make_ready()
+
+    def collect(self, n: int) -> int:
+        """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
+
+        The way of off-policy loops, for ``n`` as small as one step of all lanes. With
+        ``surplus="carry"`` the rows are those that iterating would store, each lane's in the order
+        of time; both can be mixed. One call is what a batch is to the other kinds of ``surplus``
+        and to ``reset_at_each_iter``. What the last step made beyond ``n`` waits for the next call.
+        ``n`` may be more than a ring holds. A replay buffer or a postproc gets batches of at most
+        ``frames_per_batch``. With ``durability="power"`` each call waits for the disk.
+
+        Args:
+            n: transitions, 1 or more.
+
+        Returns:
+            How many were stored: ``n``, or fewer where its budget was met or it was stopped.
+            :attr:`last_rows` are their numbers, also after an error, before which whatever was
+            complete and as declared is stored.
+
+        Raises:
+            ArgumentError: there is neither a storage nor a replay buffer.
+            StateError: from within a call, as of the policy; after an exception that ended the run.
+            As iterating does.
+
+        Examples:
+            >>> from tallyroll.collector import SyncCollector
+            >>> from tallyroll.storage import MemmapStorage
+            >>> ring = MemmapStorage(max_size=10_000)
+            >>> collector = SyncCollector(
+            ...     "CartPole-v1", num_envs=8, frames_per_batch=8, total_frames=-1, storage=ring
+            ... )
+            >>> collector.collect(8), collector.last_rows
+            (8, range(0, 8))
+            >>> collector.collect(3), collector.ledger.carried  # five wait for the next call
+            (3, 5)
+            >>> collector.shutdown()
+            >>> ring.close()
+        """
+        writer, one_call = self._writer, self._one_call
+        if not writer.stores:
+            raise ArgumentError(
+                "collect(n) stores transitions: give the collector a storage=, or iterate over it"
+            )
+        if type(n) is not int or n < 1:
+            n = positive("n", n)
+        if self._watched is not None:
+            self._watch(self._watched, n)
+        before, busy = self._ledger.stored, self._run.busy
+        try:
+            if self._run.over:
+                self._run.refuse_ended()
+            elif one_call is None or not one_call.collect(n):
+                with self._undivided:
+                    self._assembly.collect(n)
+        except BaseException as error:
+            self._undivided.leave(error, was_busy=busy)
+            if isinstance(error, ENDS):  # of a signal's handler
+                raise user_code.error("a call of user code", error) from error
+            raise
+        finally:
+            stored = self._ledger.stored
+            self._last_rows = writer.stored_run.rows_of(before, stored)
+        return stored - before
+
+    def __repr__(self) -> str:
+        said = _said_of(self._run, self.lanes) if hasattr(self, "_run") else "not begun"
+        return f"{type(self).__name__}({said})"
+
+    def __len__(self) -> int:
+        """Number of batches still to come in a run of limited frames.
+
+        Before the first batch of a fresh run these are all batches. Rows that an earlier process,
+        an earlier iteration or :meth:`collect` stored are not counted again.
+        """
+        if self._options.by_agent:
+            raise TypeError("a collector whose total_frames are agent transitions has no length")
+        if self._options.total_frames is None:
+            raise TypeError("a collector without total_frames has no length")
+        left = self._options.total_frames - self._ledger.stored
+        return max(0, ceil(left / self.frames_per_batch))
+
+    def __enter__(self) -> Self:
+        """The collector; leaving the block shuts it down."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shut down. If ``error`` is raised already, it gets a note on errors of the shutdown."""
+        try:
+            self.shutdown()
+        except Exception as again:
+            if error is None:
+                raise
+            add_end_note(error, again)
+
+    def stop(self) -> None:
+        """End the run after the step under way; complete rows make a last, shorter batch.
+
+        Safe to call from a signal handler or another thread.
+        """
+        self._run.stopped = True
+        self._rollout.stop()
+
+    def shutdown(self) -> None:
+        """End the run; close the environment and the storage if they were made here. Idempotent.
+
+        Of a storage of yours that is closed already, what could not be written is a warning.
+        """
+        with user_code("shutdown"), deferred():
+            try:
+                if hasattr(self, "_assembly"):
+                    let_go(self._assembly)
+                    if not self._run.over:
+                        self._assembly.end()
+            except StorageClosed as error:
+                warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
+            finally:
+                try:
+                    self._close_source()
+                finally:
+                    self._writer.close()
+
+    @abstractmethod
+    def _close_source(self) -> None:
+        """Close the environments that were made here. Idempotent."""
+
+    # --- the policy, and how it does --------------------------------------------------------------
+
+    @property
+    def _acts_here(self) -> bool:
+        """True if the policy of this process chooses the actions, and not copies of it."""
+        return True
+
+    def _watch(self, policy: Policy, rows: int) -> None:
+        """Warn, once a run, if live weights changed before a batch and the version did not."""
+        if policy.looks_unchanged(rows):
+            return
+        with deferred():  # the exception of a handler is not one of the policy's
+            changed = policy.changed_unversioned()
+        ledger = self._ledger
+        if changed and ledger.stored > ledger.random:  # it acted before
+            self._watched = None
+            self._run.writer.stored_run.note(
+                {UNVERSIONED: {"at": ledger.stored, "policy_version": policy.version}}
+            )
+            warnings.warn(
+                "policy: its parameters changed and update_policy_weights_() was not called: it "
+                "acts with the new weights, and rows still get policy_version "
+                f"{policy.version}. Call collector.update_policy_weights_() after each change, so "
+                "that each version names one set of weights",
+                stacklevel=4,
+            )
+
+    @property
+    def policy_version(self) -> int:
+        """Number of updates of the policy's weights, of several of any; -1 if actions are random.
+
+        With ``resume=True`` it is one more than the largest that the run stored: no number names
+        two sets of weights. A state that is loaded says which it has. Another run in a storage
+        begins with 0.
+        """
+        return RANDOM_VERSION if self._policy is None else self._policy.version
+
+    def update_policy_weights_(
+        self, weights: Weights = None, *, policy_id: int | str | None = None
+    ) -> None:
+        """Use new weights for every action chosen from here on, and count the version up.
+
+        Args:
+            weights: a TensorDict of parameters, a state dict or a module; None takes those that
+                the policy given at construction has now.
+            policy_id: of several policies, which one.
+        """
+        if self._policy is None:
+            raise ArgumentError("this collector draws random actions: it has no weights to update")
+        with user_code("update_policy_weights_"):
+            self._policy.update_weights(weights, policy_id)
+
+    def metrics(self, window: int = 100) -> dict[str, float]:
+        """A flat dict for any logger: counts of the run so far, and means over its last episodes.
+
+        ``frames`` (stored transitions), ``ticks``, ``reset_slots``, ``discarded`` and ``episodes``
+        (those that ended) are of :attr:`ledger`; ticks that are not known are NaN.
+        ``policy_version`` is the present one. The means are over the last ``window`` episodes that
+        this collector saw end; NaN before the first.
+        """
+        positive("window", window)
+        recent, ledger = self.episodes[-window:], self.ledger
+        ticks = known_ticks(ledger.counts())
+        return {
+            "frames": ledger.stored,
+            "ticks": math.nan if ticks is None else ticks,
+            "reset_slots": ledger.reset_slots,
+            "discarded": ledger.discarded,
+            "episodes": ledger.episodes_complete,
+            "policy_version": self.policy_version,
+            "return_mean": _mean([episode.total_return for episode in recent]),
+            "length_mean": _mean([float(episode.length) for episode in recent]),
+            **_of_agents(ledger),
+        }
+
+    # --- seeds and state --------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed everything and start new trajectories; return a seed for another collector.
+
+        Transitions that wait for the next batch are discarded.
+        """
+        checked = or_none(not_negative)("seed", seed)
+        with user_code("set_seed"):
+            self._undivided.restart(partial(self._beginning.seeds.seed, checked))
+        return seed if static_seed else lane_seed(seed, self.lanes, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a later collector needs to go on: budget, ids, seeds, policy, generators.
+
+        Environments cannot be saved: after loading, every lane starts a new trajectory, from a
+        seed that was not used before. Transitions that wait for the next batch are discarded.
+        """
+        with user_code("state_dict"):
+            return self._restarting.saved()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a result of :meth:`state_dict`; call it before iterating.
+
+        Raises:
+            StateError: this collector has collected already, or the state has other parts.
+        """
+        with user_code("load_state_dict"):
+            self._restarting.go_on_from(state)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _of_agents(ledger: Ledger) -> dict[str, float]:
+    """Counts of agent transitions, where a budget is one of them."""
+    names = () if ledger.agent_budget is None else ("agent_transitions", "agent_surplus")
+    return {name: getattr(ledger, name) for name in names}
+
+
+def _said_of(run: RunState, lanes: int) -> str:
+    total = None if run.options.by_agent else run.options.total_frames
+    storage = run.writer.storage
+    of = "" if total in (None, -1) else f" of {total:,}"
+    where = "" if storage is None else f", in {storage!r}"
+    said = f"{lanes} lane{'s' * (lanes > 1)}, {run.ledger.shown.stored:,}{of} transitions{where}"
+    return f"{said}, ended" if run.over else said
