@@ -12,13 +12,12 @@ from typing import Any, Self
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
-from tallyroll.collector.batches.assembling import assemble
-from tallyroll.collector.batches.attributes import Attributes
 from tallyroll.collector.batches.batch_iterator import BatchIterator
 from tallyroll.collector.batches.checks.ranges import Range
-from tallyroll.collector.batches.collect_guard import Undivided, add_end_note
+from tallyroll.collector.batches.collect_guard import CollectGuard, add_end_note
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.run_loop import make_run_loop
 from tallyroll.collector.batches.state.beginning import Beginning
 from tallyroll.collector.batches.state.reaching import Reaching
 from tallyroll.collector.batches.state.restarting import Restarting
@@ -26,12 +25,16 @@ from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
+from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Ledger, known_ticks
 from tallyroll.collector.counting.numbering import lane_seed
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.checks import not_negative, or_none, positive
+from tallyroll.collector.options.objects import LayoutName
+from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.policies.policy import Policy, Weights
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.os_signals import deferred, let_go
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import TransitionSource
@@ -42,7 +45,7 @@ from tallyroll.storage.files.manifest import UNVERSIONED
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
-class Collector(Attributes, Reaching, ABC):
+class Collector(Reaching, ABC):
     """An iterable of batches that is a context manager.
 
     One rule for exceptions that were caught: what a signal's handler raises, which is called at
@@ -52,12 +55,22 @@ class Collector(Attributes, Reaching, ABC):
     middle of a step are handlers of a step that takes over a second, of ``collect(n)`` of few
     steps, and those of SIGALRM, by which code limits its own time.
 
-    Its batches are put together of the blocks of a source by an `Assembly`. A subclass makes
+    Its batches are put together of the blocks of a source by an `RunLoop`. A subclass makes
     the source, in three steps: :meth:`__init__` opens what is stored to,
     :meth:`_begin_run` gives the run its seed and its numbers once the lanes are known, and
     :meth:`_drive` takes over the source.
     """
 
+    _options: Options
+    _ticks: int | None
+    """Simulator ticks of a transition, as the environment reports them; None: unknown."""
+    _ledger: Ledger
+    _restarting: Restarting
+    _episodes: EpisodeLog
+    _lanes: int
+    _own_lanes: range
+    _frames_per_batch: int
+    _last_rows: range | None = None
     _policy: Policy | None
     _rollout: TransitionSource
     _watched: Policy | None = None
@@ -116,7 +129,7 @@ class Collector(Attributes, Reaching, ABC):
             call = {**call, "frame_skip": plan.ticks}
         self._run = self._beginning.state(description, plan.spaces, call)
         self._restarting = Restarting(self._run, self._beginning, rollout, self._publish)
-        self._assembly = assemble(
+        self._loop = make_run_loop(
             self._run,
             source,
             rollout,
@@ -127,11 +140,72 @@ class Collector(Attributes, Reaching, ABC):
         )
         if other := self._beginning.other_classes:
             warnings.warn(other, stacklevel=4)
-        self._undivided = Undivided(self._run, self._assembly, self._release)
+        self._guard = CollectGuard(self._run, self._loop, self._release)
         self._watched = self._policy if self._acts_here else None
-        self._one_call, self._episodes = self._assembly.one_call, self._run.episodes
+        self._fast_collect, self._episodes = self._loop.fast_collect, self._run.episodes
         self._ready = self._run.ready
         self._ledger.publish()
+
+    # --- attributes -------------------------------------------------------------------------------
+
+    @property
+    def restarting(self) -> Restarting:
+        """The state of the run, as `save_checkpoint` and `load_checkpoint` use it."""
+        return self._restarting
+
+    @property
+    def policy_versions(self) -> dict[int | str, int]:
+        """Number of updates of each of several policies by its id; empty where there is one."""
+        policy = self._policy
+        return policy.versions if isinstance(policy, SeveralPolicies) else {}
+
+    @property
+    def ledger(self) -> Ledger:
+        """The balanced count of the run: a snapshot, which does not change later.
+
+        Any thread may take one. During a call it has the counts of the last commit.
+        """
+        return self._ledger.snapshot()
+
+    @property
+    def episodes(self) -> EpisodeLog:
+        """Finished episodes, the newest last."""
+        return self._episodes
+
+    @property
+    def lanes(self) -> int:
+        """Lanes, over all workers; of a shard its own ones."""
+        return self._lanes
+
+    @property
+    def shard(self) -> ShardOfRun | None:
+        """The part of a run that this collector makes; None: it makes all of it."""
+        return self._options.part
+
+    @property
+    def frames_per_batch(self) -> int:
+        """Transitions a batch."""
+        return self._frames_per_batch
+
+    @property
+    def frame_skip(self) -> int | str | None:
+        """Simulator ticks a transition, or the info key that counts them; None: unknown."""
+        given = self._options.columns.frame_skip
+        return self._ticks if given is None else given
+
+    @property
+    def layout(self) -> LayoutName:
+        """The layout of batches, by its name."""
+        return self._options.layout.name
+
+    @property
+    def last_rows(self) -> range | None:
+        """Numbers, over all rows ever stored, of those of the last :meth:`collect`.
+
+        None before it, where only a replay buffer over another storage knows, and with
+        ``sharded=True``, where a row's number changes while shards grow.
+        """
+        return None if self._options.in_shards else self._last_rows
 
     @property
     def plan(self) -> RunPlan:
@@ -139,7 +213,7 @@ class Collector(Attributes, Reaching, ABC):
 
         Decisions that may change during the run are read again at each access.
         """
-        storing = vars(self._assembly.plan)
+        storing = vars(self._loop.plan)
         return RunPlan(**self._stepping(), counts=self._rollout.counts, **storing)
 
     @abstractmethod
@@ -160,7 +234,7 @@ class Collector(Attributes, Reaching, ABC):
         """Make the next batch ready, where there is one; False where the run is over."""
         if self._watched is not None:
             self._watch(self._watched, self._frames_per_batch)
-        return self._undivided.make_ready()
+        return self._guard.make_ready()
 
     def collect(self, n: int) -> int:
         """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
@@ -199,7 +273,7 @@ class Collector(Attributes, Reaching, ABC):
             >>> collector.shutdown()
             >>> ring.close()
         """
-        writer, one_call = self._writer, self._one_call
+        writer, fast_collect = self._writer, self._fast_collect
         if not writer.stores:
             raise ArgumentError(
                 "collect(n) stores transitions: give the collector a storage=, or iterate over it"
@@ -208,15 +282,15 @@ class Collector(Attributes, Reaching, ABC):
             n = positive("n", n)
         if self._watched is not None:
             self._watch(self._watched, n)
-        before, busy = self._ledger.stored, self._run.busy
+        before, refused = self._ledger.stored, self._guard.refuses
         try:
             if self._run.over:
                 self._run.refuse_ended()
-            elif one_call is None or not one_call.collect(n):
-                with self._undivided:
-                    self._assembly.collect(n)
+            elif fast_collect is None or not fast_collect.collect(n):
+                with self._guard:
+                    self._loop.collect(n)
         except BaseException as error:
-            self._undivided.leave(error, was_busy=busy)
+            self._guard.leave(error, was_refused=refused)
             if isinstance(error, ENDS):  # of a signal's handler
                 raise user_code.error("a call of user code", error) from error
             raise
@@ -265,7 +339,7 @@ class Collector(Attributes, Reaching, ABC):
 
         Safe to call from a signal handler or another thread.
         """
-        self._run.stopped = True
+        self._run.stop()
         self._rollout.stop()
 
     def shutdown(self) -> None:
@@ -275,10 +349,10 @@ class Collector(Attributes, Reaching, ABC):
         """
         with user_code("shutdown"), deferred():
             try:
-                if hasattr(self, "_assembly"):
-                    let_go(self._assembly)
+                if hasattr(self, "_loop"):
+                    let_go(self._loop)
                     if not self._run.over:
-                        self._assembly.end()
+                        self._loop.end()
             except StorageClosed as error:
                 warnings.warn(str(error), ClosedFirstWarning, stacklevel=2)
             finally:
@@ -366,6 +440,9 @@ class Collector(Attributes, Reaching, ABC):
             **_of_agents(ledger),
         }
 
+    def _publish(self) -> None:
+        """Hand the policy's weights to workers, which act by copies; here there are none."""
+
     # --- seeds and state --------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -375,7 +452,7 @@ class Collector(Attributes, Reaching, ABC):
         """
         checked = or_none(not_negative)("seed", seed)
         with user_code("set_seed"):
-            self._undivided.restart(partial(self._beginning.seeds.seed, checked))
+            self._guard.restart(partial(self._beginning.seeds.seed, checked))
         return seed if static_seed else lane_seed(seed, self.lanes, 0)
 
     def state_dict(self) -> dict[str, Any]:

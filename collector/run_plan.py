@@ -8,9 +8,9 @@ change while it runs are asked where they change; they are few:
 * someone replaces the step of a vector environment (`LanesInTurn.are_alone`);
 * a value outside its space was let pass, so that bounds are others (`RangeChecks.eased`);
 * final observations are not judged yet (`FinalsWatch.curious`);
-* a call asks for more than few slots, or for other than whole ones (`OneCall.collect`);
+* a call asks for more than few slots, or for other than whole ones (`FastCollect.collect`);
 * random actions at the beginning of a run are over (`Rollout.make_ready`);
-* the budget ends, the run was stopped, or the storage was closed (`OneCall.collect`);
+* the budget ends, the run was stopped, or the storage was closed (`FastCollect.collect`);
 * the extension finds other arrays than it knows, a full file or a lost lock (`store_slots`).
 """
 

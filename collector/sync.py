@@ -240,11 +240,11 @@ class SyncCollector(Collector):
         Raises:
             StateError: this one is stepping it.
         """
-        if not hasattr(self, "_assembly"):
+        if not hasattr(self, "_loop"):
             return
-        if self._run.busy and not self._run.lost:
+        if self._guard.is_entered:
             raise StateError(f"a collector is stepping this environment; {OWN_INSTANCE}")
-        self._run.busy = self._run.lost = True
+        self._run.lose()
 
 
 class OwnEnvironment:

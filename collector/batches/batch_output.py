@@ -19,7 +19,7 @@ from tallyroll.collector.errors import ItemsDiffer
 from tallyroll.collector.rollout.source import Block, TransitionSource
 
 
-class Delivery:
+class BatchOutput:
     """The rows that were taken from a source, and are in no batch yet.
 
     Args:

@@ -1,13 +1,12 @@
-"""Calls that collect: all of one, or the run ends and nothing of it is stored."""
+"""Guard around each call that collects: it completes, or it ends the run."""
 
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from types import TracebackType
 
-from tallyroll.collector.batches.fast_collect import OneCall
-from tallyroll.collector.batches.run_loop import Assembly
-from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.run_loop import RunLoop
+from tallyroll.collector.batches.state.run_state import Phase, RunState
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.rollout.os_signals import deferred, keep_for, let_go
 from tallyroll.collector.user_code import ENDS, user_code
@@ -15,49 +14,67 @@ from tallyroll.collector.user_code import ENDS, user_code
 OWN_INSTANCE = "make an environment for each collector, or shut this one down before"
 
 
-class Undivided(deferred):
-    """Do all that is inside, or end the run and store nothing of it. Signals' handlers wait."""
+class CollectGuard(deferred):
+    """Defers signal handlers during a call, and ends the run if the call raises.
 
-    __slots__ = ("_assembly", "_kept", "_one_call", "_release", "_run", "_thread")
+    An exception that is raised at a safe point (`RunState.at_safe_point`) leaves the run as it is.
+    """
+
+    __slots__ = ("_fast_collect", "_kept", "_loop", "_release", "_run", "_thread")
 
     def __init__(
-        self, run: RunState, assembly: Assembly, release: Callable[[], None] | None = None
+        self, run: RunState, loop: RunLoop, release: Callable[[], None] | None = None
     ) -> None:
-        self._run, self._assembly = run, assembly
+        self._run, self._loop = run, loop
         self._release = release
-        """Releases what no call needs after an error ended the run; None: there is nothing."""
-        self._one_call, self._kept = assembly.one_call, False
+        """Releases what no call needs after an error ended the run; None if there is nothing."""
+        self._fast_collect, self._kept = loop.fast_collect, False
         self._inner = self._outer = False
         self._thread: int | None = None
-        """The thread that is inside."""
+        """The thread that entered the guard; None if no thread did."""
+
+    @property
+    def is_entered(self) -> bool:
+        """True while a call is under way."""
+        return self._thread is not None or self._run.phase is Phase.COLLECTING
+
+    @property
+    def refuses(self) -> bool:
+        """True if :meth:`__enter__` raises `StateError`."""
+        return self.is_entered or self._run.phase is Phase.LOST
 
     def __enter__(self) -> None:
-        """Let handlers wait, and stay where they are until the run is over."""
+        """Defer signal handlers, and keep the stand-ins for them until the run ends.
+
+        Raises:
+            StateError: a call is under way, or another collector drives the environment.
+        """
         run = self._run
-        if run.busy:
-            if run.lost:
-                raise StateError(
-                    "another collector drove the environment since, and what followed here would "
-                    f"be rows that never were; {OWN_INSTANCE}"
-                )
+        if run.phase is Phase.LOST:
+            raise StateError(
+                "another collector drove the environment since, and what followed here would "
+                f"be rows that never were; {OWN_INSTANCE}"
+            )
+        if self.is_entered:
             raise StateError(
                 "the collector is collecting already: it was called from within, by its policy or "
                 "its environment, or from another thread; let the call under way return before"
             )
-        # What is raised from here on ends this call, and no call before.
-        run.given, run.yields = run.ledger.stored, False
-        # Handlers must not wait for ever after what is raised here, wherever that is.
-        self._inner, self._outer, run.intact = False, False, True
+        # An exception from here on ends this call, and no earlier one.
+        run.note_stored()
+        # __exit__ then calls the handlers even if the lines below are interrupted.
+        self._inner, self._outer = False, False
+        run.reach_safe_point()
         self._thread = get_ident()
         try:
             super().__enter__()
-            run.busy, run.intact = True, False
+            run.begin_call()
+            run.leave_safe_point()
             run.look_outside()
             if not self._kept:
-                self._kept = keep_for(self._assembly)
-            if self._one_call is not None:
-                self._one_call.settle()
-            run.waiting = len(run.ready)
+                self._kept = keep_for(self._loop)
+            if self._fast_collect is not None:
+                self._fast_collect.settle()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -68,96 +85,101 @@ class Undivided(deferred):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the run where there was an error, and call the handlers."""
+        """End the run after an error, and call the deferred handlers."""
         run, original = self._run, error
         if isinstance(error, ENDS):
             error = user_code.error("a call of user code", error)
         try:
             if run.outside is not None:
                 run.outside.remember()
-            run.busy = False
+            run.end_call()
             if error is not None:
-                self._assembly.leave()
-            if error is not None and not run.intact:
-                for end in (partial(self._assembly.end_by, error), self._release):
+                self._loop.leave()
+            if error is not None and not run.at_safe_point:
+                for end in (partial(self._loop.end_by, error), self._release):
                     try:
                         if end is not None:
                             end()
                     except Exception as again:  # noqa: BLE001  `error` is raised
                         add_end_note(error, again)
             if run.over:
-                let_go(self._assembly)
-            self._thread = None  # what is raised from here on is of a handler, and loses nothing
+                let_go(self._loop)
+            self._thread = None  # a handler's exception, from here on, loses nothing
         finally:
             run.ledger.publish()
             super().__exit__(kind, error, trace)
         if error is not None and error is not original:
             raise error from original
 
-    def leave(self, error: BaseException, *, was_busy: bool) -> None:
+    def leave(self, error: BaseException, *, was_refused: bool) -> None:
         """Exit after ``error``, if it was raised between the guard and what it guards.
 
         An exception that is raised at any instruction, such as that of a thread that another one
-        interrupts, can come before the interpreter calls :meth:`__exit__`. ``was_busy``: another
-        call was under way before this one, which was refused.
+        interrupts, can come before the interpreter calls :meth:`__exit__`. ``was_refused``: the
+        guard refused this call, and another one is under way.
         """
-        if was_busy:
+        if was_refused:
             return
         if self._run.outside is not None:  # steps of this call are not the program's
             self._run.outside.remember()
-        if self._one_call is not None:
-            self._one_call.leave()
+        if self._fast_collect is not None:
+            self._fast_collect.leave()
         if self._thread == get_ident():
-            self.__exit__(type(error), error, error.__traceback__)
+            try:
+                self.__exit__(type(error), error, error.__traceback__)
+            finally:
+                self._thread = None
         elif not self.is_left:
             super().__exit__(type(error), error, error.__traceback__)
 
     def make_ready(self) -> bool:
-        """Make the next batch ready, where there is one; False where the run is over."""
-        run, one_call = self._run, self._one_call
+        """Make the next batch ready; return False if the run is over."""
+        run, fast_collect = self._run, self._fast_collect
         if run.over:
             run.refuse_ended()
             return False
-        few = one_call is not None and one_call.batch and not run.busy
-        if one_call is None or not few or not self._make_at_once(one_call):
+        fast = fast_collect is not None and fast_collect.batch and run.phase is Phase.IDLE
+        if not fast or not self._make_at_once():
             self.ready_batch()
         return True
 
-    def _make_at_once(self, one_call: OneCall) -> bool:
-        """Make the next batch ready in one call; return False if the loop has to. Handlers wait."""
+    def _make_at_once(self) -> bool:
+        """Make the next batch ready by the fast path; return False if the loop has to make it."""
+        fast_collect = self._fast_collect
+        assert fast_collect is not None
         try:
             super().__enter__()
-            made = one_call.collect(one_call.batch, yields=True)
+            made = fast_collect.collect(fast_collect.batch, yields=True)
             super().__exit__(None, None, None)
         except BaseException as error:
-            self.leave(error, was_busy=False)
+            self.leave(error, was_refused=False)
             raise
         return made
 
     def ready_batch(self, size: int | None = None) -> None:
-        """Make the next batch ready, of ``size`` rows where not of ``frames_per_batch``."""
-        busy = self._run.busy
+        """Make the next batch ready, of ``size`` rows (default: ``frames_per_batch``)."""
+        refused = self.refuses
         try:
             with self:
-                batch = self._assembly.batch(size)
+                batch = self._loop.batch(size)
                 if batch is not None:
                     self._run.ready.append(batch)
         except BaseException as error:
-            self.leave(error, was_busy=busy)
+            self.leave(error, was_refused=refused)
             raise
 
     def restart(self, then: Callable[[], None] | None = None) -> None:
-        """Start new trajectories; transitions that wait for the next batch are discarded."""
-        busy = self._run.busy
+        """Start new trajectories; discard transitions that wait for the next batch."""
+        refused = self.refuses
         try:
             with self:
                 self._run.moved = ""
-                self._assembly.discard()
-                self._assembly.restart_lanes()
+                self._loop.discard()
+                self._loop.restart_lanes()
                 if then is not None:
                     then()
         except BaseException as error:
-            self.leave(error, was_busy=busy)
+            self.leave(error, was_refused=refused)
             raise
 
 

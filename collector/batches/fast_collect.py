@@ -1,29 +1,106 @@
 """Few slots, by ``collect(n)`` or as a batch, whose rows one call of the extension stores."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from threading import get_ident
+from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
-from tallyroll.collector.batches.plain_slots import PlainSlots
+from tallyroll.collector.batches.layouts.small_batches import SmallBatches
 from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
 from tallyroll.collector.batches.rows.in_slab import InSlab
-from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.state.run_state import Phase, RunState
 from tallyroll.collector.batches.stored.sinks import stores_slots
-from tallyroll.collector.counting.ledger import amounts
+from tallyroll.collector.compat import set_gradients
+from tallyroll.collector.counting.episode_log import EpisodeLog
+from tallyroll.collector.counting.episode_ring import EpisodeRing
+from tallyroll.collector.counting.ledger import COUNTS, amounts
+from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.native.kernel import require_names
+from tallyroll.collector.native.slot_rows import SlotRows
 from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.rollout.few_slots import FewSlots
 from tallyroll.collector.rollout.os_signals import deferred, waits
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.run_plan import FEW_SLOTS
-from tallyroll.collector.slab.progress import HALT
+from tallyroll.collector.slab.progress import FILLED, HALT
 from tallyroll.collector.slab.slab import Slab
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.stores.row_writer import RowWriter
+
+require_names("LEDGER", COUNTS)
 
 
-class OneCall:
+@dataclass(frozen=True, slots=True)
+class FastPath:
+    """The objects by which the plain slots of a slab are filled and stored."""
+
+    rows: SlotRows
+    """Rows that were made for this ``state``, ``eased`` and ``seed``."""
+    few: FewSlots
+    writer: RowWriter
+    reader: FileReader
+    """The reader of the storage; it has no engine after the storage was closed."""
+    episodes: EpisodeLog
+    ring: EpisodeRing
+    """The ring in which ``rows`` note episodes, which ``episodes`` takes from there."""
+    acting: Acting
+    state: LaneState
+    eased: int
+    seed: int | None
+    masks: Callable[[int], bool] | None
+    """A check of all masks of legal actions in slots; None: there are none to check."""
+    batches: SmallBatches | None
+    """The maker of batches that are yielded; None: rows are stored alone."""
+
+    def was_made_for(self, state: LaneState, eased: int, seed: int | None) -> bool:
+        """Return whether ``rows`` were made for these values."""
+        return state is self.state and (eased, seed) == (self.eased, self.seed)
+
+    def fill(self, want: int) -> None:
+        """Step all lanes until ``want`` rows are there; a signal's handler may raise at any point.
+
+        The caller raises an exception again within the run's guard, which leaves ``acting`` too.
+        """
+        acting = self.acting  # not by `with`: that is two calls more
+        before = acting.before = torch.is_grad_enabled(), acting.place.get()
+        try:
+            set_gradients(False)
+            acting.place.put(acting.exploration)
+            self.few.fill(want)
+        finally:
+            set_gradients(before[0])
+            acting.place.put(before[1])
+            acting.before = None
+
+    def store(self, want: int, finals: FinalsWatch, batch: Any = None) -> bool:
+        """Check, number, count and store ``want`` rows; False, with nothing done, if refused.
+
+        An empty ``batch`` of `SmallBatches` is filled with them, and they are stored lane by lane.
+        """
+        few, rows, append = self.few, self.rows, self.writer.append
+        used = few.board[FILLED]
+        if few.has_rounded or not few.sound or (self.masks is not None and not self.masks(used)):
+            return False
+        rows.used, rows.count = used, want
+        rows.version, rows.watched, rows.batch = few.version, finals.looks, batch
+        if self.writer.tell is None:
+            stored = append(rows)
+        else:
+            with deferred():  # replay buffers hear of all rows that are stored
+                stored = append(rows)
+        if self.ring.counts.due:
+            self.episodes.take()
+        return bool(stored)
+
+
+class FastCollect:
     """Collects the rows of few slots at a time; whatever else comes up is left to the run's loop.
 
     Slots that were filled and not stored, or an exception that was raised meanwhile, wait here
@@ -62,10 +139,10 @@ class OneCall:
         """The batch that is ready as soon as all its rows are stored."""
         self._stored_then = 0
         """Number of rows stored in the run then."""
-        self._made: PlainSlots | None = None
-        self.ready: PlainSlots | None = None
+        self._made: FastPath | None = None
+        self.ready: FastPath | None = None
         """The plain slots of the last call, if the next call may store some at once."""
-        self._left: PlainSlots | None = None
+        self._left: FastPath | None = None
         """Plain slots that were filled and may not be stored yet."""
         self.raised: BaseException | None = None
         """The exception raised while they were filled or stored."""
@@ -82,7 +159,7 @@ class OneCall:
         that :meth:`settle` makes the batch ready where the call ``yields`` one.
         """
         plain, total, run = self.ready, self._total, self._run
-        if plain is None or run.busy or want > FEW_SLOTS * self._lanes:
+        if plain is None or run.phase is not Phase.IDLE or want > FEW_SLOTS * self._lanes:
             return False
         if self._left is not None:
             return False
@@ -95,7 +172,8 @@ class OneCall:
             return False  # the loop finds it too, and raises
         self._thread = get_ident()
         try:
-            run.busy, self._by_store, self._left = True, False, plain
+            run.begin_call()
+            self._by_store, self._left = False, plain
             if yields:
                 with self._rollout.interruptible:
                     plain.fill(want)
@@ -110,11 +188,11 @@ class OneCall:
         finally:
             if outside is not None:
                 outside.remember()
-            run.busy = False
+            run.end_call()
         self.ready = None
         return False
 
-    def _store_batch(self, plain: PlainSlots, want: int) -> bool:
+    def _store_batch(self, plain: FastPath, want: int) -> bool:
         """Store the rows, and make them the batch that is ready; False if the loop has to."""
         if plain.few.board[HALT]:  # it ends the run, or calls handlers
             return False
@@ -136,7 +214,7 @@ class OneCall:
     def leave(self) -> None:
         """End a call that an exception left at any instruction, in this thread."""
         if self._thread == get_ident():
-            self._run.busy = False
+            self._run.end_call()
 
     def settle(self) -> None:
         """Count the slots that :meth:`collect` left unstored; they are the next block."""
@@ -160,7 +238,7 @@ class OneCall:
         if not self._finals.curious and self._rollout.make_ready():
             self.ready = self._plain_of(slab)
 
-    def _plain_of(self, slab: Slab) -> PlainSlots | None:
+    def _plain_of(self, slab: Slab) -> FastPath | None:
         """Return what all plain slots share; None if slots are not plain."""
         plain, checks, seed = self._made, self._checks, self._ledger.seed
         writer, state, few = self._run.writer, self._run.lanes, self._rollout.few
@@ -185,7 +263,7 @@ class OneCall:
             log=ring.counts,
             amounts=amounts(self._counts.of_rows(1)).tobytes() + table.places(self._counts.masks),
         )
-        self._made = plain = PlainSlots(
+        self._made = plain = FastPath(
             rows,
             few,
             files,
@@ -211,10 +289,10 @@ class _Guard(deferred):
         self._inner = self._outer = False
 
 
-class OneCallOfWorkers(OneCall):
-    """Does what `OneCall` does, and handlers of signals wait until the step of workers is stored.
+class FastCollectOfWorkers(FastCollect):
+    """A `FastCollect` during which signal handlers wait until the step of workers is stored.
 
-    A step of this process would be broken off by them.
+    They would interrupt the step that workers are making.
     """
 
     _guard: _Guard | None = None
@@ -223,7 +301,7 @@ class OneCallOfWorkers(OneCall):
     def collect(self, want: int, *, yields: bool = False) -> bool:
         """Collect ``want`` rows of few slots; return False if the loop has to do it."""
         assert not yields, "batches are made by the loop, as the plan says"
-        if self.ready is None or self._run.busy:
+        if self.ready is None or self._run.phase is not Phase.IDLE:
             return False
         self._guard = guard = _Guard()
         try:

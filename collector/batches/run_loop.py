@@ -1,28 +1,38 @@
 """The loop of a run: takes blocks of transitions, counts and commits them, and makes batches."""
 
 import sys
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from tallyroll.collector.batches.batch_output import Delivery
+from tallyroll.collector.batches.batch_output import BatchOutput
 from tallyroll.collector.batches.checks.checked_blocks import CheckedBlocks
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
+from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
-from tallyroll.collector.batches.fast_collect import OneCall
-from tallyroll.collector.batches.state.run_state import RunState
-from tallyroll.collector.batches.stored.storing_plan import StoringPlan
-from tallyroll.collector.counting.ledger import LedgerEntry, post
-from tallyroll.collector.errors import LedgerError, SilentReset
+from tallyroll.collector.batches.delivered_counts import DeliveredCounts
+from tallyroll.collector.batches.fast_collect import FastCollect, FastCollectOfWorkers
+from tallyroll.collector.batches.layouts.laying_out import LayingOut, Processing
+from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.rows.in_slab import InSlab
+from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.state.run_state import Phase, RunState
+from tallyroll.collector.batches.stored.storing_plan import StoringPlan, traits_of
+from tallyroll.collector.counting.ledger import Budget, LedgerEntry, post
+from tallyroll.collector.errors import EnvironmentRefused, LedgerError, SilentReset
 from tallyroll.collector.policies.acting import Acting
 from tallyroll.collector.rollout.os_signals import call_waiting, waits
+from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block, TransitionSource
 from tallyroll.storage.errors import StorageClosed
+from tallyroll.storage.rows.keys import next_valid_keys
 
 
-class Assembly:
+class RunLoop:
     """Take blocks of transitions from a source, and make batches of them; see `assembling`.
 
     Args:
@@ -33,7 +43,7 @@ class Assembly:
         checks: of values.
         finals: watches final observations.
         hand: numbers rows, stores them and lays them out.
-        one_call: stores the rows of few slots at once; None: nothing does.
+        fast_collect: stores the rows of few slots at once; None: nothing does.
         acting: the context of steps.
         apart: whether a batch is of one worker.
     """
@@ -46,15 +56,15 @@ class Assembly:
         rollout: TransitionSource,
         checks: RangeChecks,
         finals: FinalsWatch,
-        hand: Delivery,
-        one_call: OneCall | None,
+        hand: BatchOutput,
+        fast_collect: FastCollect | None,
         acting: Acting,
         *,
         apart: bool,
     ) -> None:
         self._run, self.plan, self._rewards = run, plan, slabs.rewards
         self._rollout, self._checks, self._finals = rollout, checks, finals
-        self._hand, self.one_call, self._acting = hand, one_call, acting
+        self._hand, self.fast_collect, self._acting = hand, fast_collect, acting
         self._apart = apart
         self._blocks = CheckedBlocks(run, rollout, checks, slabs.rewards, in_place=slabs.in_place)
         self._everywhere = np.ones(len(run.lanes.step), np.bool_)
@@ -76,7 +86,8 @@ class Assembly:
         It has ``size`` rows (default: ``frames_per_batch``), fewer if the budget ends before.
         """
         run, hand = self._run, self._hand
-        hand.lays_out = run.yields = True
+        hand.lays_out = True
+        run.note_ready(yields=True)
         most = sys.maxsize if self._apart else size or run.options.frames_per_batch
         size = run.budget.batch(run.counted, most)
         self._raise_again(size)
@@ -86,8 +97,8 @@ class Assembly:
         short = hand.count < size
         batch = hand.deliver(size) if hand.count else None
         self._end(short=short)
-        if self.one_call is not None and self.one_call.batch and not run.over:
-            self.one_call.prepare()
+        if self.fast_collect is not None and self.fast_collect.batch and not run.over:
+            self.fast_collect.prepare()
         return batch
 
     def collect(self, want: int) -> None:
@@ -114,12 +125,12 @@ class Assembly:
             if hand.count:
                 hand.deliver(min(most, goal - ledger.stored))
         self._end(short=ledger.stored < goal)
-        if self.one_call is not None and not self._run.over:
-            self.one_call.prepare()
+        if self.fast_collect is not None and not self._run.over:
+            self.fast_collect.prepare()
 
     def _raise_again(self, want: int) -> None:
         """Raise what ended a call of few slots, before gradients are looked at: it left them."""
-        if self.one_call is not None and self.one_call.raised is not None:
+        if self.fast_collect is not None and self.fast_collect.raised is not None:
             self._take(want, 0)
 
     def leave(self) -> None:
@@ -147,9 +158,9 @@ class Assembly:
 
     def _begin_run(self) -> None:
         """Claim the storage and the ids for this run, before its first row."""
-        self._run.intact = True  # after a refusal the run may begin later
+        self._run.reach_safe_point()  # after a refusal the run may begin later
         first_id = self._run.writer.stored_run.begin(self._run.provenance)
-        self._run.intact = False
+        self._run.leave_safe_point()
         if first_id is not None:
             self._run.lanes.begin_at(first_id)
 
@@ -178,9 +189,9 @@ class Assembly:
         if waits():
             run.ledger.balance(rollout.held + self._hand.count)
             run.ledger.publish()
-            run.intact = True
+            run.reach_safe_point()
             call_waiting()
-            run.intact = False
+            run.leave_safe_point()
 
     def _end(self, *, short: bool) -> None:
         """End an iteration, and the run too if no more rows will come.
@@ -203,12 +214,12 @@ class Assembly:
 
         After an error, complete and sound rows are stored before it is raised.
         """
-        one_call = self.one_call
+        fast_collect = self.fast_collect
         try:
-            if one_call is None:
+            if fast_collect is None:
                 block = self._blocks.take(want)
             else:
-                raised = None if one_call.raised is None else one_call.take_raised()
+                raised = None if fast_collect.raised is None else fast_collect.take_raised()
                 block = self._blocks.take(want, raised)
             self._blocks.check(block)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -267,7 +278,8 @@ class Assembly:
 
     def _store_complete(self) -> None:
         """Store the complete and sound rows, if the run has a storage or a replay buffer."""
-        self._hand.lays_out, self._run.stopped = False, True
+        self._hand.lays_out = False
+        self._run.stop()
         if self._run.writer.stores:  # else the rows would reach no reader
             most = self._hand.most
             for block in self._rollout.salvage(self._blocks.sound, most):
@@ -279,7 +291,7 @@ class Assembly:
     def end(self) -> None:
         """End the run at the caller's wish; the rows of an interrupted batch are stored before."""
         try:
-            if self._under_way and not self._run.busy:
+            if self._under_way and self._run.phase is not Phase.COLLECTING:
                 self._store_complete()
         finally:
             self.finish()
@@ -294,9 +306,9 @@ class Assembly:
 
     def finish(self) -> None:
         """End the run: discard what is carried, and cut the open trajectories."""
-        self._run.over = True
-        if self.one_call is not None:
-            self.one_call.settle()
+        self._run.end()
+        if self.fast_collect is not None:
+            self.fast_collect.settle()
         ledger, lanes = self._run.ledger, self._run.lanes
         before = ledger.discarded
         self._rollout.stop()
@@ -309,3 +321,100 @@ class Assembly:
         ledger.publish()
         self._run.writer.finish(ledger, ledger.discarded - before)
         self._hand.warn()
+
+
+@runtime_checkable
+class KeepsNoRows(Protocol):
+    """A source whose workers keep their rows: it has what an `RunLoop` has, for counts alone."""
+
+    def run_loop_of(self, run: RunState) -> Any:
+        """Return what counts, and notes, the transitions of ``run``."""
+
+
+def make_run_loop(
+    run: RunState,
+    source: RowSource,
+    rollout: TransitionSource,
+    ranges: Sequence[Range],
+    *,
+    count_random: bool,
+    draws: bool,
+    torchrl: TorchrlLayout | None,
+) -> RunLoop:
+    """Make an loop, and open the storage of its run.
+
+    Args:
+        run: its state.
+        source: makes rows of blocks.
+        rollout: where blocks come from.
+        ranges: the values that are allowed.
+        count_random: whether random actions are an exception.
+        draws: whether there are some, which are counted.
+        torchrl: lays batches out where ``layout="torchrl"``.
+    """
+    options, writer, slabs = run.options, run.writer, source.plan
+    if isinstance(rollout, KeepsNoRows):
+        writer.open(source.no_rows, run.provenance, source.behind)
+        counting: RunLoop = rollout.run_loop_of(run)
+        return counting
+    lanes = options.own_lanes(len(run.lanes.step))
+    layout = (options, source, lanes, writer, torchrl)
+    laying_out = LayingOut(*layout)
+    if options.postproc is not None:
+        laying_out = Processing(options.postproc, *layout)
+    counts = DeliveredCounts(options, slabs, draws=draws)
+    if options.by_agent:
+        _count_agents(run, counts)
+    at_random = not count_random or draws
+    checks = RangeChecks(ranges, options.checks.validate, slabs.masks, at_random=at_random)
+    watched = options.checks.finals == "check" and not slabs.lost_finals
+    valid = next_valid_keys(slabs.layout)
+    finals = FinalsWatch(lanes, slabs.observed if watched else (), valid)
+    acting = Acting(options.exploration_type)
+    if options.postproc is None:
+        writer.open(source.no_rows, run.provenance, source.behind)
+    traits = traits_of(options, source, rollout, writer, counts, checks, torchrl)
+    plan = StoringPlan.of(traits)
+    in_slab = fast_collect = None
+    if plan.rows.way == "slab":
+        in_slab = InSlab(source, run, laying_out, batches=plan.batches.way != "gathered")
+        if plan.commits.way == "one call":
+            assert isinstance(rollout, Rollout)  # others count lane by lane
+            kind = FastCollectOfWorkers if rollout.driver.in_workers else FastCollect
+            batch = options.frames_per_batch if plan.batches.way == "one call" else 0
+            fast_collect = kind(run, rollout, in_slab, counts, checks, finals, acting, batch)
+    return RunLoop(
+        run,
+        plan,
+        slabs,
+        rollout,
+        checks,
+        finals,
+        BatchOutput(run, source, rollout, counts, finals, laying_out, in_slab),
+        fast_collect,
+        acting,
+        apart=torchrl is not None and torchrl.apart,
+    )
+
+
+def _count_agents(run: RunState, counts: DeliveredCounts) -> None:
+    """Let the budget of ``run`` be one of agent transitions.
+
+    Those of a run that goes on are counted in its rows, as far as a storage has all of them: the
+    record of its last commit may be older than these.
+
+    Raises:
+        EnvironmentRefused: there are no groups of agents.
+    """
+    if not counts.most_agents:
+        raise EnvironmentRefused(
+            'budget_unit="agent_transitions": expected an environment with groups of agents, got '
+            "one without; leave budget_unit out"
+        )
+    total, last = run.options.total_frames, run.writer.stored_run.last
+    run.budget = Budget(total, agents=counts.most_agents)
+    run.ledger.agent_budget = total
+    if last is not None:
+        reader, first = last
+        if reader.span.start <= first and reader.head - first == run.ledger.stored:
+            run.ledger.agent_transitions = counts.agents_in(reader, first)

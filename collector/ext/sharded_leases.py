@@ -1,6 +1,6 @@
 """The budget of a run whose workers keep their rows: what each may store, and what counts.
 
-In the place of `Leases`, and of the assembly that puts batches together of what these give: no row
+In the place of `Leases`, and of the loop that puts batches together of what these give: no row
 comes here. A worker stores exactly the transitions of a lease in its shard and answers with counts;
 they count once the storage has noted that, in one line for all answers that came together.
 """
@@ -82,7 +82,7 @@ class WithoutRows:
         """Do nothing: no policy acts here."""
 
     def _refuse(self, why: str) -> NoReturn:
-        self._run.intact = True  # the run goes on
+        self._run.reach_safe_point()  # the run goes on
         raise ArgumentError(f"sharded=True: {why}")
 
 
@@ -105,7 +105,7 @@ class ShardedLeases(WithoutRows):
         frames: transitions a lease.
     """
 
-    one_call = None
+    fast_collect = None
     counts = Decision("by workers", "they keep their rows")
 
     def __init__(
@@ -126,8 +126,8 @@ class ShardedLeases(WithoutRows):
         here = Decision("in shards", "workers keep their rows")
         self.plan = StoringPlan(here, Decision("none", "rows stay where they are"), here, here)
 
-    def assembly_of(self, run: RunState) -> Self:
-        """Be the assembly of ``run``, too."""
+    def run_loop_of(self, run: RunState) -> Self:
+        """Be the loop of ``run``, too."""
         self._run = run
         return self
 
@@ -138,9 +138,9 @@ class ShardedLeases(WithoutRows):
         run, ledger = self._run, self._run.ledger
         run.writer.stored_run.require_open()
         if not run.writer.stored_run.begun:
-            run.intact = True  # after a refusal the run may begin later
+            run.reach_safe_point()  # after a refusal the run may begin later
             run.writer.stored_run.begin(run.provenance)
-            run.intact = False
+            run.leave_safe_point()
         goal = ledger.stored + run.budget.batch(run.counted, want)
         self._unleased = goal - ledger.stored
         # So few that each worker has a part, whatever a lease may be.
@@ -151,9 +151,9 @@ class ShardedLeases(WithoutRows):
             self._hear()
             self._grant()
             if waits():
-                run.intact = True
+                run.reach_safe_point()
                 call_waiting()
-                run.intact = False
+                run.leave_safe_point()
         if (run.budget.total is not None and run.met) or ledger.stored < goal:
             self.finish()
 
@@ -307,7 +307,7 @@ class ShardedLeases(WithoutRows):
     def finish(self) -> None:
         """End the run: hear of all leases, and cut the open trajectories."""
         run = self._run
-        run.over = True
+        run.end()
         self.stop()
         if self._out:
             events = self._worker_pool.settle()

@@ -1,10 +1,11 @@
 """Stepping of a batched environment until enough transitions are there, in slot order.
 
-A driver fills slots of a slab; :class:`Filling` decides how many and counts their transitions;
+A driver fills slots of a slab; :class:`SlabFiller` decides how many and counts their transitions;
 :class:`Rollout` gives them out in blocks, and carries the surplus into the next one.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,18 @@ from tallyroll.collector.counting.ledger import Ledger, LedgerEntry
 from tallyroll.collector.counting.transitions import in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.openings import Counts, Openings
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.rollout.few_slots import FewSlots, FewSlotsOfWorkers, HeldRows
-from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
-from tallyroll.collector.rollout.slab_filler import Filling
-from tallyroll.collector.rollout.source import Block, Discarded, Sound
-from tallyroll.collector.rollout.standing import Standing
+from tallyroll.collector.rollout.slab_filler import SlabFiller, SlabFillerOfSeveral
+from tallyroll.collector.rollout.source import Block, Discarded, Held, Sound
 from tallyroll.collector.run_plan import counting
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import Key
 
 
-class Rollout(Standing):
+class Rollout:
     """Fill a slab, carry the surplus, and give out blocks.
 
     Args:
@@ -56,7 +56,7 @@ class Rollout(Standing):
         self._run_lanes = run_lanes
         self.slabs, self.lanes = (self.slab,), self.slab.lanes
         several = isinstance(policy, SeveralPolicies)
-        self._filling = (FillingOfSeveral if several else Filling)(
+        self._filling = (SlabFillerOfSeveral if several else SlabFiller)(
             driver, policy, extra=extra, surplus=surplus, random_frames=random_frames, gate=gate
         )
         self.interruptible = self._filling.interruptible
@@ -148,6 +148,27 @@ class Rollout(Standing):
     def go_on(self) -> None:
         """Go on after the signal's handler was called."""
         self.driver.go_on()
+
+    def drawn_ahead(self, openings: Openings) -> Counts:
+        """Return how many random actions are in no block; see `TransitionSource.drawn_ahead`."""
+        at = slice(self.driver.used - 1, self.driver.used)
+        held = self._held.lanes
+        if held is None:
+            return np.zeros_like(openings.left)
+        return openings.counted(self.slab, at, held[None])
+
+    @contextmanager
+    def still(self) -> Iterator[Sequence[Held]]:
+        """Return a context without steps; see `TransitionSource.still`."""
+        used, held = self.driver.used, self._held.lanes
+        first = used - 1 if self._given else 0
+        marks = self.slab.transitions[first:used]
+        if self._given:  # all but the surplus of the last slot
+            marks = marks[:0] if held is None else held[None]
+        if not marks.any():
+            yield ()
+            return
+        yield (Held.of(self.slab, marks, self.driver.ended(first, used)),)
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
         """Yield, after an error, at most ``most`` complete transitions of the ``sound`` slots."""

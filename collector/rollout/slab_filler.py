@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from math import ceil
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
 from tallyroll.collector.counting.transitions import Mask, in_columns, in_lanes
 from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.actor import at_random_value
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
@@ -24,7 +26,7 @@ def looked_at_often(gate: EpisodeBudget) -> int:
     return SLOTS_AT_ONCE if 0 < gate.started < gate.total else 1
 
 
-class Filling:
+class SlabFiller:
     """Fills slots by actions of a policy, or random ones; marks and counts their transitions.
 
     A `Rollout` has one, which makes blocks of what was filled, and so has a worker, which fills
@@ -219,3 +221,57 @@ class Filling:
         lane = self.slab.lane[start:stop]
         of_lanes = [in_lanes(flags, lane, gate.lanes) for flags in (transitions, ended)]
         return transitions & in_columns(gate.wanted(*of_lanes), lane)
+
+
+class SlabFillerOfSeveral(SlabFiller):
+    """Fills slots by several policies; takes what `SlabFiller` does."""
+
+    policy: SeveralPolicies
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._openings = self.policy.openings
+
+    @property
+    def _random_left(self) -> int:
+        """Number of random actions still to be drawn for all; 1 where some policy has openings."""
+        return super()._random_left or int(self._openings.under_way)
+
+    def _policy_slots(self, start: int, stop: int, stepped: int) -> None:
+        self.slab.version[start:stop] = self.policy.row_version
+        if stepped < self.lanes:
+            # Without these marks a driver goes by the version of the first lane, which may be -1.
+            self.driver.part(start, stepped, np.zeros(self.lanes, np.bool_))
+        else:
+            self.driver.policy_steps(start, stop)
+
+    def _opening(self, start: int, steps: int, stepped: int) -> None:
+        """Fill a slot with actions of both kinds."""
+        upcoming = self.driver.upcoming()
+        if self.gate is not None:
+            upcoming = self.gate.upcoming(upcoming)
+        if (left := super()._random_left) > 0:
+            drawn = upcoming & (np.cumsum(upcoming) <= left)
+            version = np.where(drawn, RANDOM_VERSION, self.policy.row_version)
+        else:
+            drawn, version = self.policy.rows_of(self._openings.drawn(upcoming))
+        self.slab.version[start] = version
+        if stepped < self.lanes:
+            self.driver.part(start, stepped, drawn)
+        else:
+            self.driver.policy_steps(start, start + 1, drawn)
+
+    def take_back_drawn(self, at: slice, marks: Mask) -> None:
+        """Let others act at random in the place of transitions that were discarded."""
+        if not self.policy.draws:  # else no opening is of all policies
+            super().take_back_drawn(at, marks)
+        self._openings.left += self._openings.counted(self.slab, at, marks)
+
+    def count(self, start: int, stop: int, stepped: int) -> int:
+        """Mark and count the transitions of slots ``[start, stop)``; return their number."""
+        marked = super().count(start, stop, stepped)
+        if self._openings.under_way:
+            at = slice(start, stop)
+            counted = self._openings.counted(self.slab, at, self.slab.transitions[at])
+            self._openings.left -= counted
+        return marked

@@ -8,8 +8,7 @@ from tallyroll.collector.options import Surplus
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies, openings_of
 from tallyroll.collector.rollout.driver import LocalDriver
-from tallyroll.collector.rollout.filling_of_several import FillingOfSeveral
-from tallyroll.collector.rollout.slab_filler import SLOTS_AT_ONCE, Filling
+from tallyroll.collector.rollout.slab_filler import SLOTS_AT_ONCE, SlabFiller, SlabFillerOfSeveral
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.central import NoActions
 from tallyroll.collector.workers.messages import Filled, Lease
@@ -43,7 +42,7 @@ class LeasedRollout:
         self._lease: Lease | None = None
         self._completed = 0
         """Episodes of the budget that were completed before the lease."""
-        self._filling = (FillingOfSeveral if several else Filling)(
+        self._filling = (SlabFillerOfSeveral if several else SlabFiller)(
             driver,
             policy,
             extra=extra,

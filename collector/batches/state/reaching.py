@@ -5,7 +5,7 @@ from copy import deepcopy
 from operator import index
 from typing import Any
 
-from tallyroll.collector.batches.collect_guard import Undivided
+from tallyroll.collector.batches.collect_guard import CollectGuard
 from tallyroll.collector.batches.state.beginning import Beginning
 from tallyroll.collector.batches.state.events import event_of
 from tallyroll.collector.batches.state.run_state import RunState
@@ -34,7 +34,7 @@ class Reaching:
     _beginning: Beginning
     _run: RunState
     _rollout: TransitionSource
-    _undivided: Undivided
+    _guard: CollectGuard
     _own_lanes: range
 
     def env_call(
@@ -133,19 +133,19 @@ class Reaching:
         return deepcopy(self._run.writer.stored_run.events.all)
 
     def _reach(self, asked: Asked, lanes: Sequence[int]) -> list[Any]:
-        run, undivided, busy = self._run, self._undivided, self._run.busy
+        run, guard, refused = self._run, self._guard, self._guard.refuses
         run.refuse_ended()
         try:
-            with undivided, self._rollout.still() as held:
+            with guard, self._rollout.still() as held:
                 try:
                     outcomes = _unless_refused(self._beginning.envs.reach(asked, lanes))
                 except CollectorError:
-                    run.intact = True  # nothing was called
+                    run.reach_safe_point()  # nothing was called
                     raise
                 if asked.way != "env_get" and not run.over:
                     _record(asked, run, held, lanes, outcomes)
         except BaseException as error:
-            undivided.leave(error, was_busy=busy)
+            guard.leave(error, was_refused=refused)
             raise
         _raise_failed(asked, lanes, outcomes)
         return [each.value for each in outcomes]

@@ -1,5 +1,6 @@
-"""The state of a run that its parts share: counts, lanes, whether it is over, and why."""
+"""The state of a run that its parts share: its phase, its counts, its lanes, and why it ended."""
 
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,15 @@ from tallyroll.collector.options import Options
 
 EPISODES_KEPT = 50_000
 """Least number of last episodes that ``collector.episodes`` keeps without total_episodes."""
+
+
+class Phase(Enum):
+    """The phases of a run. It may end in any of them, and then never begins again."""
+
+    IDLE = "between two calls"
+    COLLECTING = "within a call"
+    ENDED = "over"
+    LOST = "another collector drives the environment"
 
 
 class RunState:
@@ -40,28 +50,26 @@ class RunState:
         self.lanes, self.provenance = lanes, provenance
         self.budget = Budget(options.total_frames)
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
-        self.busy = self.over = False
+        self.phase = Phase.IDLE
         self.stopped = False
         """True if the run is to end, or an error ended it: only its last rows still come."""
-        self.intact = False
-        """True while an exception would leave nothing half done."""
-        self.lost = False
-        """True if another collector drives the environment; this one then stays ``busy``."""
+        self.at_safe_point = False
+        """True while nothing is half done, so that an exception does not end the run."""
         self.outside: OutsideSteps | None = None
         """Compares environments with what the last call left; None: they are not looked at."""
         self.moved = ""
         """The place where the program stepped or reset an environment since; empty: nowhere."""
-        self.yields = False
+        self._yields = False
         """True if the call under way is to yield the rows that it stores."""
         self.ready: list[Any] = []
         """Batches to be yielded next; more are made only when there are none."""
-        self.waiting = 0
+        self._ready_before = 0
         """Number of batches that were ready when the call under way began."""
         self.foreseen: LaneState | None = None
         """The state of the lanes after the transitions that waited at the last recorded event."""
         self.slots_before = ledger.slots
         """Slots of the run before this collector."""
-        self.given = ledger.stored
+        self._stored_before = ledger.stored
         """Transitions of the run that were stored before the call under way."""
         self._ended_by = ""
         """The exception that ended the run, what it left, and how to go on."""
@@ -76,6 +84,54 @@ class RunState:
     def met(self) -> bool:
         """True if the run has as many transitions as it is to have."""
         return self.budget.remaining(self.counted) == 0
+
+    # --- phases -----------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """True once the run has ended."""
+        return self.phase is Phase.ENDED
+
+    def begin_call(self) -> None:
+        """Begin a call that collects; a run that ended stays so."""
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.COLLECTING
+
+    def end_call(self) -> None:
+        """End the call under way, if there is one."""
+        if self.phase is Phase.COLLECTING:
+            self.phase = Phase.IDLE
+
+    def end(self) -> None:
+        """End the run."""
+        self.phase = Phase.ENDED
+
+    def lose(self) -> None:
+        """Let no further call collect: another collector drives the environment."""
+        if self.phase is not Phase.ENDED:
+            self.phase = Phase.LOST
+
+    def stop(self) -> None:
+        """Let the run end after its last rows."""
+        self.stopped = True
+
+    def reach_safe_point(self) -> None:
+        """Let exceptions leave the run as it is, until :meth:`leave_safe_point`."""
+        self.at_safe_point = True
+
+    def leave_safe_point(self) -> None:
+        """Let exceptions end the run again."""
+        self.at_safe_point = False
+
+    def note_stored(self) -> None:
+        """Remember what is stored: an error says which rows came after it."""
+        self._stored_before, self._yields = self.ledger.stored, False
+
+    def note_ready(self, *, yields: bool) -> None:
+        """Remember how many batches are ready; the call under way makes another if it yields."""
+        self._ready_before, self._yields = len(self.ready), yields
+
+    # --- trajectories, and why the run ended ------------------------------------------------------
 
     def skip_foreseen(self, lanes: NDArray[np.bool_]) -> None:
         """Let trajectories in ``lanes``, which lost what waited, come after those foreseen."""
@@ -103,7 +159,7 @@ class RunState:
         ``resets``: all lanes are reset before the next step, which settles it.
         """
         if self.moved and self.outside is not None and not (resets or self.outside.resets_first()):
-            self.intact = True
+            self.reach_safe_point()
             raise StateError(
                 f"the program stepped or reset an environment of this collector ({self.moved}) "
                 "since its last call, so the next row would join observations of different "
@@ -122,13 +178,13 @@ class RunState:
         said = f"the run ended when {type(error).__name__} was raised within it"
         text = str(error).partition("\n")[0]
         said += f" ({text[:200]}). " if text else ". "
-        rows = writer.stored_run.rows_of(self.given, stored)
+        rows = writer.stored_run.rows_of(self._stored_before, stored)
         said += f"{writer.stored_run.committed}. "
-        missing = self.yields and len(self.ready) <= self.waiting
+        missing = self._yields and len(self.ready) <= self._ready_before
         if rows and missing:
             said += f"Rows {rows.start:,} to {rows.stop - 1:,} of these were not yielded. "
-        elif stored > self.given and missing:
-            said += f"The last {stored - self.given:,} of these were not yielded. "
+        elif stored > self._stored_before and missing:
+            said += f"The last {stored - self._stored_before:,} of these were not yielded. "
         if writer.storage is not None:
             return said + (
                 "To go on after them, shut this collector down and give the storage to another "

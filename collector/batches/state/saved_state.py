@@ -80,7 +80,8 @@ def take_state_over(
     if since is not None and since.policy_version >= 0:
         run.provenance["after_version"] = since.policy_version
     stored_run.goes_on_from(ledger, run.provenance, first_id)
-    run.over = run.met
+    if run.met:
+        run.end()
     ledger.publish()
 
 

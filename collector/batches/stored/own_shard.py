@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.batches.assembling import assemble
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.run_loop import make_run_loop
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.ledger import COUNTS, Ledger, LedgerEntry
@@ -139,7 +139,7 @@ class OwnShard:
                 gate=None,
                 run_lanes=keep.run_lanes,
             )
-            self._assembly = assemble(
+            self._loop = make_run_loop(
                 self._run,
                 RowSource(plan),
                 rollout,
@@ -163,7 +163,7 @@ class OwnShard:
         goal = stored + frames
         while ledger.stored < goal and not self._run.over:
             try:
-                self._assembly.collect(min(self._piece, goal - ledger.stored))
+                self._loop.collect(min(self._piece, goal - ledger.stored))
             finally:  # steps before an error count as lost
                 board[COUNTED] = counted_word(0, ledger.executed - executed)
         newest = RANDOM_VERSION if self._policy is None else self._policy.version
@@ -195,6 +195,6 @@ class OwnShard:
         """End the run of the shard, and close its storage."""
         try:
             if not self._run.over:
-                self._assembly.end()
+                self._loop.end()
         finally:
             self._writer.close()

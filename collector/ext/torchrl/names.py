@@ -84,7 +84,7 @@ class TorchRLNames(Updating):
                 "reset: expected no arguments, got some: all lanes are reset, each from its seed; "
                 "reset some of them through the environment, before the collector is made"
             )
-        self._undivided.restart()
+        self._guard.restart()
         self._whole.forget()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:

@@ -523,7 +523,7 @@ class Yielding(Collector):
         if not self._ready:
             if self._watched is not None:
                 self._watch(self._watched, size or self._frames_per_batch)
-            self._undivided.ready_batch(size)
+            self._guard.ready_batch(size)
         return self._ready[0] if self._ready else None
 
     def _step_by_step(self, buffer: ReplayBuffer) -> None:
@@ -675,4 +675,4 @@ class Yielding(Collector):
     @property
     def closed(self) -> bool:
         """True if the run is over: its budget is met, or it was shut down."""
-        return not hasattr(self, "_assembly") or self._run.over
+        return not hasattr(self, "_loop") or self._run.over

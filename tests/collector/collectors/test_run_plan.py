@@ -21,7 +21,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import GymEnv
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector, run_plan
-from tallyroll.collector.batches.plain_slots import PlainSlots
+from tallyroll.collector.batches.fast_collect import FastPath
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.run_plan import (
     Decision,
@@ -251,9 +251,9 @@ def test_a_run_goes_as_its_plan_says(
     env, policy = options.pop("env", vector), options.pop("policy")
     want = options.pop("want", LANES)
     stored: list[bool] = []
-    original = PlainSlots.store
+    original = FastPath.store
     monkeypatch.setattr(
-        PlainSlots, "store", lambda self, *given: stored.append(True) or original(self, *given)
+        FastPath, "store", lambda self, *given: stored.append(True) or original(self, *given)
     )
     base: dict[str, Any] = {"frames_per_batch": want, "total_frames": -1}
     with SyncCollector(env, policy, storage=tmp_path / "rows", **(base | options)) as collector:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import tallyroll.storage
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.plain_slots import PlainSlots
+from tallyroll.collector.batches.fast_collect import FastPath
 from tallyroll.collector.batches.state import run_state
 from tallyroll.collector.counting import episode_log, episode_ring
 from tallyroll.collector.counting.episode_log import EpisodeLog
@@ -109,14 +109,14 @@ def test_a_ring_that_nobody_empties_is_left_to_the_longer_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored: list[bool] = []
-    store = PlainSlots.store
+    store = FastPath.store
 
-    def counted(self: PlainSlots, *given: Any) -> bool:
+    def counted(self: FastPath, *given: Any) -> bool:
         object.__setattr__(self, "episodes", SimpleNamespace(take=lambda: None))
         stored.append(store(self, *given))
         return stored[-1]
 
-    monkeypatch.setattr(PlainSlots, "store", counted)
+    monkeypatch.setattr(FastPath, "store", counted)
     with MemmapStorage(max_size=50) as storage, collector_of(DISABLED, storage, LANES) as run:
         while run.collect(LANES):
             pass

@@ -236,10 +236,10 @@ def test_errors_name_the_lane_of_the_run() -> None:
 @pytest.mark.parametrize("shard", [None, "1/3"])
 def test_final_observations_of_a_shard_are_found_right(shard: str | None) -> None:
     with SyncCollector(Wanderer, shard=shard, **{**RUN, "total_frames": 3000}) as collector:
-        assert collector._assembly._finals.looks
+        assert collector._loop._finals.looks
         for _ in collector:
             pass
-        assert not collector._assembly._finals.looks, "it waits for lanes that are not here"
+        assert not collector._loop._finals.looks, "it waits for lanes that are not here"
 
 
 def test_policies_that_draw_get_other_numbers_in_each_shard() -> None:

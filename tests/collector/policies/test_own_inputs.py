@@ -159,10 +159,10 @@ def test_memory_goes_with_the_collector(policy: Any, tmp_path: Path) -> None:
         for _ in range(4):
             collector.collect(LANES)
         collector.shutdown()
-        one_call = collector._one_call
+        fast_collect = collector._fast_collect
         at_once = collector.plan.commits.way == "one call"
-        assert bool(one_call and one_call._made) == at_once, "some slots were plain ones"
-        del one_call
+        assert bool(fast_collect and fast_collect._made) == at_once, "some slots were plain ones"
+        del fast_collect
         slab = weakref.ref(collector._rollout.driver.slab)  # type: ignore[attr-defined]
         del collector
         assert slab() is None

@@ -22,10 +22,9 @@ from torchrl.envs import InitTracker, TransformedEnv
 import tallyroll.storage
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.base import Collector
-from tallyroll.collector.batches.collect_guard import Undivided
-from tallyroll.collector.batches.fast_collect import OneCall
+from tallyroll.collector.batches.collect_guard import CollectGuard
+from tallyroll.collector.batches.fast_collect import FastCollect, FastPath
 from tallyroll.collector.batches.layouts.small_batches import SmallBatches
-from tallyroll.collector.batches.plain_slots import PlainSlots
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.native.slot_rows import SlotRows
@@ -94,15 +93,15 @@ SOME = [
 @contextmanager
 def made_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Yield a list of how often a batch was stored at once, and how often it was not."""
-    store, counts = PlainSlots.store, [0, 0]
+    store, counts = FastPath.store, [0, 0]
 
-    def counted(self: PlainSlots, want: int, finals: Any, batch: Any = None) -> bool:
+    def counted(self: FastPath, want: int, finals: Any, batch: Any = None) -> bool:
         stored = store(self, want, finals, batch)
         counts[not stored] += batch is not None
         return stored
 
     with monkeypatch.context() as patched:
-        patched.setattr(PlainSlots, "store", counted)
+        patched.setattr(FastPath, "store", counted)
         yield counts
 
 
@@ -153,7 +152,7 @@ def test_batches_and_rows_are_those_of_the_longer_way(
         off = [way[1:]] if way.startswith("-") else []
         with monkeypatch.context() as patched, ways.switched_off(*off):
             if way == "refused":
-                patched.setattr(PlainSlots, "store", lambda *_: False)
+                patched.setattr(FastPath, "store", lambda *_: False)
             storage = MemmapStorage(tmp_path / way, max_size=ring)
             with made_at_once(patched) as counts, storage:
                 found.append(iterated(RUNS[name], size, storage, 4 * lanes))
@@ -293,15 +292,15 @@ def test_handlers_come_in_a_step_or_behind_it(
 
 
 ON_THE_WAY: list[Callable[..., Any]] = [
-    Undivided.make_ready,
-    Undivided._make_at_once,
-    Undivided.leave,
-    OneCall.collect,
-    OneCall._store_batch,
-    OneCall._hand_over,
-    OneCall.settle,
-    PlainSlots.fill,
-    PlainSlots.store,
+    CollectGuard.make_ready,
+    CollectGuard._make_at_once,
+    CollectGuard.leave,
+    FastCollect.collect,
+    FastCollect._store_batch,
+    FastCollect._hand_over,
+    FastCollect.settle,
+    FastPath.fill,
+    FastPath.store,
     SmallBatches.empty,
     SlotRows.commit,
     RowWriter.append,
@@ -386,8 +385,8 @@ def test_what_an_environment_raises_ends_the_run(tmp_path: Path) -> None:
     run = RUNS["resets"](frames_per_batch=2 * LANES, total_frames=-1, storage=path, seed=1)
     batches = iter(run)
     got = sum(len(next(batches)) for _ in range(8))
-    assert run._one_call is not None
-    assert run._one_call.ready is not None
+    assert run._fast_collect is not None
+    assert run._fast_collect.ready is not None
     system, calls = run.env.system, count()  # type: ignore[attr-defined]
     step = system.step
 

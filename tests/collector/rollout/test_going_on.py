@@ -29,10 +29,9 @@ from tallyroll.collector import torchrl as names
 from tallyroll.collector.base import Collector
 from tallyroll.collector.batches import batch_output
 from tallyroll.collector.batches.batch_iterator import BatchIterator
-from tallyroll.collector.batches.collect_guard import Undivided
-from tallyroll.collector.batches.fast_collect import OneCall, OneCallOfWorkers
-from tallyroll.collector.batches.plain_slots import PlainSlots
-from tallyroll.collector.batches.run_loop import Assembly
+from tallyroll.collector.batches.collect_guard import CollectGuard
+from tallyroll.collector.batches.fast_collect import FastCollect, FastCollectOfWorkers, FastPath
+from tallyroll.collector.batches.run_loop import RunLoop
 from tallyroll.collector.counting.ledger import Ledger, LedgerEntry
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.policies.acting import Acting
@@ -63,19 +62,19 @@ from worker_kit import (
 PLACES = int(os.environ.get("TALLYROLL_INTERRUPTS", "1"))
 INSIDE = str(Path(package.__file__).parent)
 GUARDED = [
-    Undivided.__enter__,
-    Undivided.__exit__,
+    CollectGuard.__enter__,
+    CollectGuard.__exit__,
     Acting.__enter__,
     Acting.__exit__,
-    PlainSlots.fill,
-    OneCall.collect,
-    OneCall._store_batch,
-    OneCall._hand_over,
-    Assembly.batch,
-    Assembly.collect,
-    Undivided.ready_batch,
-    Undivided.make_ready,
-    Undivided._make_at_once,
+    FastPath.fill,
+    FastCollect.collect,
+    FastCollect._store_batch,
+    FastCollect._hand_over,
+    RunLoop.batch,
+    RunLoop.collect,
+    CollectGuard.ready_batch,
+    CollectGuard.make_ready,
+    CollectGuard._make_at_once,
     Collector.collect,
 ]
 """The guards, and the functions that enter them."""
@@ -515,7 +514,7 @@ def test_no_guard_is_left_on_at_any_instruction(way: str, folder: Path, tmp_path
 def test_no_guard_is_left_on_while_workers_fill_few_slots(folder: Path, tmp_path: Path) -> None:
     _, whole = uninterrupted("sync plain", "collect", True, folder)
     assert whole is not None
-    each = AtEach([OneCallOfWorkers.collect])
+    each = AtEach([FastCollectOfWorkers.collect])
     each.came = True
     while each.came:
         each.begin()
@@ -543,7 +542,7 @@ def test_no_guard_is_left_on_where_its_end_raises(monkeypatch: pytest.MonkeyPatc
     policy = FailingPolicy(Failing(-1))
     with sync_collector(DISABLED, policy, frames_per_batch=BATCH, total_frames=BATCH) as collector:
         policy.fails.left = 1
-        monkeypatch.setattr(collector._assembly, "end_by", broken)
+        monkeypatch.setattr(collector._loop, "end_by", broken)
         with pytest.raises(KeyboardInterrupt):
             next(iter(collector))
         assert_let_go()

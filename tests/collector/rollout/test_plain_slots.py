@@ -29,7 +29,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.base import Collector
 from tallyroll.collector.batches import collect_guard
 from tallyroll.collector.batches.checks.value_checks import OutOfRangeWarning
-from tallyroll.collector.batches.plain_slots import PlainSlots
+from tallyroll.collector.batches.fast_collect import FastPath
 from tallyroll.collector.compat import explore_apart
 from tallyroll.collector.errors import (
     LedgerError,
@@ -102,15 +102,15 @@ CALLS = {"lanes": [LANES], "odd": [1, LANES, 2 * LANES + 1, 3, LANES - 1, 4 * LA
 @contextmanager
 def stored_plainly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Yields a list of how often a slot was stored at once, and how often it was not."""
-    store, counts = PlainSlots.store, [0, 0]
+    store, counts = FastPath.store, [0, 0]
 
-    def counted(self: PlainSlots, *given: Any) -> bool:
+    def counted(self: FastPath, *given: Any) -> bool:
         stored = store(self, *given)
         counts[not stored] += 1
         return stored
 
     with monkeypatch.context() as patched:
-        patched.setattr(PlainSlots, "store", counted)
+        patched.setattr(FastPath, "store", counted)
         yield counts
 
 
@@ -131,7 +131,7 @@ def test_what_is_stored_is_the_same(
         off = ("fast-collect",) if way == "longer" else ()
         with monkeypatch.context() as patched, ways.switched_off(*off):
             if way == "refused":
-                patched.setattr(PlainSlots, "store", lambda *_: False)
+                patched.setattr(FastPath, "store", lambda *_: False)
             storage = MemmapStorage(tmp_path / way, max_size=ring)
             with (
                 stored_plainly(patched) as (counts),
@@ -279,8 +279,8 @@ def test_a_slot_that_was_left_is_the_next_one(
         for _ in range(6):
             collector.collect(LANES)
         with monkeypatch.context() as patched:
-            patched.setattr(PlainSlots, "store", lambda *_: False)
-            patched.setattr(collect_guard.Undivided, "__enter__", interrupt)
+            patched.setattr(FastPath, "store", lambda *_: False)
+            patched.setattr(collect_guard.CollectGuard, "__enter__", interrupt)
             with pytest.raises(Interruption):
                 collector.collect(LANES)
         assert collector.ledger.stored == 6 * LANES
@@ -321,7 +321,7 @@ def test_held_rows_and_whole_slots_are_stored_before_an_error(
     path = tmp_path / "rows"
     with RUNS["resets, policy"](frames_per_batch=LANES, total_frames=-1, storage=path) as run:
         while run.collect(LANES - 2):
-            if run.ledger.carried > 1 and run._one_call and run._one_call.ready:
+            if run.ledger.carried > 1 and run._fast_collect and run._fast_collect.ready:
                 break
         stored, carried = run.ledger.stored, run.ledger.carried
         system, calls = run.env.system, count(1)  # type: ignore[attr-defined]
@@ -362,8 +362,8 @@ def test_held_rows_with_random_actions_are_counted_as_such(tmp_path: Path) -> No
         for _ in range(5):
             run.collect(LANES - 2)
         assert run.ledger.random == LANES
-        assert run._one_call is not None
-        assert run._one_call.ready is not None
+        assert run._fast_collect is not None
+        assert run._fast_collect.ready is not None
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -405,7 +405,7 @@ def test_a_slot_whose_step_stopped_the_run_is_stored(
         run.env.system.step = stopping  # type: ignore[attr-defined]
         with monkeypatch.context() as patched:
             if way == "longer":
-                patched.setattr(PlainSlots, "store", lambda *_: False)
+                patched.setattr(FastPath, "store", lambda *_: False)
             assert run.collect(LANES) == LANES
         assert run._run.over
         assert run.ledger.episodes_cut > 0
@@ -426,9 +426,9 @@ def test_an_action_is_blamed_where_the_step_raised(
         def broken(*_: Any) -> Any:
             raise TimeoutError
 
-        monkeypatch.setattr(PlainSlots, phase, broken)
+        monkeypatch.setattr(FastPath, phase, broken)
         blamed = PolicyError("the action")
-        monkeypatch.setattr(run._assembly._checks, "bad_action", lambda *_, **__: blamed)
+        monkeypatch.setattr(run._loop._checks, "bad_action", lambda *_, **__: blamed)
         with pytest.raises(PolicyError if phase == "fill" else TimeoutError):
             run.collect(LANES)
 
@@ -437,14 +437,14 @@ def test_a_ring_of_one_slot_is_filled_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a call that takes two slots only the first one is stored at once."""
-    store, seen = PlainSlots.store, []
+    store, seen = FastPath.store, []
     for way in ("plain", "longer"):
         calls = count()
 
-        def one_of_four(self: PlainSlots, *given: Any, calls: Any = calls, way: str = way) -> bool:
+        def one_of_four(self: FastPath, *given: Any, calls: Any = calls, way: str = way) -> bool:
             return way == "plain" and next(calls) % 4 != 2 and store(self, *given)
 
-        monkeypatch.setattr(PlainSlots, "store", one_of_four)
+        monkeypatch.setattr(FastPath, "store", one_of_four)
         storage = MemmapStorage(tmp_path / way, max_size=LANES)
         rows = []
         run = RUNS["policy"](frames_per_batch=LANES, total_frames=-1, storage=storage, seed=3)
@@ -541,11 +541,11 @@ def test_what_was_dropped_is_gone_at_once(tmp_path: Path) -> None:
     run.shutdown()
     columns = weakref.ref(storage.writer.reader.engine.space.columns)  # type: ignore[union-attr]
     storage.close()
-    slot = weakref.ref(run._one_call._made.rows)
+    slot = weakref.ref(run._fast_collect._made.rows)
     gc.collect()
     gc.disable()
     try:
-        run._one_call._made = None
+        run._fast_collect._made = None
         assert slot() is None
         del storage, run
         gc.collect(0)

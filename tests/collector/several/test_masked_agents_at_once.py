@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torchrl.data import Binary, Categorical, Unbounded
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.plain_slots import PlainSlots
+from tallyroll.collector.batches.fast_collect import FastPath
 from tallyroll.collector.envs import AgentFlags, Declares, Step, System
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways
@@ -81,15 +81,15 @@ class Turns(System):
 def collected(path: Path, at_end: Any, wants: list[int], **options: Any) -> tuple[Any, Any, int]:
     """Return the stored rows, the ledger, and how many calls stored them at once."""
     at_once: list[bool] = []
-    original = PlainSlots.store
+    original = FastPath.store
 
-    def store(self: PlainSlots, *given: Any) -> bool:
+    def store(self: FastPath, *given: Any) -> bool:
         at_once.append(original(self, *given))
         return at_once[-1]
 
     kwargs: dict[str, Any] = {"frames_per_batch": LANES, "total_frames": -1, "seed": 2, **options}
     with (
-        patch.object(PlainSlots, "store", store),
+        patch.object(FastPath, "store", store),
         MemmapStorage(path) as storage,
         SyncCollector(Turns(at_end), None, storage=storage, **kwargs) as collector,
     ):

@@ -19,7 +19,7 @@ import torch
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.base import Collector
-from tallyroll.collector.batches.plain_slots import PlainSlots
+from tallyroll.collector.batches.fast_collect import FastPath
 from tallyroll.collector.errors import StateError, WorkerDied
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import MemmapStorage, open_storage, verify, ways
@@ -59,14 +59,14 @@ CALLS = {"lanes": [LANES], "odd": [1, LANES, 2 * LANES + 1, 3, LANES - 1, 4 * LA
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count how often slots were stored at once, and how often they were not."""
-    store, counts = PlainSlots.store, [0, 0]
+    store, counts = FastPath.store, [0, 0]
 
-    def counted(self: PlainSlots, *given: Any) -> bool:
+    def counted(self: FastPath, *given: Any) -> bool:
         stored = store(self, *given)
         counts[not stored] += 1
         return stored
 
-    monkeypatch.setattr(PlainSlots, "store", counted)
+    monkeypatch.setattr(FastPath, "store", counted)
     return counts
 
 
