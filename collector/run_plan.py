@@ -248,6 +248,8 @@ class StoringTraits:
     """TorchRL's layout follows flags below the root."""
     resets_batches: bool
     """``reset_at_each_iter=True``."""
+    computed: Sequence[Key]
+    """Columns that Python computes, and the extension does not."""
     wide_bounds: bool
     """Rows of a slot are too many bytes to be compared with their space one slot at a time."""
     slots_of_batch: int
@@ -322,6 +324,7 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
         (run.counts_ticks, "frame_skip= is a column"),
         (run.follows_flags, "TorchRL's layout follows flags below the root"),
         (run.resets_batches, "reset_at_each_iter=True"),
+        (bool(run.computed), f"{_listed(run.computed)}: computed in Python"),
         (run.wide_bounds, "slots are too large to be compared with their spaces at once"),
         way="fast-collect",
     )

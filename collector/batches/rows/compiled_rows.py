@@ -48,6 +48,8 @@ class CompiledRows(SlabRows):
     def __init__(self, slab: Slab, plan: SlabPlan, kernel: Any) -> None:
         super().__init__(slab, plan)
         self._kernel = kernel
+        self._by_extension = {each.key for each in self._computed if each.by_extension}
+        self._computed = [each for each in self._computed if not each.by_extension]
         self._state: LaneState | None = None
 
     def part(self, block: Block, state: LaneState, *, by_lane: bool) -> SlabPart:
@@ -55,6 +57,7 @@ class CompiledRows(SlabRows):
         taken = None if block.index.size == block.taken.size else block.taken
         table = self._table if state is self._state else self.numbering(state)
         found = self._kernel.number_slots(table, block.used, taken)
+        self._compute(block.used)
         begun, ended = found >> 32, found & 0xFFFF_FFFF
         part = self._part(
             block,
@@ -88,7 +91,8 @@ class CompiledRows(SlabRows):
         self._begun, self._largest = np.zeros(size, np.intp), np.zeros((), np.int64)
         self._ended = np.empty(size, EPISODE)
         own, (reward,) = state.part(slab.first_lane, slab.lanes), self._rewards
-        address, valid = _address_of, self._slots.get(NEXT_VALID)
+        address = _address_of
+        valid = columns[NEXT_VALID] if NEXT_VALID in self._by_extension else None
         words = {
             "lanes": slab.lanes,
             "stride": state.lanes,

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from tallyroll.collector.batches.rows.computed_columns import computed_columns
 from tallyroll.collector.counting.episode_log import episodes_of
 from tallyroll.collector.counting.numbering import LaneState, number
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -24,7 +25,6 @@ from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
     NEXT,
-    NEXT_VALID,
     POLICY_VERSION,
     STEP,
     TERMINATED,
@@ -69,6 +69,10 @@ class Part:
     def array(self, key: Key) -> NDArray[Any]:
         """A small column ``[row, ...]``, for a look."""
         return np.asarray(self.rows[key].cpu().numpy())
+
+    def column(self, key: Key) -> NDArray[Any]:
+        """A column ``[row, ...]``, copied if its rows are still in the slab."""
+        return np.asarray(self.large[key]) if key in self.large else self.array(key)
 
     def at(self, key: Key, where: NDArray[np.intp]) -> NDArray[Any]:
         """Entries of a column that has one number a row."""
@@ -137,8 +141,8 @@ class RowSource:
             columns[key] = SlabColumn(torch.bool, (1,))
         columns[TRAJ_IDS] = columns[STEP] = columns[POLICY_VERSION] = SlabColumn(torch.int64, ())
         columns[LANE] = SlabColumn(torch.int32, ())
-        if self.plan.lost_finals:
-            columns[NEXT_VALID] = SlabColumn(torch.bool, ())
+        for computed in computed_columns(self.plan):
+            columns[computed.key] = SlabColumn(computed.dtype, ())
         return {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in columns.items()}
 
     @cached_property
@@ -170,8 +174,8 @@ class RowSource:
         rows[STEP] = torch.from_numpy(numbers.step)
         rows[POLICY_VERSION] = torch.from_numpy(version)
         rows[LANE] = torch.from_numpy(block.lane)
-        if self.plan.lost_finals:
-            rows[NEXT_VALID] = ~done.reshape(-1).cpu()
+        for computed in computed_columns(self.plan):
+            rows[computed.key] = torch.from_numpy(computed.compute(Part(rows, large).column))
         at, returns, lengths, first = numbers.ended
         episodes = episodes_of(
             numbers.traj_ids[at],

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from tallyroll.collector.batches.rows.computed_columns import computed_columns
 from tallyroll.collector.counting.episode_log import episodes_of
 from tallyroll.collector.counting.numbering import Ended, LaneState, number, number_slot
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -22,7 +24,6 @@ from tallyroll.storage.rows.dtypes import in_float64
 from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
-    NEXT_VALID,
     POLICY_VERSION,
     STEP,
     TERMINATED,
@@ -64,9 +65,11 @@ class SlabRows:
         self._terminated = self.columns[TERMINATED].reshape(shape)
         self._makes_done = DONE not in plan.layout
         self._makes_truncated = TRUNCATED not in plan.layout
-        if plan.lost_finals:
-            self._slots[NEXT_VALID] = np.zeros(shape, np.bool_)
-            self.columns[NEXT_VALID] = self._slots[NEXT_VALID].reshape(-1)
+        self._computed = computed_columns(plan)
+        """The columns that :meth:`_compute` fills."""
+        for computed in self._computed:
+            zeros = torch.zeros(slab.slots * slab.lanes, dtype=computed.dtype)
+            self.columns[computed.key] = zeros.numpy()
         self._rewards = [self.columns[key].reshape(*shape, -1) for key in plan.rewards]
         one = len(self._rewards) == 1 and self._rewards[0].shape[2] == 1
         self._payoff = self._rewards[0][..., 0] if one else None
@@ -90,11 +93,10 @@ class SlabRows:
             np.greater(over, terminated, out=self._slots[TRUNCATED][:used])
         if self._makes_done:
             np.logical_or(terminated, self._slots[TRUNCATED][:used], out=over)
-        if NEXT_VALID in self._slots:
-            np.logical_not(over, out=self._slots[NEXT_VALID][:used])
         few = slab.lane is None and used <= FEW_SLOTS
         number = self._number_slots if few else self._number_block
         begun, ended = number(block, state)
+        self._compute(used)
         part = self._part(block, begun, self._episodes(block, ended), by_lane=by_lane)
         begins = part.array(STEP) == 0
         if begins.any():
@@ -120,6 +122,12 @@ class SlabRows:
             episodes = episodes[np.argsort(episodes["lane"], kind="stable")]
         ends = 0 if episodes is None else len(episodes)
         return SlabPart(self, index, len(index), begun, episodes, ends)
+
+    def _compute(self, used: int) -> None:
+        """Fill the computed columns of the first ``used`` slots."""
+        rows = used * self.slab.lanes
+        for each in self._computed:
+            self.columns[each.key][:rows] = each.compute(lambda key: self.columns[key][:rows])
 
     # --- numbers ----------------------------------------------------------------------------------
 

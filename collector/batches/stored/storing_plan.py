@@ -7,6 +7,7 @@ from typing import Self
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
+from tallyroll.collector.batches.rows.computed_columns import computed_columns
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.stored.sinks import stores_slots
 from tallyroll.collector.batches.stored.writer import BatchWriter
@@ -71,6 +72,7 @@ def traits_of(
         counts_ticks=counts.column is not None,
         follows_flags=torchrl is not None and torchrl.follows,
         resets_batches=options.reset_at_each_iter,
+        computed=[each.key for each in computed_columns(plan) if not each.by_extension],
         wide_bounds=checks.table(slab) is None,
         slots_of_batch=ceil(options.largest_batch / slab.lanes),
         yields_large=bool(source.large) and options.columns.yield_large,

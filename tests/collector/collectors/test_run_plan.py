@@ -57,6 +57,7 @@ RUN = StoringTraits(
     counts_ticks=False,
     follows_flags=False,
     resets_batches=False,
+    computed=(),
     wide_bounds=False,
     slots_of_batch=1,
     yields_large=False,
@@ -65,7 +66,7 @@ RUN = StoringTraits(
 NO_COMMIT_IN_ONE = {"replay_buffer", "postproc", "elsewhere", "by_lane", "arrivals", "surplus"}
 NO_COMMIT_IN_ONE |= {"counts_ticks", "follows_flags", "resets_batches"}
 NO_COMMIT_IN_ONE |= {"counts_agents", "few_float_rewards"}
-NO_COMMIT_IN_ONE |= {"wide_bounds", "waits_for_disk", "has_engine", "extension"}
+NO_COMMIT_IN_ONE |= {"wide_bounds", "computed", "waits_for_disk", "has_engine", "extension"}
 
 
 # --- pure -----------------------------------------------------------------------------------------
