@@ -32,8 +32,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The contracts that ship are no test modules, whose assertions pytest explains.
 pytest.register_assert_rewrite("tallyroll.collector.testing")
 
-# Shared machines are slow at times: pytest's own watchdog is the deadline.
-settings.register_profile("tallyroll", deadline=None)
+# Shared machines are slow at times: pytest's own watchdog is the deadline. Examples are the same in
+# each run, so that a change does not fail for an example that it has nothing to do with.
+# TALLYROLL_EXAMPLES=20 draws others, 20 times as many.
+MORE_EXAMPLES = int(os.environ.get("TALLYROLL_EXAMPLES", "0"))
+settings.register_profile("tallyroll", deadline=None, derandomize=not MORE_EXAMPLES)
 settings.load_profile("tallyroll")
 
 # A test that takes memory without end gets a MemoryError: the machine would stand still.
@@ -106,6 +109,17 @@ def _ask_git_once() -> None:
 
     asked = cache(lambda _, ask=made_by.git_of_folder: ask())
     made_by.git_of_folder = wraps(made_by.git_of_folder)(lambda: asked(os.getcwd()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests of Hypothesis draw as many examples as TALLYROLL_EXAMPLES asks for."""
+    for item in items if MORE_EXAMPLES else ():
+        function = getattr(item, "obj", None)
+        if getattr(function, "is_hypothesis_test", False):
+            function = getattr(function, "__func__", function)
+            own = getattr(function, "_hypothesis_internal_use_settings", None) or settings.default
+            more = settings(own, max_examples=MORE_EXAMPLES * own.max_examples, derandomize=False)
+            function._hypothesis_internal_use_settings = more
 
 
 def pytest_collection_finish() -> None:
