@@ -1,4 +1,4 @@
-"""The run loop of every collector: batches of exactly so many transitions, counted and stored."""
+"""The base class of all collectors: iteration, `collect`, state, seeds and shutdown."""
 
 import math
 import warnings
@@ -46,19 +46,19 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
 class Collector(Reaching, ABC):
-    """An iterable of batches that is a context manager.
+    """An iterable of batches, and a context manager that shuts down at its end.
 
-    One rule for exceptions that were caught: what a signal's handler raises, which is called at
-    the end of the step under way, loses nothing, and the next call goes on as if it had not been;
-    whatever else is raised within a call ends the run, when what was complete is stored, and every
-    later call raises `StateError`, which says what of it was not yielded, and how to go on. In the
-    middle of a step are handlers of a step that takes over a second, of ``collect(n)`` of few
-    steps, and those of SIGALRM, by which code limits its own time.
+    **Exceptions.** Signal handlers run at the end of the step under way. If a handler raises, no
+    transition is lost, and the next call continues. Any other exception within a call ends the
+    run: complete transitions are stored, and every later call raises `StateError`, which says
+    which rows were not yielded and how to continue. Three kinds of handlers run in the middle of a
+    step: those that waited for a second, those during ``collect(n)`` of few steps, and those of
+    SIGALRM, by which code limits its own time.
 
-    Its batches are put together of the blocks of a source by an `RunLoop`. A subclass makes
-    the source, in three steps: :meth:`__init__` opens what is stored to,
-    :meth:`_begin_run` gives the run its seed and its numbers once the lanes are known, and
-    :meth:`_drive` takes over the source.
+    **Subclasses.** A `RunLoop` makes batches of the blocks of a `TransitionSource`. A subclass
+    provides the source in three steps: :meth:`__init__` opens the storage, :meth:`_begin_run`
+    gives the run its seed and its ledger once the number of lanes is known, and :meth:`_drive`
+    starts to take blocks.
     """
 
     _options: Options
@@ -109,10 +109,9 @@ class Collector(Reaching, ABC):
         torchrl: TorchrlLayout | None = None,
         **call: Any,
     ) -> None:
-        """Take blocks from ``rollout`` from here on. ``call`` is kept as provenance.
+        """Take blocks from ``rollout`` from here on, and store ``call`` as provenance.
 
-        ``torchrl`` lays batches out, where TorchRL's layout is wanted; ``ahead`` copies rows of
-        ``rollout``'s slab while its slots are filled.
+        ``torchrl`` lays batches out in TorchRL's layout.
         """
         notes = plan.notes
         if plan.fault is not None:
@@ -225,13 +224,13 @@ class Collector(Reaching, ABC):
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the budget is met or :meth:`stop` was called.
 
-        After an exception iterating goes on, or raises `StateError`, by the rule above: it never
+        After an exception, iterating continues or raises `StateError`, by the rule above. It never
         ends as if the budget were met.
         """
         return BatchIterator(self._ready, self._make_ready)
 
     def _make_ready(self) -> bool:
-        """Make the next batch ready, where there is one; False where the run is over."""
+        """Make the next batch ready; return False if the run is over."""
         if self._watched is not None:
             self._watch(self._watched, self._frames_per_batch)
         return self._guard.make_ready()

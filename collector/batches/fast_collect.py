@@ -1,4 +1,8 @@
-"""Few slots, by ``collect(n)`` or as a batch, whose rows one call of the extension stores."""
+"""Fast path for few slots, by ``collect(n)`` or as a batch: one C call stores their rows.
+
+It does what the run loop does, in few lines. Between the steps of an environment, and more so after
+a gradient step, the code has left the caches, and each line costs several times more.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,36 +43,36 @@ require_names("LEDGER", COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class FastPath:
-    """The objects by which the plain slots of a slab are filled and stored."""
+    """The objects that fill and store the slots of a slab by the fast path."""
 
     rows: SlotRows
-    """Rows that were made for this ``state``, ``eased`` and ``seed``."""
+    """Rows for this ``state``, ``eased`` and ``seed``."""
     few: FewSlots
     writer: RowWriter
     reader: FileReader
-    """The reader of the storage; it has no engine after the storage was closed."""
+    """The reader of the storage; its ``engine`` is None after the storage was closed."""
     episodes: EpisodeLog
     ring: EpisodeRing
-    """The ring in which ``rows`` note episodes, which ``episodes`` takes from there."""
+    """The ring in which ``rows`` note episodes, and from which ``episodes`` takes them."""
     acting: Acting
     state: LaneState
     eased: int
     seed: int | None
     masks: Callable[[int], bool] | None
-    """A check of all masks of legal actions in slots; None: there are none to check."""
+    """A check of all masks of legal actions in slots; None if there are none to check."""
     batches: SmallBatches | None
-    """The maker of batches that are yielded; None: rows are stored alone."""
+    """Lays out the batches that are yielded; None if rows are only stored."""
 
     def was_made_for(self, state: LaneState, eased: int, seed: int | None) -> bool:
         """Return whether ``rows`` were made for these values."""
         return state is self.state and (eased, seed) == (self.eased, self.seed)
 
     def fill(self, want: int) -> None:
-        """Step all lanes until ``want`` rows are there; a signal's handler may raise at any point.
+        """Step all lanes until ``want`` rows are there; a signal handler may raise at any point.
 
-        The caller raises an exception again within the run's guard, which leaves ``acting`` too.
+        The caller raises the exception again within the run's guard, which leaves ``acting`` too.
         """
-        acting = self.acting  # not by `with`: that is two calls more
+        acting = self.acting  # not by `with`, which makes two calls more
         before = acting.before = torch.is_grad_enabled(), acting.place.get()
         try:
             set_gradients(False)
@@ -80,9 +84,9 @@ class FastPath:
             acting.before = None
 
     def store(self, want: int, finals: FinalsWatch, batch: Any = None) -> bool:
-        """Check, number, count and store ``want`` rows; False, with nothing done, if refused.
+        """Check, number, count and store ``want`` rows; if refused, do nothing and return False.
 
-        An empty ``batch`` of `SmallBatches` is filled with them, and they are stored lane by lane.
+        With an empty ``batch`` of `SmallBatches`, fill it, and store the rows lane by lane.
         """
         few, rows, append = self.few, self.rows, self.writer.append
         used = few.board[FILLED]
@@ -93,7 +97,7 @@ class FastPath:
         if self.writer.tell is None:
             stored = append(rows)
         else:
-            with deferred():  # replay buffers hear of all rows that are stored
+            with deferred():  # replay buffers are notified of all rows that are stored
                 stored = append(rows)
         if self.ring.counts.due:
             self.episodes.take()
@@ -101,20 +105,21 @@ class FastPath:
 
 
 class FastCollect:
-    """Collects the rows of few slots at a time; whatever else comes up is left to the run's loop.
+    """Fast path for few slots: one C call numbers, stores and commits their rows.
 
-    Slots that were filled and not stored, or an exception that was raised meanwhile, wait here
-    until the loop takes them over.
+    If a call needs anything else, :meth:`collect` returns False and the run loop takes over. Slots
+    that were filled and not stored, and an exception that was raised meanwhile, stay here until
+    the loop takes them (:meth:`settle`, :meth:`take_raised`).
 
     Args:
-        run: its state.
+        run: the state of the run.
         rollout: fills slots.
-        in_slab: has the rows.
-        counts: what the delivery of rows changes in the ledger.
+        in_slab: the row tables of slabs.
+        counts: the changes of the ledger when rows are stored.
         checks: of values.
         finals: must see rows in which an episode begins or ends, until they are judged.
         acting: the context of steps.
-        batch: number of rows of a batch; 0: batches are made by the loop.
+        batch: number of rows of a batch; 0 if the loop makes all batches.
     """
 
     def __init__(
@@ -133,55 +138,55 @@ class FastCollect:
         self._checks, self._finals, self._acting = checks, finals, acting
         self._lanes = rollout.lanes
         self._only = rollout.lanes if run.options.surplus != "carry" else 0
-        """The only number of rows that leaves no surplus; 0 where a surplus is carried."""
+        """The only number of rows that leaves no surplus; 0 if a surplus is carried."""
         self.batch = batch
         self._batches: list[TensorDictBase] = []
-        """The batch that is ready as soon as all its rows are stored."""
+        """The batch that becomes ready when its rows are stored."""
         self._stored_then = 0
-        """Number of rows stored in the run then."""
+        """Number of rows that the run has stored then."""
         self._made: FastPath | None = None
         self.ready: FastPath | None = None
-        """The plain slots of the last call, if the next call may store some at once."""
+        """The path that the next call may take; None if the loop has to make the call."""
         self._left: FastPath | None = None
-        """Plain slots that were filled and may not be stored yet."""
+        """The path whose slots were filled and may not be stored yet."""
         self.raised: BaseException | None = None
-        """The exception raised while they were filled or stored."""
+        """The exception that was raised while these were filled or stored."""
         self._by_store = False
-        """True if that exception came after all lanes were stepped."""
+        """True if it was raised after all lanes were stepped."""
         self._thread: int | None = None
-        """The thread that was here last."""
+        """The thread of the last call."""
 
     def collect(self, want: int, *, yields: bool = False) -> bool:
-        """Collect ``want`` rows of few slots; return False if the loop has to do it.
+        """Store ``want`` rows, also as a batch if ``yields``; return False if the loop has to.
 
-        An exception may come anywhere here: before the one call that stores the rows,
-        :meth:`settle` keeps the slots for the next block; after that call everything is done, but
-        that :meth:`settle` makes the batch ready where the call ``yields`` one.
+        An exception may be raised at any instruction. Before the C call that stores the rows,
+        :meth:`settle` keeps the slots for the next block. After it everything is done, except that
+        :meth:`settle` may have to make the batch ready.
         """
-        plain, total, run = self.ready, self._total, self._run
-        if plain is None or run.phase is not Phase.IDLE or want > FEW_SLOTS * self._lanes:
+        path, total, run = self.ready, self._total, self._run
+        if path is None or run.phase is not Phase.IDLE or want > FEW_SLOTS * self._lanes:
             return False
         if self._left is not None:
             return False
         if total is not None and self._ledger.stored + want >= total:
             return False
-        if run.stopped or plain.reader.engine is None or (self._only and want != self._only):
+        if run.stopped or path.reader.engine is None or (self._only and want != self._only):
             return False
         outside = run.outside
         if outside is not None and outside.find():
-            return False  # the loop finds it too, and raises
+            return False  # the loop raises
         self._thread = get_ident()
         try:
             run.begin_call()
-            self._by_store, self._left = False, plain
+            self._by_store, self._left = False, path
             if yields:
                 with self._rollout.interruptible:
-                    plain.fill(want)
+                    path.fill(want)
             else:
-                plain.fill(want)
+                path.fill(want)
             self._by_store = True
-            if self._store_batch(plain, want) if yields else plain.store(want, self._finals):
-                self._left = None  # before that it would find nothing to count
+            if self._store_batch(path, want) if yields else path.store(want, self._finals):
+                self._left = None
                 return yields or not run.stopped
         except BaseException as error:  # noqa: BLE001  raised by the loop
             self.raised = error
@@ -192,58 +197,58 @@ class FastCollect:
         self.ready = None
         return False
 
-    def _store_batch(self, plain: FastPath, want: int) -> bool:
-        """Store the rows, and make them the batch that is ready; False if the loop has to."""
-        if plain.few.board[HALT]:  # it ends the run, or calls handlers
+    def _store_batch(self, path: FastPath, want: int) -> bool:
+        """Store the rows and make their batch ready; return False if the loop has to."""
+        if path.few.board[HALT]:  # the loop ends the run, or calls signal handlers
             return False
-        assert plain.batches is not None
-        batch = plain.batches.empty(want)
+        assert path.batches is not None
+        batch = path.batches.empty(want)
         self._stored_then = self._ledger.stored + want
-        self._batches = [batch[2]]  # in this order: the last call's number is the present one
-        stored = plain.store(want, self._finals, batch)
+        self._batches = [batch[2]]  # after the number that it becomes ready at
+        stored = path.store(want, self._finals, batch)
         self._hand_over()
         return stored
 
     def _hand_over(self) -> None:
-        """Make the batch ready whose rows are stored, once."""
+        """Make the batch ready if its rows are stored."""
         if self._batches and self._ledger.stored == self._stored_then:
-            # One instruction takes it from one list to the other, so that no exception parts them.
+            # One instruction moves it from list to list, so that no exception can come between.
             self._run.ready.extend(map(self._batches.pop, (0,)))
         self._batches = []
 
     def leave(self) -> None:
-        """End a call that an exception left at any instruction, in this thread."""
+        """End this thread's call, which an exception left at any instruction."""
         if self._thread == get_ident():
             self._run.end_call()
 
     def settle(self) -> None:
-        """Count the slots that :meth:`collect` left unstored; they are the next block."""
+        """Make the slots that :meth:`collect` left unstored the next block."""
         self.ready = None
         self._hand_over()
         left, self._left = self._left, None
         if left is not None:
             self._rollout.put_back()
-            self._run.episodes.take()  # or there may be no room for more
+            self._run.episodes.take()  # makes room for those of the block
 
     def take_raised(self) -> BaseException | None:
-        """Return the exception raised while lanes were stepped; raise one that came later."""
+        """Return the exception that was raised while lanes stepped; raise one that came later."""
         error, self.raised = self.raised, None
         if error is not None and self._by_store:
             raise error
         return error
 
     def prepare(self) -> None:
-        """Get ready for the next call, if it has nothing else to do than to fill and to store."""
+        """Let the next call take the fast path, if it only has to fill and store slots."""
         slab = self._rollout.slab
         if not self._finals.curious and self._rollout.make_ready():
-            self.ready = self._plain_of(slab)
+            self.ready = self._path_of(slab)
 
-    def _plain_of(self, slab: Slab) -> FastPath | None:
-        """Return what all plain slots share; None if slots are not plain."""
-        plain, checks, seed = self._made, self._checks, self._ledger.seed
+    def _path_of(self, slab: Slab) -> FastPath | None:
+        """Return the fast path of ``slab``; None if it has none."""
+        path, checks, seed = self._made, self._checks, self._ledger.seed
         writer, state, few = self._run.writer, self._run.lanes, self._rollout.few
-        if plain is not None and plain.was_made_for(state, checks.eased, seed):
-            return plain
+        if path is not None and path.was_made_for(state, checks.eased, seed):
+            return path
         table, storage = self._in_slab.table_of(slab), writer.direct
         bounds = checks.table(slab)
         if bounds is None or few is None:
@@ -263,7 +268,7 @@ class FastCollect:
             log=ring.counts,
             amounts=amounts(self._counts.of_rows(1)).tobytes() + table.places(self._counts.masks),
         )
-        self._made = plain = FastPath(
+        self._made = path = FastPath(
             rows,
             few,
             files,
@@ -277,11 +282,11 @@ class FastCollect:
             _by_slots(checks, slab),
             self._in_slab.batches_of(table) if self.batch else None,
         )
-        return plain
+        return path
 
 
 class _Guard(deferred):
-    """One that may be left before it was entered."""
+    """A deferral of signal handlers that may be left before it was entered."""
 
     __slots__ = ()
 
@@ -296,11 +301,11 @@ class FastCollectOfWorkers(FastCollect):
     """
 
     _guard: _Guard | None = None
-    """The one of the call under way, or that an exception left."""
+    """The guard of the call under way, or of one that an exception left."""
 
     def collect(self, want: int, *, yields: bool = False) -> bool:
-        """Collect ``want`` rows of few slots; return False if the loop has to do it."""
-        assert not yields, "batches are made by the loop, as the plan says"
+        """Store ``want`` rows; return False if the loop has to."""
+        assert not yields, "the plan lets the loop make batches"
         if self.ready is None or self._run.phase is not Phase.IDLE:
             return False
         self._guard = guard = _Guard()
@@ -315,7 +320,7 @@ class FastCollectOfWorkers(FastCollect):
                 self._guard = None
 
     def leave(self) -> None:
-        """End a call that an exception left at any instruction, in this thread."""
+        """End this thread's call, which an exception left at any instruction."""
         super().leave()
         guard, self._guard = self._guard, None
         if guard is not None and not guard.is_left:
@@ -332,7 +337,7 @@ class FastCollectOfWorkers(FastCollect):
 
 
 def _by_slots(checks: RangeChecks, slab: Slab) -> Callable[[int], bool] | None:
-    """Return a check of the masks in the first slots, by their number; None: none is checked."""
+    """Return a check of the masks in the first n slots; None if there are no masks to check."""
 
     @cache
     def look(used: int) -> Callable[[], bool]:

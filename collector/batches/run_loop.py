@@ -1,4 +1,4 @@
-"""The loop of a run: takes blocks of transitions, counts and commits them, and makes batches."""
+"""The loop of a run: take blocks of transitions, count and commit them, and make batches."""
 
 import sys
 from collections.abc import Sequence
@@ -33,19 +33,22 @@ from tallyroll.storage.rows.keys import next_valid_keys
 
 
 class RunLoop:
-    """Take blocks of transitions from a source, and make batches of them; see `assembling`.
+    """Takes blocks of transitions from a source, and makes batches of them.
+
+    Each batch is filled, counted, validated, committed and laid out, in this order.
+    `make_run_loop` chooses the parts by the plan of the run.
 
     Args:
         run: its counts, and the trajectory and step of every lane.
-        plan: how its rows are stored.
-        slabs: what its rows are like.
-        rollout: where blocks come from.
+        plan: the decisions on storing its rows.
+        slabs: the columns of its rows.
+        rollout: the source of blocks.
         checks: of values.
         finals: watches final observations.
-        hand: numbers rows, stores them and lays them out.
-        fast_collect: stores the rows of few slots at once; None: nothing does.
+        output: numbers rows, stores them and lays them out.
+        fast_collect: the fast path for few slots; None if the plan has none.
         acting: the context of steps.
-        apart: whether a batch is of one worker.
+        apart: True if each batch has the rows of one worker.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class RunLoop:
         rollout: TransitionSource,
         checks: RangeChecks,
         finals: FinalsWatch,
-        hand: BatchOutput,
+        output: BatchOutput,
         fast_collect: FastCollect | None,
         acting: Acting,
         *,
@@ -64,16 +67,16 @@ class RunLoop:
     ) -> None:
         self._run, self.plan, self._rewards = run, plan, slabs.rewards
         self._rollout, self._checks, self._finals = rollout, checks, finals
-        self._hand, self.fast_collect, self._acting = hand, fast_collect, acting
+        self._output, self.fast_collect, self._acting = output, fast_collect, acting
         self._apart = apart
         self._blocks = CheckedBlocks(run, rollout, checks, slabs.rewards, in_place=slabs.in_place)
         self._everywhere = np.ones(len(run.lanes.step), np.bool_)
         self._at_once = plan.rows.way == "slab"
-        """True if `collect` stores each block when it comes."""
+        """True if :meth:`collect` stores each block on arrival."""
         self._most = run.writer.most if self._at_once else run.options.frames_per_batch
-        """Rows that `collect` stores at once."""
+        """The most rows that :meth:`collect` stores at once."""
         self._few = run.options.total_episodes is not None
-        """True if the source may end the run by itself, when the last episode is complete."""
+        """True if the run ends with its last episode, which only the source knows."""
         self._iterations = 0
         self._under_way = False
         """True during a batch or a call of `collect`, and after an exception interrupted it."""
@@ -85,17 +88,17 @@ class RunLoop:
 
         It has ``size`` rows (default: ``frames_per_batch``), fewer if the budget ends before.
         """
-        run, hand = self._run, self._hand
-        hand.lays_out = True
+        run, output = self._run, self._output
+        output.lays_out = True
         run.note_ready(yields=True)
         most = sys.maxsize if self._apart else size or run.options.frames_per_batch
         size = run.budget.batch(run.counted, most)
-        self._raise_again(size)
+        self._raise_pending(size)
         self._begin(size)
         with self._acting:
             self._gather(size)
-        short = hand.count < size
-        batch = hand.deliver(size) if hand.count else None
+        short = output.count < size
+        batch = output.deliver(size) if output.count else None
         self._end(short=short)
         if self.fast_collect is not None and self.fast_collect.batch and not run.over:
             self.fast_collect.prepare()
@@ -103,42 +106,54 @@ class RunLoop:
 
     def collect(self, want: int) -> None:
         """Store ``want`` more transitions, fewer if the run ends before."""
-        ledger, hand, most = self._run.ledger, self._hand, self._most
-        hand.lays_out = False
-        self._raise_again(want)
+        ledger = self._run.ledger
+        self._output.lays_out = False
+        self._raise_pending(want)
         goal = ledger.stored + self._run.budget.batch(self._run.counted, want)
-        self._begin(min(most, goal - ledger.stored))
+        self._begin(min(self._most, goal - ledger.stored))
         if self._at_once:
             with self._acting:
-                while ledger.stored < goal and (hand.count or hand.left(goal)):
-                    if not hand.count:
-                        self._take(min(most, hand.left(goal)), 0)
-                    if hand.count:
-                        hand.deliver(goal - ledger.stored)
-                    if hand.left(goal):
-                        if not hand.count and self._rollout.dry:
-                            break
-                        self._admit()
-        while ledger.stored < goal and (hand.count or (hand.left(goal) and not self._rollout.dry)):
-            with self._acting:
-                self._gather(min(most, goal - ledger.stored))
-            if hand.count:
-                hand.deliver(min(most, goal - ledger.stored))
+                self._store_blocks(goal)
+        self._store_gathered(goal)
         self._end(short=ledger.stored < goal)
         if self.fast_collect is not None and not self._run.over:
             self.fast_collect.prepare()
 
-    def _raise_again(self, want: int) -> None:
-        """Raise what ended a call of few slots, before gradients are looked at: it left them."""
+    def _store_blocks(self, goal: int) -> None:
+        """Store each block on arrival, until the run has ``goal`` rows or no more will come."""
+        ledger, output = self._run.ledger, self._output
+        while ledger.stored < goal and (output.count or output.left(goal)):
+            if not output.count:
+                self._take(min(self._most, output.left(goal)), 0)
+            if output.count:
+                output.deliver(goal - ledger.stored)
+            if output.left(goal):
+                if not output.count and self._rollout.dry:
+                    break
+                self._handle_signals()
+
+    def _store_gathered(self, goal: int) -> None:
+        """Store blocks together, as a batch has them, until the run has ``goal`` rows."""
+        ledger, output, most = self._run.ledger, self._output, self._most
+        while ledger.stored < goal:
+            if not output.count and (self._rollout.dry or not output.left(goal)):
+                break
+            with self._acting:
+                self._gather(min(most, goal - ledger.stored))
+            if output.count:
+                output.deliver(min(most, goal - ledger.stored))
+
+    def _raise_pending(self, want: int) -> None:
+        """Raise the error of the fast path, before this call saves the gradient mode."""
         if self.fast_collect is not None and self.fast_collect.raised is not None:
             self._take(want, 0)
 
     def leave(self) -> None:
-        """Let gradients and exploration be as they were, if an exception left them."""
+        """Restore gradient mode and exploration type after an exception."""
         self._acting.__exit__()
 
     def _begin(self, size: int) -> None:
-        """Begin an iteration whose first batch has ``size`` rows, unless one goes on."""
+        """Begin an iteration whose first batch has ``size`` rows, unless one is under way."""
         self._run.writer.stored_run.require_open()
         if self._run.moved:
             each = self._run.options.reset_at_each_iter and self._iterations > 0
@@ -150,7 +165,7 @@ class RunLoop:
         self._under_way = True
         rollout = self._rollout
         if self._run.options.reset_at_each_iter and self._iterations:
-            # Carried transitions belong to the trajectories that the reset cuts: they come first.
+            # Carried transitions belong to the trajectories that the reset cuts: store them before.
             self._take(min(size, rollout.held), size)
             if not rollout.held:
                 self.restart_lanes()
@@ -165,38 +180,38 @@ class RunLoop:
             self._run.lanes.begin_at(first_id)
 
     def _gather(self, size: int) -> None:
-        """Take blocks until ``size`` rows are in hand; one block if a batch is of one worker."""
-        hand = self._hand
-        while hand.count < size:
-            want = hand.within(size - hand.count)
+        """Take blocks until ``size`` rows are there; one block if a batch has one worker's rows."""
+        output = self._output
+        while output.count < size:
+            want = output.within(size - output.count)
             if not want:
                 break
             self._take(want, 0 if self._apart else size)
-            if self._apart and hand.count:
+            if self._apart and output.count:
                 break
-            if hand.count < size:
+            if output.count < size:
                 if self._rollout.dry:
                     break
-                self._admit()
+                self._handle_signals()
 
-    def _admit(self) -> None:
-        """Call waiting signal handlers while rows are missing: nothing is half done here."""
+    def _handle_signals(self) -> None:
+        """Call the signal handlers that wait: nothing is half done between two blocks."""
         rollout, run = self._rollout, self._run
         if rollout.paused:
             rollout.go_on()
             if run.stopped:
                 rollout.stop()
         if waits():
-            run.ledger.balance(rollout.held + self._hand.count)
+            run.ledger.balance(rollout.held + self._output.count)
             run.ledger.publish()
             run.reach_safe_point()
             call_waiting()
             run.leave_safe_point()
 
     def _end(self, *, short: bool) -> None:
-        """End an iteration, and the run too if no more rows will come.
+        """End an iteration; end the run too if no more rows will come.
 
-        ``short``: fewer came than were wanted.
+        ``short``: fewer rows came than were wanted.
         """
         self._under_way = False
         if self._run.options.surplus == "discard":
@@ -210,9 +225,9 @@ class RunLoop:
             self._finals.warn_at_end(run.committed)
 
     def _take(self, want: int, size: int) -> None:
-        """Add at most ``want`` rows to a batch that is to have ``size`` of them.
+        """Take one block of at most ``want`` rows for a batch of ``size`` rows, and validate it.
 
-        After an error, complete and sound rows are stored before it is raised.
+        After an error, the complete and valid rows are stored before it is raised.
         """
         fast_collect = self.fast_collect
         try:
@@ -223,39 +238,39 @@ class RunLoop:
                 block = self._blocks.take(want, raised)
             self._blocks.check(block)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            self._rescue(error)
+            self._store_before(error)
             raise
         count = block.index.size
-        self._add(block, count, more=self._hand.count + count < size)
+        self._add(block, count, more=self._output.count + count < size)
 
     def _add(self, block: Block, count: int, *, more: bool) -> None:
         """Add the rows of ``block`` to the batch; cuts take effect after them."""
-        self._hand.add(block, count, more=more)
+        self._output.add(block, count, more=more)
         if block.cuts is not None:
-            self._begin_anew(block.cuts)
+            self._cut_trajectories(block.cuts)
             self._finals.forget(block.cuts)
 
     # --- ends, cuts and errors --------------------------------------------------------------------
 
-    def _begin_anew(self, lanes: NDArray[np.bool_]) -> None:
-        """Cut the open trajectories of ``lanes``: their environments start new ones."""
+    def _cut_trajectories(self, lanes: NDArray[np.bool_]) -> None:
+        """Cut the open trajectories of ``lanes``, whose environments start new ones."""
         post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.interrupt(lanes)))
         self._run.lanes.restart(lanes)
 
     def restart_lanes(self) -> None:
-        """Begin a new trajectory in every lane; no transition may be held then."""
-        self._begin_anew(self._everywhere)
+        """Begin a new trajectory in every lane; no transition may be held."""
+        self._cut_trajectories(self._everywhere)
         self._run.skip_foreseen(self._everywhere)
-        post(self._run.ledger, self._rollout.discard(()).entry)  # the steps that workers made ahead
+        post(self._run.ledger, self._rollout.discard(()).entry)  # of steps that workers made ahead
         self._rollout.restart_lanes(self._run.ledger)
 
     def discard(self) -> None:
-        """Discard the surplus; the trajectories that lose a row are cut."""
+        """Discard the surplus, and cut the trajectories that lose a row."""
         if not self._rollout.held:
             return
         entry, lanes, reward, ended = self._rollout.discard(self._rewards)
         post(self._run.ledger, entry)
-        self._run.ledger.balance(self._rollout.held + self._hand.count)
+        self._run.ledger.balance(self._rollout.held + self._output.count)
         post(self._run.ledger, LedgerEntry(episodes_cut=self._run.lanes.interrupt(lanes)))
         self._run.skip_foreseen(lanes)
         with np.errstate(all="ignore"):  # infinite rewards of both signs
@@ -264,8 +279,8 @@ class RunLoop:
         self._run.lanes.restart(lanes & ended)
         self._finals.forget(lanes)
 
-    def _rescue(self, error: BaseException) -> None:
-        """Store the rows taken before ``error``, and the complete and sound ones after them.
+    def _store_before(self, error: BaseException) -> None:
+        """Store the rows taken before ``error``, and the complete and valid ones after them.
 
         If a final observation is false, the ledger does not balance or the storage was closed,
         nothing is stored, and ``error`` gets a note that says so. The caller raises ``error``.
@@ -277,19 +292,19 @@ class RunLoop:
             error.add_note(f"tallyroll: complete transitions were not stored: {again}")
 
     def _store_complete(self) -> None:
-        """Store the complete and sound rows, if the run has a storage or a replay buffer."""
-        self._hand.lays_out = False
+        """Store the complete and valid rows, if the run has a storage or a replay buffer."""
+        self._output.lays_out = False
         self._run.stop()
-        if self._run.writer.stores:  # else the rows would reach no reader
-            most = self._hand.most
+        if self._run.writer.stores:  # otherwise no reader would see the rows
+            most = self._output.most
             for block in self._rollout.salvage(self._blocks.sound, most):
                 post(self._run.ledger, block.entry)
                 self._add(block, len(block), more=True)
-            if self._hand.count:
-                self._hand.deliver(self._hand.count)
+            if self._output.count:
+                self._output.deliver(self._output.count)
 
     def end(self) -> None:
-        """End the run at the caller's wish; the rows of an interrupted batch are stored before."""
+        """End the run on request; store the rows of an interrupted batch first."""
         try:
             if self._under_way and self._run.phase is not Phase.COLLECTING:
                 self._store_complete()
@@ -305,7 +320,7 @@ class RunLoop:
             self._run.ended_by(error)
 
     def finish(self) -> None:
-        """End the run: discard what is carried, and cut the open trajectories."""
+        """End the run: discard carried transitions, and cut the open trajectories."""
         self._run.end()
         if self.fast_collect is not None:
             self.fast_collect.settle()
@@ -314,21 +329,21 @@ class RunLoop:
         self._rollout.stop()
         post(ledger, self._rollout.discard(()).entry)
         cut = lanes.cut(self._everywhere)
-        post(ledger, LedgerEntry(discarded=self._hand.count, episodes_cut=cut))
-        self._hand.drop()
+        post(ledger, LedgerEntry(discarded=self._output.count, episodes_cut=cut))
+        self._output.drop()
         self._run.episodes.forget_after(ledger.stored)
         ledger.balance(self._rollout.held)
         ledger.publish()
         self._run.writer.finish(ledger, ledger.discarded - before)
-        self._hand.warn()
+        self._output.warn()
 
 
 @runtime_checkable
 class KeepsNoRows(Protocol):
-    """A source whose workers keep their rows: it has what an `RunLoop` has, for counts alone."""
+    """A source whose workers store their own rows; its loop only counts them."""
 
     def run_loop_of(self, run: RunState) -> Any:
-        """Return what counts, and notes, the transitions of ``run``."""
+        """Return the loop that counts the transitions of ``run``."""
 
 
 def make_run_loop(
@@ -341,16 +356,16 @@ def make_run_loop(
     draws: bool,
     torchrl: TorchrlLayout | None,
 ) -> RunLoop:
-    """Make an loop, and open the storage of its run.
+    """Make the loop of ``run`` by its plan, and open its storage.
 
     Args:
         run: its state.
         source: makes rows of blocks.
-        rollout: where blocks come from.
+        rollout: the source of blocks.
         ranges: the values that are allowed.
-        count_random: whether random actions are an exception.
-        draws: whether there are some, which are counted.
-        torchrl: lays batches out where ``layout="torchrl"``.
+        count_random: True if a policy acts, and random actions are counted.
+        draws: True if some actions are random.
+        torchrl: lays batches out for ``layout="torchrl"``.
     """
     options, writer, slabs = run.options, run.writer, source.plan
     if isinstance(rollout, KeepsNoRows):
@@ -398,10 +413,10 @@ def make_run_loop(
 
 
 def _count_agents(run: RunState, counts: DeliveredCounts) -> None:
-    """Let the budget of ``run`` be one of agent transitions.
+    """Count the budget of ``run`` in agent transitions.
 
-    Those of a run that goes on are counted in its rows, as far as a storage has all of them: the
-    record of its last commit may be older than these.
+    A resumed run counts them in its rows, if the storage still has all of them: the record of its
+    last commit may be older than these.
 
     Raises:
         EnvironmentRefused: there are no groups of agents.

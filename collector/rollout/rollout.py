@@ -1,7 +1,7 @@
-"""Stepping of a batched environment until enough transitions are there, in slot order.
+"""Rollouts: step a batched environment until enough transitions are there, in slot order.
 
-A driver fills slots of a slab; :class:`SlabFiller` decides how many and counts their transitions;
-:class:`Rollout` gives them out in blocks, and carries the surplus into the next one.
+A driver fills slots of a slab. `SlabFiller` decides how many, and counts their transitions.
+`Rollout` hands them over in blocks, and carries the surplus into the next block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from tallyroll.storage.rows.keys import Key
 
 
 class Rollout:
-    """Fill a slab, carry the surplus, and give out blocks.
+    """Fills a slab, hands over blocks of transitions, and carries the surplus.
 
     Args:
         driver: fills slots.
@@ -38,7 +38,7 @@ class Rollout:
         surplus: the fate of transitions of the last step beyond those asked for.
         random_frames: number of transitions at the start that have random actions.
         gate: an episode budget, or None.
-        run_lanes: lanes of the run, where the driver has a part of them; None: it has all.
+        run_lanes: lanes of the run, if the driver has a part of them; None if it has all.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Rollout:
         self.interruptible = self._filling.interruptible
         self._held = HeldRows(self.lanes)
         self._given = True
-        """True if all transitions in the slab, apart from held ones, were handed over."""
+        """True if all transitions in the slab were handed over, except the held ones."""
         self.counts = counting(
             ends_tell=driver.ends_tell, episodes=gate is not None, several=several
         )
@@ -90,9 +90,9 @@ class Rollout:
     # --- filling ----------------------------------------------------------------------------------
 
     def block(self, want: int) -> Block:
-        """Step until ``want`` transitions are in the slab, it is full, or a lane was cut.
+        """Step until the slab has ``want`` transitions or is full, or a lane was cut.
 
-        If the environment or the policy raises, the complete slots are the driver's ``used`` ones.
+        If the environment or the policy raises, the driver's first ``used`` slots are complete.
         """
         if self._put_back:
             self._put_back = False
@@ -111,14 +111,14 @@ class Rollout:
         return self._take(want)
 
     def put_back(self) -> None:
-        """Make the slots that `few` filled the next block; after an error `salvage` returns it."""
+        """Make the slots that `few` filled the next block."""
         assert self.few is not None
         self.few.write_version()
         self._filling.count(self.few.first, self.driver.used, self.lanes)
         self._put_back, self._given = True, False
 
     def make_ready(self) -> bool:
-        """Let `few` go on after the last block; return False if more has to be done before."""
+        """Let `few` continue after the last block; return False if the loop has to."""
         filling = self._filling
         more = self._put_back or not self._given or filling.restarting or filling.over
         draws = self.policy is not None and filling.random_frames > 0
@@ -127,7 +127,7 @@ class Rollout:
         return self.few.make_ready()
 
     def given(self, block: Block) -> None:
-        """Leave the last block's transitions to the caller, which counts them from here on."""
+        """Hand the last block's transitions over: from here on the caller counts them."""
         self._given, self._filling.cuts = True, None
 
     @property
@@ -146,7 +146,7 @@ class Rollout:
         return self.driver.paused
 
     def go_on(self) -> None:
-        """Go on after the signal's handler was called."""
+        """Continue after the signal handler was called."""
         self.driver.go_on()
 
     def drawn_ahead(self, openings: Openings) -> Counts:
@@ -171,7 +171,7 @@ class Rollout:
         yield (Held.of(self.slab, marks, self.driver.ended(first, used)),)
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
-        """Yield, after an error, at most ``most`` complete transitions of the ``sound`` slots."""
+        """Yield at most ``most`` complete transitions after an error; see `TransitionSource`."""
         if self._given:
             return
         used = self.driver.used
@@ -221,7 +221,7 @@ class Rollout:
 
     def discard_held(self) -> NDArray[np.bool_]:
         """Discard and count transitions that were not handed over; return the driver's lanes."""
-        # All that is not handed over, after an error; else the last slot's surplus.
+        # After an error, all that was not handed over; otherwise the surplus of the last slot.
         marks = self.slab.transitions[: self.driver.used]
         if self._given:
             marks = marks[:0] if self._held.lanes is None else self._held.lanes[None]

@@ -1,4 +1,4 @@
-"""Stepping of lanes into slots of a slab, and the counts of what happened there."""
+"""Filling of slab slots by stepping all lanes, and the counts of their transitions."""
 
 from collections.abc import Callable, Sequence
 from math import ceil
@@ -27,10 +27,10 @@ def looked_at_often(gate: EpisodeBudget) -> int:
 
 
 class SlabFiller:
-    """Fills slots by actions of a policy, or random ones; marks and counts their transitions.
+    """Fills slots by actions of a policy or at random; marks and counts their transitions.
 
-    A `Rollout` has one, which makes blocks of what was filled, and so has a worker, which fills
-    what a lease asks for.
+    A `Rollout` makes blocks of the slots that its filler filled. A worker's filler fills the slots
+    of a lease.
 
     Args:
         driver: fills slots.
@@ -174,9 +174,9 @@ class SlabFiller:
                 self.driver.policy_steps(start, start + 1, drawn)
 
     def take_back_drawn(self, at: slice, marks: Mask) -> None:
-        """Let others act at random in the place of transitions that were discarded.
+        """Add discarded random transitions back to the random budget.
 
-        ``marks`` ``[time, lane]`` are those of slots ``at``.
+        ``marks`` ``[time, lane]`` are the discarded transitions of slots ``at``.
         """
         drawn = marks & (self.slab.version[at] == RANDOM_VERSION)
         self.random_frames += int(np.count_nonzero(drawn))
@@ -224,7 +224,7 @@ class SlabFiller:
 
 
 class SlabFillerOfSeveral(SlabFiller):
-    """Fills slots by several policies; takes what `SlabFiller` does."""
+    """Fills slots by several policies, some of which may act at random; see `SlabFiller`."""
 
     policy: SeveralPolicies
 
@@ -262,7 +262,7 @@ class SlabFillerOfSeveral(SlabFiller):
             self.driver.policy_steps(start, start + 1, drawn)
 
     def take_back_drawn(self, at: slice, marks: Mask) -> None:
-        """Let others act at random in the place of transitions that were discarded."""
+        """Add discarded random transitions back to the random budgets."""
         if not self.policy.draws:  # else no opening is of all policies
             super().take_back_drawn(at, marks)
         self._openings.left += self._openings.counted(self.slab, at, marks)
