@@ -75,21 +75,24 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Export the names of the words, in their order. */
-static int name_words(PyObject *module)
+static const Names lists[] = {
+    {"NUMBERING", NUMBERING(NAME)}, {"EPISODE", EPISODE(NAME)},   {"CHECK", CHECK(NAME)},
+    {"DTYPES", DTYPES(NAME)},       {"RUN", RUN(NAME)},           {"LEDGER", LEDGER(NAME)},
+    {"HELD", HELD(NAME)},           {"LOG", LOG(NAME)},           {"BLOCKS", BLOCK(NAME)},
+    {"SLAB", SLAB(NAME)},           {"PIECE", PIECE(NAME)},       {"PLAN", PLAN(NAME)},
+    {"MASK", MASK(NAME)},           {"BATCH", BATCH(NAME)},       {"COPY", COPY(NAME)},
+    {"MARKS", MARKS(NAME)},         {"SLOT", SLOT(NAME)},         {"OBSERVATION", OBSERVATION(NAME)},
+    {"LANES", LANES(NAME)},         {"MODES", MODES(NAME)},       {"READERS", READERS(NAME)},
+    {"CALLS", CALLS(NAME)},         {"ENTRY", ENTRY(NAME)},       {"VALUE", VALUE(NAME)},
+    {"VALUES", VALUES(NAME)},
+};
+
+static int export_lists(PyObject *module)
 {
-    if (PyModule_AddStringConstant(module, "NUMBERING", NUMBERING(NAME)) < 0 ||
-        PyModule_AddStringConstant(module, "EPISODE", EPISODE(NAME)) < 0 ||
-        PyModule_AddStringConstant(module, "RUN", RUN(NAME)) < 0 ||
-        PyModule_AddStringConstant(module, "HELD", HELD(NAME)) < 0 ||
-        PyModule_AddStringConstant(module, "LOG", LOG(NAME)) < 0 ||
-        PyModule_AddStringConstant(module, "BLOCKS", BLOCK(NAME)) < 0 ||
-        PyModule_AddStringConstant(module, "SLAB", SLAB(NAME)) < 0)
-        return -1;
-    return PyModule_AddStringConstant(module, "LEDGER", LEDGER(NAME));
+    return export_names(module, lists, sizeof lists / sizeof *lists);
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)name_words}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)export_lists}, {0, NULL}};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_kernel", NULL, 0, functions, slots, NULL, NULL, NULL,

@@ -48,8 +48,14 @@ static int put_rewards(char *to, int as_doubles, const Py_buffer *view, const in
 /* The table of a slot: the addresses of rewards, terminated and truncated, whether rewards are
    doubles, and lanes; then for each observation its address, that of the one that the policy sees
    next (or 0), and its dimensions with their number before them. The slab owns the addresses. */
-enum { S_REWARD, S_TERMINATED, S_TRUNCATED, S_DOUBLES, S_LANES, SLOT_WORDS };
-enum { O_ROW, O_ROOT, O_NDIM, O_SHAPE };
+#define SLOT(WORD) WORD(reward) WORD(terminated) WORD(truncated) WORD(reward_is_double) WORD(lanes)
+#define OBSERVATION(WORD) WORD(row) WORD(root) WORD(ndim)
+typedef struct { SLOT(MEMBER) } SlotWords;
+typedef struct { OBSERVATION(MEMBER) int64_t shape[]; } ObservationWords;
+enum {
+    SLOT_WORDS = sizeof(SlotWords) / sizeof(int64_t),
+    OBSERVATION_WORDS = sizeof(ObservationWords) / sizeof(int64_t)
+};
 #define STEP_BUFFER (PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
 
 /* Flags of lanes, which the slab owns. */
@@ -65,14 +71,15 @@ static int has_ended(const Flags *of, int64_t lane)
 
 /* Write one observation to its row, and to the row that the policy sees next; or, of lanes that have
    `ended`, the final one to its row alone. Return 0 if it is not as its words say, or after an error. */
-static int put_observation(const int64_t *words, PyObject *format, PyObject *seen, const Flags *ended)
+static int put_observation(const ObservationWords *words, PyObject *format, PyObject *seen,
+                           const Flags *ended)
 {
     Py_buffer view;
     const char *wanted = PyBytes_AsString(format);
     if (wanted == NULL || PyObject_GetBuffer(seen, &view, STEP_BUFFER) < 0)
         return 0;
-    char *row = at(words[O_ROW]);
-    const int fits = is_like(&view, wanted, words[O_NDIM], words + O_SHAPE);
+    char *row = at(words->row);
+    const int fits = is_like(&view, wanted, words->ndim, words->shape);
     if (fits && ended) {
         const int64_t size = view.len / ended->lanes;
         for (int64_t lane = 0; lane < ended->lanes; lane++)
@@ -80,8 +87,8 @@ static int put_observation(const int64_t *words, PyObject *format, PyObject *see
                 memmove(row + lane * size, (char *)view.buf + lane * size, (size_t)size);
     } else if (fits) {
         memmove(row, view.buf, (size_t)view.len);
-        if (words[O_ROOT])
-            memcpy(at(words[O_ROOT]), row, (size_t)view.len);
+        if (words->root)
+            memcpy(at(words->root), row, (size_t)view.len);
     }
     PyBuffer_Release(&view);
     return fits;
@@ -91,23 +98,24 @@ static int put_observation(const int64_t *words, PyObject *format, PyObject *see
 static int put_observations(const Table *table, PyObject *formats, PyObject *observations,
                             const Flags *ended)
 {
-    const int64_t *words = table->words + SLOT_WORDS, *end = table->words + table->count;
+    const int64_t *next = table->words + SLOT_WORDS, *end = table->words + table->count;
     const Py_ssize_t count = PyTuple_Size(formats);
     if (count < 0 || PySequence_Size(observations) != count)
         return 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (words + O_SHAPE > end || words + O_SHAPE + words[O_NDIM] > end) {
+        const ObservationWords *words = (const ObservationWords *)next;
+        if (end - next < OBSERVATION_WORDS || end - words->shape < words->ndim) {
             PyErr_SetString(PyExc_ValueError, "a table is too short");
             return 0;
         }
-        if (ended && !words[O_ROOT]) /* it is the first one of the next episode too */
+        if (ended && !words->root) /* it is the first one of the next episode too */
             return 0;
         PyObject *seen = PySequence_GetItem(observations, i);
         const int put = seen && put_observation(words, PyTuple_GetItem(formats, i), seen, ended);
         Py_XDECREF(seen);
         if (!put)
             return 0;
-        words += O_SHAPE + words[O_NDIM];
+        next = words->shape + words->ndim;
     }
     return 1;
 }
@@ -137,17 +145,18 @@ static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t give
     int64_t ended = -1;
     if (want(given, 7) < 0 || open_table(args[0], &table, SLOT_WORDS) < 0)
         return NULL;
-    const int64_t *t = table.words, *lanes = t + S_LANES;
+    const SlotWords *t = (const SlotWords *)table.words;
+    const int64_t *lanes = &t->lanes;
     for (; opened < 3; opened++)
         if (PyObject_GetBuffer(args[3 + opened], &views[opened], STEP_BUFFER) < 0)
             goto done;
     const Py_buffer *over = &views[1], *cut = &views[2];
     if (is_like(over, "?", 1, lanes) && is_like(cut, "?", 1, lanes)
-        && put_rewards(at(t[S_REWARD]), t[S_DOUBLES] != 0, &views[0], lanes)
+        && put_rewards(at(t->reward), t->reward_is_double != 0, &views[0], lanes)
         && put_observations(&table, args[1], args[2], NULL)) {
-        const Flags flags = {at(t[S_TERMINATED]), at(t[S_TRUNCATED]), *lanes};
-        memmove(at(t[S_TERMINATED]), over->buf, (size_t)*lanes);
-        memmove(at(t[S_TRUNCATED]), cut->buf, (size_t)*lanes);
+        const Flags flags = {at(t->terminated), at(t->truncated), *lanes};
+        memmove(at(t->terminated), over->buf, (size_t)*lanes);
+        memmove(at(t->truncated), cut->buf, (size_t)*lanes);
         int64_t ends = 0;
         for (int64_t lane = 0; lane < *lanes; lane++)
             ends += has_ended(&flags, lane);
@@ -235,8 +244,17 @@ static PyObject *put_entry(PyObject *self, PyObject *const *args, Py_ssize_t giv
     return cleared() < 0 ? NULL : PyBool_FromLong(put);
 }
 
-enum { L_REWARD, L_TERMINATED, L_TRUNCATED, L_LANE, L_FINALS, L_LANES, L_MODE, L_NBYTES, L_SHAPE };
-enum { DISABLED, NEXT_STEP, SAME_STEP }; /* how a lane that ended is reset */
+/* The table of lanes, which LanesInTurn keeps; the shape of an observation follows. */
+#define LANES(WORD)                                                                                \
+    WORD(reward) WORD(terminated) WORD(truncated) WORD(lane) WORD(finals) WORD(lanes) WORD(mode)   \
+    WORD(nbytes)
+typedef struct { LANES(MEMBER) } LaneWords;
+enum { LANE_WORDS = sizeof(LaneWords) / sizeof(int64_t) };
+
+/* How a lane that ended is reset. */
+#define MODES(WORD) WORD(disabled) WORD(next_step) WORD(same_step)
+#define MODE(name) MODE_##name,
+enum { MODES(MODE) };
 
 /* Return the values of an environment as a tuple of `wanted` of them, which the caller owns. The
    reference `returned` is taken over. */
@@ -253,8 +271,16 @@ static PyObject *tuple_of(PyObject *returned, Py_ssize_t wanted)
     return parts;
 }
 
-enum { R_BOOL, R_FLOAT32, R_REWARD, R_TERMINATED, R_TRUNCATED, R_FINAL, R_OVERWRITTEN, R_TELL, R_ENTRIES };
-enum { OF_STEP, OF_LAST, OF_RESET }; /* the call that gave an info */
+#define READERS(WORD)                                                                              \
+    WORD(bool) WORD(float32) WORD(reward) WORD(terminated) WORD(truncated) WORD(final)             \
+    WORD(overwritten) WORD(tell) WORD(entries)
+#define READER(name) R_##name,
+enum { READERS(READER) };
+
+/* The call that gave an info. */
+#define CALLS(WORD) WORD(step) WORD(last) WORD(reset)
+#define CALL(name) OF_##name,
+enum { CALLS(CALL) };
 
 /* Return whether an object has the NumPy type at `kind`, which is read directly. LanesInTurn keeps
    the tuple of readers. */
@@ -277,11 +303,11 @@ static int as_double(PyObject *object, PyObject *readers, double *number)
         *number = (double)whole;
         if (!beyond && whole >= -16777216 && whole <= 16777216) /* float32 holds these */
             return whole == -1 && PyErr_Occurred() ? -1 : 0;
-    } else if (is_of(object, readers, R_FLOAT32)) {
+    } else if (is_of(object, readers, R_float32)) {
         made = PyNumber_Float(object);
     }
     if (made == NULL && !PyErr_Occurred())
-        made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(readers, R_REWARD), object, NULL);
+        made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(readers, R_reward), object, NULL);
     if (made == NULL)
         return -1;
     *number = PyFloat_AsDouble(made);
@@ -294,7 +320,7 @@ static int as_flag(PyObject *object, PyObject *readers, Py_ssize_t reader)
 {
     if (object == Py_True || object == Py_False)
         return object == Py_True;
-    if (is_of(object, readers, R_BOOL))
+    if (is_of(object, readers, R_bool))
         return PyObject_IsTrue(object);
     PyObject *made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(readers, reader), object, NULL);
     const int flag = made == NULL ? -1 : PyObject_IsTrue(made);
@@ -303,19 +329,19 @@ static int as_flag(PyObject *object, PyObject *readers, Py_ssize_t reader)
 }
 
 /* Copy an object to the row `to` of an array of ours; return 0 if it is not an array of this dtype
-   and shape, which is at the end of a table, from word `from` on, after the bytes of a row. Errors of
-   its buffer are cleared: then the caller copies it by NumPy. */
+   and shape, which is at the end of a table, after `words` words of which the last is the bytes of a
+   row. Errors of its buffer are cleared: then the caller copies it by NumPy. */
 static int put_row(char *to, PyObject *seen, PyObject *name, PyObject *dtype, const Table *table,
-                   Py_ssize_t from)
+                   Py_ssize_t words)
 {
-    const int64_t *shape = table->words + from + 1;
-    const Py_ssize_t ndim = table->count - from - 1;
+    const int64_t *shape = table->words + words;
+    const Py_ssize_t ndim = table->count - words;
     Py_buffer view;
     PyObject *found = PyObject_GetAttr(seen, name);
     int same = found == dtype;
     Py_XDECREF(found);
     if (same && PyObject_GetBuffer(seen, &view, PyBUF_C_CONTIGUOUS) == 0) {
-        same = view.ndim == ndim && view.len == table->words[from];
+        same = view.ndim == ndim && view.len == shape[-1];
         for (Py_ssize_t i = 0; same && i < ndim; i++)
             same = view.shape[i] == shape[i];
         if (same)
@@ -355,31 +381,41 @@ typedef struct {
 
 /* An entry of infos is a tuple: its path, its dtype, and a table of its column and of the column that
    says where it was given (0: none, and it must be given). LaneResults keeps both. */
-enum { E_PATH, E_DTYPE, E_TABLE, E_PARTS };
-enum { E_COLUMN, E_GIVEN, E_KIND, E_NBYTES };
-enum { E_OTHER, E_FLOAT64, E_INT64, E_EMPTY }; /* empty: a dictionary, and no column */
+#define ENTRY(WORD) WORD(path) WORD(dtype) WORD(table)
+#define OF_ENTRY(name) E_##name,
+enum { ENTRY(OF_ENTRY) E_PARTS };
+
+/* The table of an entry; the shape of a row follows. */
+#define VALUE(WORD) WORD(column) WORD(given) WORD(kind) WORD(nbytes)
+typedef struct { VALUE(MEMBER) } ValueWords;
+enum { VALUE_WORDS = sizeof(ValueWords) / sizeof(int64_t) };
+
+/* The kinds of values; empty: a dictionary, and no column. */
+#define VALUES(WORD) WORD(other) WORD(float64) WORD(int64) WORD(empty)
+#define VALUE_KIND(name) VALUE_##name,
+enum { VALUES(VALUE_KIND) };
 
 /* Write a value to the column of an entry; return 0 if that takes NumPy, or a look at the value. */
 static int write_entry(const Table *table, int64_t lane, PyObject *value, PyObject *name,
                        PyObject *dtype)
 {
-    const int64_t *t = table->words;
-    char *to = at(t[E_COLUMN]) + lane * t[E_NBYTES];
+    const ValueWords *t = (const ValueWords *)table->words;
+    char *to = at(t->column) + lane * t->nbytes;
     int beyond = 0;
-    if (t[E_KIND] == E_FLOAT64 && PyFloat_CheckExact(value)) {
+    if (t->kind == VALUE_float64 && PyFloat_CheckExact(value)) {
         *(double *)to = PyFloat_AsDouble(value);
-    } else if (t[E_KIND] == E_INT64 && PyLong_CheckExact(value)) {
+    } else if (t->kind == VALUE_int64 && PyLong_CheckExact(value)) {
         const long long whole = PyLong_AsLongLongAndOverflow(value, &beyond);
         if (beyond)
             return 0;
         *(int64_t *)to = whole;
-    } else if (t[E_KIND] == E_EMPTY) {
+    } else if (t->kind == VALUE_empty) {
         return PyDict_CheckExact(value) && PyDict_Size(value) == 0;
-    } else if (!put_row(to, value, name, dtype, table, E_NBYTES)) {
+    } else if (!put_row(to, value, name, dtype, table, VALUE_WORDS)) {
         return 0;
     }
-    if (t[E_GIVEN])
-        at(t[E_GIVEN])[lane] = 1;
+    if (t->given)
+        at(t->given)[lane] = 1;
     return 1;
 }
 
@@ -389,18 +425,18 @@ static int take_entry(const Lanes *the, int64_t lane, PyObject *info, PyObject *
     Table table;
     if (!PyTuple_Check(entry) || PyTuple_Size(entry) != E_PARTS)
         return 0;
-    PyObject *path = PyTuple_GetItem(entry, E_PATH);
+    PyObject *path = PyTuple_GetItem(entry, E_path);
     for (Py_ssize_t i = 0; info != NULL && i < PyTuple_Size(path); i++) {
         if (!PyDict_CheckExact(info))
             return 0;
         info = PyDict_GetItemWithError(info, PyTuple_GetItem(path, i));
     }
-    if (PyErr_Occurred() || open_table(PyTuple_GetItem(entry, E_TABLE), &table, E_NBYTES + 1) < 0)
+    if (PyErr_Occurred() || open_table(PyTuple_GetItem(entry, E_table), &table, VALUE_WORDS) < 0)
         return 0;
-    int taken = info == NULL && table.words[E_GIVEN];
+    int taken = info == NULL && ((const ValueWords *)table.words)->given;
     if (info != NULL) {
         Py_INCREF(info);
-        taken = write_entry(&table, lane, info, the->name, PyTuple_GetItem(entry, E_DTYPE));
+        taken = write_entry(&table, lane, info, the->name, PyTuple_GetItem(entry, E_dtype));
         Py_DECREF(info);
     }
     PyBuffer_Release(&table.buffer);
@@ -411,14 +447,14 @@ static int take_entry(const Lanes *the, int64_t lane, PyObject *info, PyObject *
    Return 0, or -1 after an error. */
 static int hand_on(const Lanes *the, int64_t lane, PyObject *info, int of)
 {
-    PyObject *entries = PyTuple_GetItem(the->readers, R_ENTRIES);
+    PyObject *entries = PyTuple_GetItem(the->readers, R_entries);
     const Py_ssize_t count = PyTuple_Size(entries);
-    int taken = count <= 0 || of == OF_STEP;
+    int taken = count <= 0 || of == OF_step;
     for (Py_ssize_t i = 0; taken && i < count; i++)
         taken = take_entry(the, lane, info, PyTuple_GetItem(entries, i));
     if (taken || PyErr_Occurred())
         return taken && !PyErr_Occurred() ? 0 : -1;
-    PyObject *made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_TELL), "LOi",
+    PyObject *made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_tell), "LOi",
                                            (long long)lane, info, of);
     Py_XDECREF(made);
     return made == NULL ? -1 : 0;
@@ -442,19 +478,19 @@ static int reset_lane(const Lanes *the, int64_t lane, PyObject *env, int of)
    `last`, which the reset might drop; it must not overwrite it. Return 0, or -1 after an error. */
 static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *last)
 {
-    const int64_t *t = the->table.words;
-    char *to = at(t[L_FINALS]) + lane * t[L_NBYTES];
+    const LaneWords *t = (const LaneWords *)the->table.words;
+    char *to = at(t->finals) + lane * t->nbytes;
     PyObject *made = NULL;
-    if (!t[L_FINALS] || !put_row(to, last, the->name, the->dtype, &the->table, L_NBYTES)) {
+    if (!t->finals || !put_row(to, last, the->name, the->dtype, &the->table, LANE_WORDS)) {
         if (PyErr_Occurred())
             return -1;
-        made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_FINAL), "LO", (long long)lane,
+        made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_final), "LO", (long long)lane,
                                      last);
         if (made == NULL)
             return -1;
         Py_DECREF(made);
     }
-    if (reset_lane(the, lane, env, OF_RESET) < 0)
+    if (reset_lane(the, lane, env, OF_reset) < 0)
         return -1;
     PyObject *first = PyList_GetItem(the->seen, lane);
     if (first == NULL)
@@ -464,7 +500,7 @@ static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *
     if (!are_apart(last, first)) {
         failed = PyErr_Occurred() != NULL;
         if (!failed) {
-            made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_OVERWRITTEN), "LOO",
+            made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_overwritten), "LOO",
                                          (long long)lane, last, first);
             failed = made == NULL;
             Py_XDECREF(made);
@@ -480,12 +516,12 @@ static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *
    code might drop. */
 static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *action, int reset)
 {
-    const int64_t *t = the->table.words;
+    const LaneWords *t = (const LaneWords *)the->table.words;
     PyObject *readers = the->readers;
     double reward = 0;
     int terminated = 0, truncated = 0;
     if (reset) {
-        if (reset_lane(the, lane, env, OF_STEP) < 0)
+        if (reset_lane(the, lane, env, OF_step) < 0)
             return -1;
     } else {
         PyObject *parts = tuple_of(PyObject_CallMethodObjArgs(env, the->step, action, NULL), 5);
@@ -495,33 +531,33 @@ static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *ac
         Py_INCREF(obs);
         int failed = PyList_SetItem(the->seen, lane, obs) < 0 ||
             as_double(PyTuple_GetItem(parts, 1), readers, &reward) < 0 ||
-            (terminated = as_flag(PyTuple_GetItem(parts, 2), readers, R_TERMINATED)) < 0 ||
-            (truncated = as_flag(PyTuple_GetItem(parts, 3), readers, R_TRUNCATED)) < 0;
-        const int last = t[L_MODE] == SAME_STEP && (terminated || truncated);
+            (terminated = as_flag(PyTuple_GetItem(parts, 2), readers, R_terminated)) < 0 ||
+            (truncated = as_flag(PyTuple_GetItem(parts, 3), readers, R_truncated)) < 0;
+        const int last = t->mode == MODE_same_step && (terminated || truncated);
         if (!failed)
-            failed = hand_on(the, lane, PyTuple_GetItem(parts, 4), last ? OF_LAST : OF_STEP) < 0;
+            failed = hand_on(the, lane, PyTuple_GetItem(parts, 4), last ? OF_last : OF_step) < 0;
         if (!failed && last)
             failed = finish_lane(the, lane, env, obs) < 0;
         Py_DECREF(parts);
         if (failed)
             return -1;
     }
-    ((double *)at(t[L_REWARD]))[lane] = reward;
-    at(t[L_TERMINATED])[lane] = (char)terminated;
-    at(t[L_TRUNCATED])[lane] = (char)truncated;
+    ((double *)at(t->reward))[lane] = reward;
+    at(t->terminated)[lane] = (char)terminated;
+    at(t->truncated)[lane] = (char)truncated;
     return 0;
 }
 
 /* Write rewards and flags of all lanes to a slot; return 0 if a reward is not written. */
-static int put_numbers(const int64_t *slot, const int64_t *t)
+static int put_numbers(const SlotWords *slot, const LaneWords *t)
 {
-    const double *rewards = (const double *)at(t[L_REWARD]);
-    const int64_t lanes = t[L_LANES];
+    const double *rewards = (const double *)at(t->reward);
+    const int64_t lanes = t->lanes;
     for (int64_t lane = 0; lane < lanes; lane++)
-        if (!put_reward(at(slot[S_REWARD]), slot[S_DOUBLES] != 0, lane, rewards[lane]))
+        if (!put_reward(at(slot->reward), slot->reward_is_double != 0, lane, rewards[lane]))
             return 0;
-    memcpy(at(slot[S_TERMINATED]), at(t[L_TERMINATED]), (size_t)lanes);
-    memcpy(at(slot[S_TRUNCATED]), at(t[L_TRUNCATED]), (size_t)lanes);
+    memcpy(at(slot->terminated), at(t->terminated), (size_t)lanes);
+    memcpy(at(slot->truncated), at(t->truncated), (size_t)lanes);
     return 1;
 }
 
@@ -536,20 +572,21 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
     Py_buffer ended, rows;
     PyObject *actions = NULL, *result = NULL;
     int put = 0, has_rows = 0;
-    if (want(given, 9) < 0 || open_table(args[0], &the.table, L_SHAPE) < 0)
+    if (want(given, 9) < 0 || open_table(args[0], &the.table, LANE_WORDS) < 0)
         return NULL;
     PyObject *envs = args[3];
     the.dtype = args[1];
     the.readers = args[2];
     the.seen = args[5];
     the.step = the.name = NULL;
-    const int64_t *t = the.table.words, lanes = t[L_LANES];
-    *(int64_t *)at(t[L_LANE]) = -1;
+    const LaneWords *t = (const LaneWords *)the.table.words;
+    const int64_t lanes = t->lanes;
+    *(int64_t *)at(t->lane) = -1;
     if (PyObject_GetBuffer(args[6], &ended, PyBUF_WRITABLE) < 0) {
         PyBuffer_Release(&the.table.buffer);
         return NULL;
     }
-    if (!PyTuple_Check(the.readers) || PyTuple_Size(the.readers) <= R_ENTRIES ||
+    if (!PyTuple_Check(the.readers) || PyTuple_Size(the.readers) <= R_entries ||
         !PyList_Check(envs) || PyList_Size(envs) != lanes || !PyList_Check(the.seen) ||
         PyObject_Size(args[4]) != lanes || ended.len != lanes) {
         if (!PyErr_Occurred())
@@ -560,8 +597,8 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
     has_rows = args[7] != Py_None && PyObject_GetBuffer(args[7], &rows, PyBUF_CONTIG) == 0;
     if (!has_rows)
         PyErr_Clear();
-    put = has_rows && rows.len == lanes * t[L_NBYTES];
-    if (args[8] != Py_None && open_table(args[8], &slot, SLOT_WORDS + O_SHAPE) < 0)
+    put = has_rows && rows.len == lanes * t->nbytes;
+    if (args[8] != Py_None && open_table(args[8], &slot, SLOT_WORDS + OBSERVATION_WORDS) < 0)
         goto done;
     the.step = PyUnicode_InternFromString("step");
     the.name = PyUnicode_InternFromString("dtype");
@@ -570,8 +607,8 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         goto done;
     char *flags = (char *)ended.buf;
     for (int64_t lane = 0; lane < lanes; lane++) {
-        *(int64_t *)at(t[L_LANE]) = lane;
-        if (flags[lane] && t[L_MODE] == DISABLED) {
+        *(int64_t *)at(t->lane) = lane;
+        if (flags[lane] && t->mode == MODE_disabled) {
             PyErr_Format(PyExc_AssertionError, "lane %lld is stepped on after its episode ended",
                          (long long)lane);
             goto done;
@@ -583,7 +620,7 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         PyObject *action = PyIter_Next(actions);
         int failed = action == NULL;
         if (!failed)
-            failed = step_lane(&the, lane, env, action, flags[lane] && t[L_MODE] == NEXT_STEP);
+            failed = step_lane(&the, lane, env, action, flags[lane] && t->mode == MODE_next_step);
         else if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "there are fewer actions than lanes");
         Py_DECREF(env);
@@ -597,20 +634,21 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         if (obs == NULL)
             goto done;
         Py_INCREF(obs);
-        char *to = (char *)rows.buf + lane * t[L_NBYTES];
-        put = put_row(to, obs, the.name, the.dtype, &the.table, L_NBYTES);
+        char *to = (char *)rows.buf + lane * t->nbytes;
+        put = put_row(to, obs, the.name, the.dtype, &the.table, LANE_WORDS);
         Py_DECREF(obs);
         if (PyErr_Occurred())
             goto done;
     }
     int64_t ends = 0;
     for (int64_t lane = 0; lane < lanes; lane++)
-        ends += flags[lane] = at(t[L_TERMINATED])[lane] || at(t[L_TRUNCATED])[lane];
+        ends += flags[lane] = at(t->terminated)[lane] || at(t->truncated)[lane];
     if (put && slot.count) {
-        const int64_t *words = slot.words + SLOT_WORDS;
-        put = slot.words[S_LANES] == lanes && put_numbers(slot.words, t);
-        if (put && words[O_ROOT])
-            memcpy(at(words[O_ROOT]), rows.buf, (size_t)rows.len);
+        const SlotWords *words = (const SlotWords *)slot.words;
+        const ObservationWords *observation = (const ObservationWords *)(slot.words + SLOT_WORDS);
+        put = words->lanes == lanes && put_numbers(words, t);
+        if (put && observation->root)
+            memcpy(at(observation->root), rows.buf, (size_t)rows.len);
     }
     result = PyLong_FromLongLong(put ? ends : -1);
 done:

@@ -1,36 +1,44 @@
 /* Checks, numbers, counts, commits and lays out the rows of few slots: `_kernel.c` includes this file. */
 
-enum { VALUES, KIND, SLOT_COUNT, LOW, HIGH, CHECK_WORDS };
-enum { F32, F64, I8, U8, I16, U16, I32, U32, I64, U64 };
+/* The bounds of a column: its address, the dtype of its values, how many there are in a slot, and the
+   addresses of the lowest and the highest values that a slot may have. */
+#define CHECK(WORD) WORD(values) WORD(dtype) WORD(count) WORD(low) WORD(high)
+typedef struct { CHECK(MEMBER) } Check;
+enum { CHECK_WORDS = sizeof(Check) / sizeof(int64_t) };
+
+#define DTYPES(WORD)                                                                               \
+    WORD(f4) WORD(f8) WORD(i1) WORD(u1) WORD(i2) WORD(u2) WORD(i4) WORD(u4) WORD(i8) WORD(u8)
+#define DTYPE(name) DTYPE_##name,
+enum { DTYPES(DTYPE) };
 
 /* Return whether every value of the first slots of every column is within its bounds. The values
    belong to the slab, the bounds to the _SlotCheck of each column. */
 static int inside(const Table *table, int64_t slots)
 {
     int outside = 0;
-    const int64_t *check = table->words, *end = check + table->count;
-    for (; !outside && check + CHECK_WORDS <= end; check += CHECK_WORDS) {
-        int64_t count = check[SLOT_COUNT];
+    const Check *check = (const Check *)table->words, *end = check + table->count / CHECK_WORDS;
+    for (; !outside && check < end; check++) {
+        const int64_t count = check->count;
 #define LOOK(type)                                                                                 \
     {                                                                                              \
-        const type *values = (const type *)at(check[VALUES]);                                      \
-        const type *low = (const type *)at(check[LOW]), *high = (const type *)at(check[HIGH]);     \
+        const type *values = (const type *)at(check->values);                                      \
+        const type *low = (const type *)at(check->low), *high = (const type *)at(check->high);       \
         for (int64_t slot = 0; slot < slots && !outside; slot++, values += count)                  \
             for (int64_t i = 0; i < count; i++) /* NaN is within no bounds */                      \
                 outside |= !((values[i] >= low[i]) & (values[i] <= high[i]));                      \
         break;                                                                                     \
     }
-        switch (check[KIND]) {
-        case F32: LOOK(float)
-        case F64: LOOK(double)
-        case I8: LOOK(int8_t)
-        case U8: LOOK(uint8_t)
-        case I16: LOOK(int16_t)
-        case U16: LOOK(uint16_t)
-        case I32: LOOK(int32_t)
-        case U32: LOOK(uint32_t)
-        case I64: LOOK(int64_t)
-        case U64: LOOK(uint64_t)
+        switch (check->dtype) {
+        case DTYPE_f4: LOOK(float)
+        case DTYPE_f8: LOOK(double)
+        case DTYPE_i1: LOOK(int8_t)
+        case DTYPE_u1: LOOK(uint8_t)
+        case DTYPE_i2: LOOK(int16_t)
+        case DTYPE_u2: LOOK(uint16_t)
+        case DTYPE_i4: LOOK(int32_t)
+        case DTYPE_u4: LOOK(uint32_t)
+        case DTYPE_i8: LOOK(int64_t)
+        case DTYPE_u8: LOOK(uint64_t)
         default: outside = 1; /* then the caller checks the column in Python */
         }
 #undef LOOK
@@ -128,11 +136,21 @@ enum { RECORD_NUMBERS = 1 + LEDGER_WORDS + 2 };
 typedef struct { SLAB(MEMBER) } Slab;
 enum { SLAB_WORDS = sizeof(Slab) / sizeof(int64_t) };
 
-enum { P_NUMBERING, P_CHECKS, P_SLAB, P_COLUMNS, P_HEADER, P_AMOUNTS, P_BLOCKS, P_TABLES,
-       P_RECORD = P_TABLES, P_RING, P_PARTS };
+#define PIECE(WORD) WORD(address) WORD(nbytes)
+typedef struct { PIECE(MEMBER) } Piece;
+enum { PIECE_WORDS = sizeof(Piece) / sizeof(int64_t) };
+
+/* The parts of a plan: tables, then the record and the slots of a ring. */
+#define PLAN(WORD)                                                                                 \
+    WORD(numbering) WORD(checks) WORD(slab) WORD(columns) WORD(header) WORD(amounts) WORD(blocks)  \
+    WORD(record) WORD(ring)
+#define PART(name) P_##name,
+enum { PLAN(PART) P_PARTS, P_TABLES = P_record };
 
 /* Behind the amounts of a row: for each mask of agents its address and the bytes of a row. */
-enum { M_SOURCE, M_NBYTES, MASK_WORDS };
+#define MASK(WORD) WORD(source) WORD(row_nbytes)
+typedef struct { MASK(MEMBER) } Mask;
+enum { MASK_WORDS = sizeof(Mask) / sizeof(int64_t) };
 
 /* A plan while it is used. SlotRows owns the plan, and keeps its tables and blocks alive. */
 typedef struct {
@@ -171,23 +189,23 @@ static int open_plan(PyObject *parts, Plan *plan)
         if (open_table(PyTuple_GetItem(parts, part), &plan->tables[part], least[part]) < 0)
             goto failed;
     }
-    const PlanBlocks *blocks = (const PlanBlocks *)plan->tables[P_BLOCKS].words;
-    plan->numbering = (const Numbering *)plan->tables[P_NUMBERING].words;
-    plan->slab = (const Slab *)plan->tables[P_SLAB].words;
+    const PlanBlocks *blocks = (const PlanBlocks *)plan->tables[P_blocks].words;
+    plan->numbering = (const Numbering *)plan->tables[P_numbering].words;
+    plan->slab = (const Slab *)plan->tables[P_slab].words;
     plan->commit = (Commit *)at(blocks->commit);
     plan->run = (Run *)at(blocks->run);
     plan->ledger = (Ledger *)at(blocks->ledger);
     plan->held = (Held *)at(blocks->held);
     plan->log = (Log *)at(blocks->log);
     plan->shown = (Ledger *)at(blocks->shown);
-    plan->ring = PyLong_AsLongLong(PyTuple_GetItem(parts, P_RING));
+    plan->ring = PyLong_AsLongLong(PyTuple_GetItem(parts, P_ring));
     char *record = NULL;
     if (PyErr_Occurred() ||
-        PyBytes_AsStringAndSize(PyTuple_GetItem(parts, P_RECORD), &record, &plan->length) < 0)
+        PyBytes_AsStringAndSize(PyTuple_GetItem(parts, P_record), &record, &plan->length) < 0)
         goto failed;
     plan->record = record;
-    if (plan->tables[P_AMOUNTS].count >= LEDGER_WORDS &&
-        (plan->tables[P_AMOUNTS].count - LEDGER_WORDS) % MASK_WORDS == 0 &&
+    if (plan->tables[P_amounts].count >= LEDGER_WORDS &&
+        (plan->tables[P_amounts].count - LEDGER_WORDS) % MASK_WORDS == 0 &&
         can_spell(record, plan->length, RECORD_NUMBERS))
         return 0;
     PyErr_SetString(PyExc_ValueError, "a plan has other numbers");
@@ -281,7 +299,7 @@ static int are_eventful(const Numbering *t, int64_t slots)
    `amounts` are those of a row that is stored. */
 static int add_to(Ledger *ledger, const Plan *plan, const Slots *slots)
 {
-    const int64_t *amounts = plan->tables[P_AMOUNTS].words;
+    const int64_t *amounts = plan->tables[P_amounts].words;
     const int64_t stepped = (slots->used - slots->first) * plan->numbering->lanes;
     const int64_t resets = stepped - slots->made;
     int64_t *count = (int64_t *)ledger;
@@ -307,13 +325,14 @@ static int add_to(Ledger *ledger, const Plan *plan, const Slots *slots)
    marks. The slab owns the masks. */
 static int64_t count_agents(const Plan *plan, const char *rows, int64_t cells)
 {
-    const Table *table = &plan->tables[P_AMOUNTS];
-    const int64_t *mask = table->words + LEDGER_WORDS, *end = table->words + table->count;
+    const Table *table = &plan->tables[P_amounts];
+    const Mask *mask = (const Mask *)(table->words + LEDGER_WORDS);
+    const Mask *end = mask + (table->count - LEDGER_WORDS) / MASK_WORDS;
     int64_t agents = 0;
-    for (; mask < end; mask += MASK_WORDS) {
-        const char *row = at(mask[M_SOURCE]);
-        for (int64_t cell = 0; cell < cells; cell++, row += mask[M_NBYTES])
-            for (int64_t i = 0; (!rows || rows[cell]) && i < mask[M_NBYTES]; i++)
+    for (; mask < end; mask++) {
+        const char *row = at(mask->source);
+        for (int64_t cell = 0; cell < cells; cell++, row += mask->row_nbytes)
+            for (int64_t i = 0; (!rows || rows[cell]) && i < mask->row_nbytes; i++)
                 agents += row[i] != 0;
     }
     return agents;
@@ -323,9 +342,10 @@ static int64_t count_agents(const Plan *plan, const char *rows, int64_t cells)
    which lanes are reset next. The slab owns the rows; its driver owns the number at `used`. */
 static void carry(const Plan *plan, const Slots *slots)
 {
-    const Table *table = &plan->tables[P_SLAB];
+    const Table *table = &plan->tables[P_slab];
     const Numbering *t = plan->numbering;
-    const int64_t *memory = table->words + SLAB_WORDS, *end = table->words + table->count;
+    const Piece *first = (const Piece *)(table->words + SLAB_WORDS);
+    const Piece *end = first + (table->count - SLAB_WORDS) / PIECE_WORDS;
     const int64_t last = slots->used - 1;
     char *pending = at(plan->slab->pending);
     if (slots->used > slots->first && pending) {
@@ -333,14 +353,15 @@ static void carry(const Plan *plan, const Slots *slots)
         for (int64_t lane = 0; lane < t->lanes; lane++)
             plan->held->resets += pending[lane] = (char)is_pending(plan, slots->used, lane);
     }
-    for (int64_t piece = 0; memory + 2 <= end; memory += 2, piece++) {
-        const size_t size = (size_t)memory[1];
-        char *begin = at(memory[0]);
+    for (const Piece *piece = first; piece < end; piece++) {
+        const int flows = piece - first < plan->slab->flowing;
+        const size_t size = (size_t)piece->nbytes;
+        char *begin = at(piece->address);
         if (slots->left && last) {
             memcpy(begin, begin + (size_t)last * size, size);
-            if (piece < plan->slab->flowing)
+            if (flows)
                 memcpy(begin + size, begin + (size_t)slots->used * size, size);
-        } else if (!slots->left && piece < plan->slab->flowing) {
+        } else if (!slots->left && flows) {
             memcpy(begin, begin + (size_t)slots->used * size, size);
         }
     }
@@ -374,7 +395,7 @@ static int are_plain(const Plan *plan, const Slots *slots, int64_t room, int wat
            slot_of(plan) + slots->count <= room &&
            plan->length + NUMBER_NBYTES * RECORD_NUMBERS <= RECORD_NBYTES &&
            !(watched && are_eventful(plan->numbering, slots->used)) &&
-           inside(&plan->tables[P_CHECKS], slots->used);
+           inside(&plan->tables[P_checks], slots->used);
 }
 
 /* Write the record of a commit, in which the counts are those after it; return its length. */
@@ -396,9 +417,14 @@ static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_
    the bytes of a row, and its marks: none, at the last row of a trajectory in the batch, or at the
    first, or the column of cuts, which has no source. The other table has the address of each column
    of the batch. SlotRows.batch keeps both. */
-enum { B_IDS, B_DONE, BATCH_WORDS };
-enum { B_SOURCE, B_NBYTES, B_MARKS, B_COLUMN_WORDS };
-enum { B_NONE, B_LAST, B_FIRST, B_CUT };
+#define BATCH(WORD) WORD(ids) WORD(done)
+#define COPY(WORD) WORD(source) WORD(row_nbytes) WORD(marks)
+#define MARKS(WORD) WORD(none) WORD(last) WORD(first) WORD(cut)
+#define MARKED(name) MARKED_##name,
+typedef struct { BATCH(MEMBER) } BatchWords;
+typedef struct { COPY(MEMBER) } Copy;
+enum { BATCH_WORDS = sizeof(BatchWords) / sizeof(int64_t), COPY_WORDS = sizeof(Copy) / sizeof(int64_t) };
+enum { MARKS(MARKED) };
 typedef struct {
     Table table, targets;
 } Batch;
@@ -422,9 +448,10 @@ static int open_batch(PyObject *parts, Batch *batch)
         PyBuffer_Release(&batch->table.buffer);
         return -1;
     }
-    const int64_t *words = batch->table.words, columns = batch->targets.count;
-    if (batch->table.count == BATCH_WORDS + columns * B_COLUMN_WORDS &&
-        0 <= words[B_IDS] && words[B_IDS] < columns && 0 <= words[B_DONE] && words[B_DONE] < columns)
+    const BatchWords *words = (const BatchWords *)batch->table.words;
+    const int64_t columns = batch->targets.count;
+    if (batch->table.count == BATCH_WORDS + columns * COPY_WORDS &&
+        0 <= words->ids && words->ids < columns && 0 <= words->done && words->done < columns)
         return 0;
     close_batch(batch);
     PyErr_SetString(PyExc_ValueError, "a batch has other columns");
@@ -435,25 +462,28 @@ static int open_batch(PyObject *parts, Batch *batch)
    mark the last and the first row that it has of each trajectory. */
 static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
 {
-    const int64_t *words = batch->table.words, *target = batch->targets.words;
-    const int64_t *first = words + BATCH_WORDS, *end = words + batch->table.count, *to = target;
-    for (const int64_t *column = first; column < end; column += B_COLUMN_WORDS, to++)
-        if (marked && column[B_SOURCE])
-            take_marked(at(*to), at(column[B_SOURCE]), column[B_NBYTES], marked);
-        else if (column[B_SOURCE])
-            memcpy(at(*to), at(column[B_SOURCE]), (size_t)(count * column[B_NBYTES]));
-    const int64_t *ids = (const int64_t *)at(target[words[B_IDS]]);
-    const char *done = at(target[words[B_DONE]]);
-    for (int kind = B_CUT; kind > B_NONE; kind--) { /* cuts first: done is marked after them */
+    const BatchWords *words = (const BatchWords *)batch->table.words;
+    const int64_t *target = batch->targets.words, *to = target;
+    const Copy *first = (const Copy *)(batch->table.words + BATCH_WORDS);
+    const Copy *end = first + batch->targets.count;
+    for (const Copy *column = first; column < end; column++, to++)
+        if (marked && column->source)
+            take_marked(at(*to), at(column->source), column->row_nbytes, marked);
+        else if (column->source)
+            memcpy(at(*to), at(column->source), (size_t)(count * column->row_nbytes));
+    const int64_t *ids = (const int64_t *)at(target[words->ids]);
+    const char *done = at(target[words->done]);
+    /* Cuts first: done is marked after them. */
+    for (int kind = MARKED_cut; kind > MARKED_none; kind--) {
         to = target;
-        for (const int64_t *column = first; column < end; column += B_COLUMN_WORDS, to++)
-            for (int64_t i = 0; column[B_MARKS] == kind && i < count; i++) {
+        for (const Copy *column = first; column < end; column++, to++)
+            for (int64_t i = 0; column->marks == kind && i < count; i++) {
                 const int last = i + 1 == count || ids[i] != ids[i + 1];
-                char *row = at(*to) + i * column[B_NBYTES];
-                if (kind == B_CUT)
+                char *row = at(*to) + i * column->row_nbytes;
+                if (kind == MARKED_cut)
                     *row = (char)(last && !done[i]);
-                else if (kind == B_LAST ? last : i == 0 || ids[i] != ids[i - 1])
-                    memset(row, 1, (size_t)column[B_NBYTES]);
+                else if (kind == MARKED_last ? last : i == 0 || ids[i] != ids[i - 1])
+                    memset(row, 1, (size_t)column->row_nbytes);
             }
     }
 }
@@ -518,8 +548,8 @@ static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64
     const int64_t next_id = largest < plan->run->next_id ? plan->run->next_id : largest + 1;
     ledger->episodes_complete += ended;
     const size_t length = write_record(plan, ledger, next_id, record);
-    commit(&plan->tables[P_COLUMNS], slot_of(plan), 0, slots->count, marked,
-           plan->tables[P_HEADER].words, plan->commit, record, length);
+    commit(&plan->tables[P_columns], slot_of(plan), 0, slots->count, marked,
+           (const Header *)plan->tables[P_header].words, plan->commit, record, length);
     if (batch)
         lay_out(batch, slots->count, marked);
     carry(plan, slots);

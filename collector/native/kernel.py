@@ -27,8 +27,8 @@ class StepKernel(Protocol):
     def are_inside(self, table: bytes, slots: int, /) -> bool:
         """Return whether all values of the first slots lie within bounds, which NaN never does.
 
-        The table has five words a column: its address, the kind of its numbers (`KINDS`), how
-        many there are in a slot, and the addresses of the low and the high bounds of a slot.
+        The table has five words a column: its address, its dtype (`KINDS`), how many values there
+        are in a slot, and the addresses of the low and the high bounds of a slot.
         """
 
     def store_slots(
@@ -165,16 +165,15 @@ class StepKernel(Protocol):
         """
 
 
-KINDS = {
-    np.dtype(kind): number
-    for number, kind in enumerate(("f4", "f8", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"))
-}
-"""The numbers of the dtypes that `StepKernel.are_inside` knows."""
-
-
 EXTENSION = Extension("tallyroll.collector.native._kernel")
 is_built = EXTENSION.is_built
 require_names = EXTENSION.require_names
+in_order = EXTENSION.in_order
+
+DTYPES = ("f4", "f8", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8")
+require_names("DTYPES", DTYPES)
+KINDS = {np.dtype(kind): number for number, kind in enumerate(DTYPES)}
+"""The numbers of the dtypes that `StepKernel.are_inside` knows."""
 
 
 def compiled() -> StepKernel | None:

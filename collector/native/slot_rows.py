@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tallyroll.collector.native.kernel import StepKernel, compiled, require_names
+from tallyroll.collector.native.kernel import StepKernel, compiled, in_order, require_names
 from tallyroll.storage.engine.columns import Columns, FixedRows, NewRows
 from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.files.commit_header import Header
@@ -25,8 +25,6 @@ require_names("LOG", LogCounts.names)
 HeldCounts = counts_of("rows", "resets")
 """Rows in slot 0 that an earlier call left, and lanes whose next slot is a reset."""
 require_names("HELD", HeldCounts.names)
-BLOCKS = ("commit", "run", "ledger", "held", "log", "shown")
-require_names("BLOCKS", BLOCKS)
 
 
 @dataclass(eq=False)
@@ -100,9 +98,25 @@ class SlotRows(NewRows):
 
     def _make_plan(self, columns: Columns, header: Header) -> None:
         self._kernel = compiled()
-        blocks = header.known, self.run, self.ledger, self.held, self.log, self.shown
-        addresses = table_of(block.address for block in blocks)
-        tables = self.numbering, self.checks, self.slab, columns.table_of(self.rows)
-        places = header.addresses, self.amounts, addresses
-        self._plan = (*tables, *places, self.record, header.ring)
+        blocks = in_order(
+            "BLOCKS",
+            commit=header.known.address,
+            run=self.run.address,
+            ledger=self.ledger.address,
+            held=self.held.address,
+            log=self.log.address,
+            shown=self.shown.address,
+        )
+        parts: dict[str, Any] = {
+            "numbering": self.numbering,
+            "checks": self.checks,
+            "slab": self.slab,
+            "columns": columns.table_of(self.rows),
+            "header": header.addresses,
+            "amounts": self.amounts,
+            "blocks": table_of(blocks),
+            "record": self.record,
+            "ring": header.ring,
+        }
+        self._plan = tuple(in_order("PLAN", **parts))
         self._known, self._columns = header.known, columns

@@ -3,17 +3,13 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.native.kernel import require_names
+from tallyroll.collector.native.kernel import in_order
 from tallyroll.collector.native.slot_rows import HeldCounts
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.rollout.driver import Driver
 from tallyroll.collector.slab.progress import FILLED, HALT, ROUNDED
 from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import RANDOM_VERSION
-
-SLAB = ("used", "marks", "transitions", "pending", "by_policy", "flowing")
-"""The words with which the table of a slab begins; see `SlotRows.slab`."""
-require_names("SLAB", SLAB)
 
 
 class HeldRows:
@@ -72,15 +68,16 @@ class FewSlots:
     def table(self) -> bytes:
         """Return the table of the slab: see `SlotRows.slab`. Its arrays are there as long as it."""
         slab, pending = self._slab, self._driver.pending
-        words = {
-            "used": self._driver.used_at,
-            "marks": self.held.marks.ctypes.data,
-            "transitions": slab.transitions.ctypes.data,
-            "pending": 0 if pending is None else pending.ctypes.data,
-            "by_policy": self._policy is not None,
-            "flowing": len(slab.flowing),
-        }
-        return table_of([*(words[name] for name in SLAB), *slab.carry_words])
+        words = in_order(
+            "SLAB",
+            used=self._driver.used_at,
+            marks=self.held.marks.ctypes.data,
+            transitions=slab.transitions.ctypes.data,
+            pending=0 if pending is None else pending.ctypes.data,
+            by_policy=self._policy is not None,
+            flowing=len(slab.flowing),
+        )
+        return table_of([*words, *slab.carry_words])
 
     def fill(self, want: int) -> None:
         """Step all lanes until ``want`` rows are there, the slab is full, or the run stops.

@@ -8,6 +8,7 @@ sees in slot ``t + 1``. Where the two never differ (``shared``), the root column
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from tallyroll.collector.native.kernel import in_order
 from tallyroll.storage.rows.keys import (
     LANE,
     NEXT,
@@ -231,7 +233,8 @@ class Slab:
         """
         flowing = [(memory.data_ptr(), memory[0].nbytes) for memory in self._flow.values()]
         others = [(array.ctypes.data, array[0].nbytes) for array in (*self._own, self.version)]
-        return [word for piece in flowing + others for word in piece]
+        pieces = (in_order("PIECE", address=at, nbytes=size) for at, size in flowing + others)
+        return [*chain.from_iterable(pieces)]
 
     @property
     def _own(self) -> list[Array]:

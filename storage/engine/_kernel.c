@@ -85,7 +85,7 @@ static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
         goto record_failed;
     const int can = can_commit((const Commit *)at(known));
     if (can)
-        commit(&table, slot, first, count, NULL, header.words, (Commit *)at(known),
+        commit(&table, slot, first, count, NULL, (const Header *)header.words, (Commit *)at(known),
                (const char *)record.buf, (size_t)record.len);
     PyBuffer_Release(&record);
     PyBuffer_Release(&header.buffer);
@@ -125,10 +125,9 @@ static PyObject *gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
         return NULL;
     }
     PyThreadState *others = let_others_run(&table, index.count);
-    const int64_t *column = table.words, *end = column + table.count;
-    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS)
-        gather(at(column[TARGET]) + slot * column[ROW_NBYTES], at(column[SOURCE]),
-               column[ROW_NBYTES], index.words, index.count);
+    for (const Column *column = first_column(&table); column < end_of_columns(&table); column++)
+        gather(at(column->target) + slot * column->row_nbytes, at(column->source),
+               column->row_nbytes, index.words, index.count);
     if (others)
         PyEval_RestoreThread(others);
     PyBuffer_Release(&index.buffer);
@@ -210,13 +209,12 @@ static PyObject *pack_runs(PyObject *self, PyObject *const *args, Py_ssize_t giv
     const int inside = count >= 0 && left == 0;
     if (inside) {
         PyThreadState *others = let_others_run(&table, count);
-        char *target = at(table.words[TARGET]);
-        for (Py_ssize_t i = 0; i < parts.count; run += parts.words[i++]) {
-            const int64_t *column = table.words, *end = column + table.count;
-            for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS)
-                target = copy_runs(target, at(column[SOURCE]), column[ROW_NBYTES], run,
+        const Column *column = first_column(&table), *end = end_of_columns(&table);
+        char *target = at(column->target);
+        for (Py_ssize_t i = 0; i < parts.count; run += parts.words[i++])
+            for (column = first_column(&table); column < end; column++)
+                target = copy_runs(target, at(column->source), column->row_nbytes, run,
                                    run + parts.words[i]);
-        }
         if (others)
             PyEval_RestoreThread(others);
     }
@@ -288,16 +286,19 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Export the names of the words, in their order. */
-static int name_words(PyObject *module)
+static const Names lists[] = {
+    {"COLUMN", COLUMN(NAME)},     {"COMMIT", COMMIT(NAME)},   {"HEADER", HEADER(NAME)},
+    {"TREE", TREE(NAME)},         {"LEVEL", LEVEL(NAME)},     {"NODES", NODES(NAMED)},
+    {"POWERS", POWERS(NAMED)},    {"SHELVES", SHELVES(NAME)}, {"NUMBERS", NUMBERS(NAME)},
+    {"LADDER", LADDER(NAMED)},    {"SHELF", SHELF(NAMED)},    {"INDEX", INDEX(NAMED)},
+};
+
+static int export_lists(PyObject *module)
 {
-    if (PyModule_AddStringConstant(module, "COMMIT", COMMIT(NAME)) < 0 ||
-        PyModule_AddStringConstant(module, "SHELVES", SHELVES(NAME)) < 0)
-        return -1;
-    return PyModule_AddStringConstant(module, "TREE", TREE(NAME));
+    return export_names(module, lists, sizeof lists / sizeof *lists);
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)name_words}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)export_lists}, {0, NULL}};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_kernel", NULL, 0, functions, slots, NULL, NULL, NULL,

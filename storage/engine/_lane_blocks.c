@@ -6,9 +6,13 @@
    buffers of a call belong to its caller. */
 
 /* An array: its address, the bytes of a number (without a sign, 8: with one), and how many. */
-typedef struct { int64_t address, itemsize, count; } Numbers;
+#define NUMBERS(WORD) WORD(address) WORD(itemsize) WORD(count)
+typedef struct { NUMBERS(MEMBER) } Numbers;
 
-typedef struct { Numbers rungs, marks, of_rungs, of_marks; } Ladder;
+#define TYPED(type, name) type name;
+#define LADDER(OF)                                                                                 \
+    OF(Numbers, rungs) OF(Numbers, marks) OF(Numbers, of_rungs) OF(Numbers, of_marks)
+typedef struct { LADDER(TYPED) } Ladder;
 
 /* The kinds of shelves. */
 #define SHELVES(WORD) WORD(order) WORD(table) WORD(bits)
@@ -17,18 +21,20 @@ enum { SHELVES(KIND) };
 
 /* A shelf. `ahead` are: the places of offsets; offsets of a sweep's lanes; bits by layer. `back` are:
    the offsets of places; ranks of a lane's sweeps; words by lane. */
-typedef struct {
-    int64_t kind, lanes, layers, nbytes;
-    Ladder starts, sweeps;
-    Numbers ids, ahead, back, of_ahead, of_back, words;
-} ShelfWords;
+#define SHELF(OF)                                                                                  \
+    OF(int64_t, kind) OF(int64_t, lanes) OF(int64_t, layers) OF(int64_t, nbytes)                   \
+    OF(Ladder, starts) OF(Ladder, sweeps) OF(Numbers, ids) OF(Numbers, ahead) OF(Numbers, back)    \
+    OF(Numbers, of_ahead) OF(Numbers, of_back) OF(Numbers, words)
+typedef struct { SHELF(TYPED) } ShelfWords;
 
 /* The words of a table: the blocks, of which the first ones are lost; the tail; then the shelves. */
-typedef struct {
-    int64_t lost, tail_first, width, shelves;
-    Numbers first, shelf, slot, of_lanes, base, carried, carried_id, lane_first;
-    Numbers tail_lane, tail_position, tail_start, tail_ids, tail_base, tail_total, tail_places;
-} Blocks;
+#define INDEX(OF)                                                                                  \
+    OF(int64_t, lost) OF(int64_t, tail_first) OF(int64_t, width) OF(int64_t, shelves)              \
+    OF(Numbers, first) OF(Numbers, shelf) OF(Numbers, slot) OF(Numbers, of_lanes)                  \
+    OF(Numbers, base) OF(Numbers, carried) OF(Numbers, carried_id) OF(Numbers, lane_first)         \
+    OF(Numbers, tail_lane) OF(Numbers, tail_position) OF(Numbers, tail_start)                      \
+    OF(Numbers, tail_ids) OF(Numbers, tail_base) OF(Numbers, tail_total) OF(Numbers, tail_places)
+typedef struct { INDEX(TYPED) } Blocks;
 
 enum {
     BLOCKS_WORDS = sizeof(Blocks) / sizeof(int64_t),

@@ -64,11 +64,25 @@ static inline void fetch(const char *row, int64_t size)
         FETCH(row + byte);
 }
 
-/* Words that Python makes or reads by name. A list of names gives the members of a struct, and is
-   exported by `name_words`: Python's own list must be alike, which `kernel.py` makes sure of when it
-   imports the extension. */
+/* Words that Python makes or reads by name. A list of names gives the members of a struct, or the
+   constants of an enum, and is exported by `export_names`. Python puts the words of a table in that
+   order (`Extension.in_order`), and compares its own lists with it (`Extension.require_names`). */
 #define MEMBER(name) int64_t name;
 #define NAME(name) #name " "
+#define ARRAY(type, name, count) type name[count];
+#define NAMED(type, name, ...) #name " "
+
+typedef struct {
+    const char *list, *names;
+} Names;
+
+static inline int export_names(PyObject *module, const Names *lists, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (PyModule_AddStringConstant(module, lists[i].list, lists[i].names) < 0)
+            return -1;
+    return 0;
+}
 
 /* Open buffers of which the last is written to; the caller must release them. Return -1, with none of
    them open, if one cannot be. */
@@ -91,7 +105,20 @@ static inline void release_buffers(Py_buffer *buffers, int count)
         PyBuffer_Release(&buffers[count]);
 }
 
-enum { TARGET, SOURCE, ROW_NBYTES, COLUMN_WORDS };
+/* A column of a table of `copy_rows`: the addresses of slot 0 and of row 0, and the bytes of a row. */
+#define COLUMN(WORD) WORD(target) WORD(source) WORD(row_nbytes)
+typedef struct { COLUMN(MEMBER) } Column;
+enum { COLUMN_WORDS = sizeof(Column) / sizeof(int64_t) };
+
+static inline const Column *first_column(const Table *table)
+{
+    return (const Column *)table->words;
+}
+
+static inline const Column *end_of_columns(const Table *table)
+{
+    return first_column(table) + table->count / COLUMN_WORDS;
+}
 
 /* Let other threads run during a large copy; for a small one that takes as long as copying. The
    Columns that call keep their maps alive meanwhile, even if another thread maps the files again;
@@ -99,8 +126,8 @@ enum { TARGET, SOURCE, ROW_NBYTES, COLUMN_WORDS };
 static inline PyThreadState *let_others_run(const Table *table, int64_t count)
 {
     int64_t row = 0;
-    for (Py_ssize_t i = ROW_NBYTES; i < table->count; i += COLUMN_WORDS)
-        row += table->words[i];
+    for (const Column *column = first_column(table); column < end_of_columns(table); column++)
+        row += column->row_nbytes;
     return row * count > (1 << 16) ? PyEval_SaveThread() : NULL;
 }
 
@@ -109,10 +136,9 @@ static inline PyThreadState *let_others_run(const Table *table, int64_t count)
 static inline void copy_columns(const Table *table, int64_t slot, int64_t first, int64_t count)
 {
     PyThreadState *others = let_others_run(table, count);
-    const int64_t *column = table->words, *end = column + table->count;
-    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS) {
-        int64_t size = column[ROW_NBYTES];
-        memcpy(at(column[TARGET]) + slot * size, at(column[SOURCE]) + first * size,
+    for (const Column *column = first_column(table); column < end_of_columns(table); column++) {
+        int64_t size = column->row_nbytes;
+        memcpy(at(column->target) + slot * size, at(column->source) + first * size,
                (size_t)(count * size));
     }
     if (others)
@@ -150,10 +176,9 @@ static inline void take_marked(char *target, const char *source, int64_t size, c
 static inline void copy_marked(const Table *table, int64_t slot, int64_t count, const Marked *rows)
 {
     PyThreadState *others = let_others_run(table, count);
-    const int64_t *column = table->words, *end = column + table->count;
-    for (; column + COLUMN_WORDS <= end; column += COLUMN_WORDS)
-        take_marked(at(column[TARGET]) + slot * column[ROW_NBYTES], at(column[SOURCE]),
-                    column[ROW_NBYTES], rows);
+    for (const Column *column = first_column(table); column < end_of_columns(table); column++)
+        take_marked(at(column->target) + slot * column->row_nbytes, at(column->source),
+                    column->row_nbytes, rows);
     if (others)
         PyEval_RestoreThread(others);
 }
@@ -218,8 +243,11 @@ static inline char *little_endian(char *to, uint64_t number, int nbytes)
 #define COMMIT(WORD) WORD(head) WORD(reserve) WORD(floor) WORD(sequence) WORD(commits)
 typedef struct { COMMIT(MEMBER) } Commit;
 
-/* Addresses in the map of the header, which Header owns. */
-enum { RESERVE_WORD, HEAD_WORD, RECORD_SLOTS, HEADER_WORDS = RECORD_SLOTS + 2 };
+/* Addresses in the map of the header, which Header owns: of two counts, and of the slots for records
+   of even and of odd sequences. */
+#define HEADER(WORD) WORD(reserve) WORD(head) WORD(even_record) WORD(odd_record)
+typedef struct { HEADER(MEMBER) } Header;
+enum { HEADER_WORDS = sizeof(Header) / sizeof(int64_t) };
 #define SEAL_NBYTES 28
 
 /* Return whether the last commit was not cut off, and no other process writes. */
@@ -232,21 +260,21 @@ static inline int can_commit(const Commit *known)
    The record's sequence, the first word of its seal, is written last. The rows are `count` ones from
    `first` on, or the marked ones. */
 static inline void commit(const Table *table, int64_t slot, int64_t first, int64_t count,
-                   const Marked *marked, const int64_t *header, Commit *known, const char *record,
+                   const Marked *marked, const Header *header, Commit *known, const char *record,
                    size_t length)
 {
     Commit after = *known;
     after.reserve = after.head += count;
     after.sequence++;
     after.commits++;
-    char seal[SEAL_NBYTES], *to = at(header[RECORD_SLOTS + after.sequence % 2]);
+    char seal[SEAL_NBYTES], *to = after.sequence % 2 ? at(header->odd_record) : at(header->even_record);
     char *end = little_endian(seal, (uint64_t)after.sequence, 8);
     end = little_endian(end, (uint64_t)after.head, 8);
     end = little_endian(end, length, 8);
     little_endian(end, checksum(checksum(0, seal, 24), record, length), 4);
     uint64_t sequence;
     const uint64_t word = word_of(after.head);
-    publish(at(header[RESERVE_WORD]), word);
+    publish(at(header->reserve), word);
     if (marked)
         copy_marked(table, slot, count, marked);
     else
@@ -255,6 +283,6 @@ static inline void commit(const Table *table, int64_t slot, int64_t first, int64
     memcpy(to + sizeof sequence, seal + sizeof sequence, SEAL_NBYTES - sizeof sequence);
     memcpy(&sequence, seal, sizeof sequence);
     publish(to, sequence);
-    publish(at(header[HEAD_WORD]), word);
+    publish(at(header->head), word);
     *known = after;
 }

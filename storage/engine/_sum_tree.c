@@ -15,10 +15,8 @@
 
 /* Children of one node, that are nodes themselves: their sums, the least leaf above 0 of each
    (infinite: none), and the largest leaf. */
-typedef struct {
-    double sum[FAN_OUT];
-    float least[FAN_OUT], most[FAN_OUT];
-} Block;
+#define NODES(FIELD) FIELD(double, sum, FAN_OUT) FIELD(float, least, FAN_OUT) FIELD(float, most, FAN_OUT)
+typedef struct { NODES(ARRAY) } Block;
 
 /* The words of a table: the leaves, float32, their number, a multiple of FAN_OUT, and the number of
    levels above them. For each of these then the address of its blocks, and the number of its nodes.
@@ -26,11 +24,13 @@ typedef struct {
 #define TREE(WORD) WORD(leaves) WORD(slots) WORD(levels)
 typedef struct { TREE(MEMBER) } Tree;
 enum { TREE_WORDS = sizeof(Tree) / sizeof(int64_t) };
-enum { T_BLOCKS, T_NODES, LEVEL_WORDS };
+#define LEVEL(WORD) WORD(blocks) WORD(nodes)
+typedef struct { LEVEL(MEMBER) } Level;
+enum { LEVEL_WORDS = sizeof(Level) / sizeof(int64_t) };
 
 static inline Block *blocks_of(const Table *table, int64_t level)
 {
-    return (Block *)at(table->words[TREE_WORDS + level * LEVEL_WORDS + T_BLOCKS]);
+    return (Block *)at(((const Level *)(table->words + TREE_WORDS))[level].blocks);
 }
 
 /* Open the table of a tree. The caller must release it. */
@@ -513,9 +513,10 @@ static PyObject *draw_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
 /* Powers of one exponent, by a table that `sampling/powers.py` makes and describes, and reads in the
    same way. */
 enum { SERIES = 6, PARTS = 128, EXPONENTS = 2048, FRACTION_BITS = 52, PART_BITS = 45 };
-typedef struct {
-    double added, series[SERIES], inverse[PARTS], middle[PARTS], whole[EXPONENTS];
-} Powers;
+#define POWERS(FIELD)                                                                              \
+    FIELD(double, added, 1) FIELD(double, series, SERIES) FIELD(double, inverse, PARTS)            \
+    FIELD(double, middle, PARTS) FIELD(double, whole, EXPONENTS)
+typedef struct { POWERS(ARRAY) } Powers;
 
 static inline double power_of(const Powers *powers, double number)
 {
@@ -630,7 +631,7 @@ static Py_ssize_t put_given(const Table *table, const Tree *tree, const Powers *
         slot[i] = fetch_slot(table, tree, where, row);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        const double given = real_at(priority, i), number = given + powers->added;
+        const double given = real_at(priority, i), number = given + powers->added[0];
         leaf[i] = (float)power_of(powers, number);
         right &= (given >= 0) & (number >= DBL_MIN) & (number <= DBL_MAX) & (leaf[i] >= FLT_MIN) &
                  (leaf[i] <= FLT_MAX);

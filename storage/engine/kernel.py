@@ -11,13 +11,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from tallyroll.storage import ways
 from tallyroll.storage.errors import ExtensionMismatch
-from tallyroll.storage.files.commit_header import CommitCounts
+from tallyroll.storage.files.commit_header import ADDRESSES, CommitCounts
+
+Word = TypeVar("Word")
 
 
 class TreeKernel(Protocol):
@@ -122,7 +124,7 @@ class Kernel(TreeKernel, Protocol):
     def copy_rows(self, table: bytes, slot: int, first: int, count: int, /) -> None:
         """Copy rows ``[first, first + count)`` of each column to slots from ``slot`` on.
 
-        The table has three words a column: address of slot 0, address of row 0, bytes of a row.
+        The table has three words a column: see :func:`copy_table`.
         """
 
     def commit_rows(
@@ -181,8 +183,15 @@ def table_of(words: Iterable[int]) -> bytes:
 
 
 def copy_table(targets: Iterable[int], sources: Iterable[int], row_nbytes: Iterable[int]) -> bytes:
-    """Return the table of `Kernel.copy_rows`: two addresses and the bytes of a row, by column."""
-    return table_of(chain.from_iterable(zip(targets, sources, row_nbytes, strict=True)))
+    """Return the table of `Kernel.copy_rows`.
+
+    Args:
+        targets: the address of slot 0 of each column.
+        sources: the address of row 0 of each column.
+        row_nbytes: the bytes of a row of each column.
+    """
+    words = in_order("COLUMN", target=targets, source=sources, row_nbytes=row_nbytes)
+    return table_of(chain.from_iterable(zip(*words, strict=True)))
 
 
 class Extension:
@@ -216,9 +225,31 @@ class Extension:
         Raises:
             ExtensionMismatch: they differ, and the extension is not switched off.
         """
-        built = tuple(getattr(self.module, block, "").split())
-        if self.module is None or built == names:
-            return
+        built = self._names(block)
+        if self.module is not None and built != names:
+            self._refuse(block, names, built)
+
+    def in_order(self, block: str, /, **words: Word) -> list[Word]:
+        """Return the words of a table in the order in which the extension reads them.
+
+        Without the extension, which alone reads tables, their order is that of the arguments.
+
+        Args:
+            block: the name under which the extension exports their names.
+            **words: all words of the table by name.
+
+        Raises:
+            ExtensionMismatch: the names differ, and the extension is not switched off.
+        """
+        built = self._names(block)
+        if self.module is not None and words.keys() != {*built}:
+            self._refuse(block, tuple(words), built)
+        return [*words.values()] if self.module is None else [words[name] for name in built]
+
+    def _names(self, block: str) -> tuple[str, ...]:
+        return tuple(getattr(self.module, block, "").split())
+
+    def _refuse(self, block: str, names: tuple[str, ...], built: tuple[str, ...]) -> None:
         if not ways.is_on("kernel"):
             self.module = None
             return
@@ -232,7 +263,9 @@ class Extension:
 EXTENSION = Extension("tallyroll.storage.engine._kernel")
 is_built = EXTENSION.is_built
 require_names = EXTENSION.require_names
+in_order = EXTENSION.in_order
 require_names("COMMIT", CommitCounts.names)
+require_names("HEADER", ADDRESSES)
 
 
 def compiled() -> Kernel | None:

@@ -67,6 +67,10 @@ is that of the last record, and ``commits`` those of rows through this header.
 """
 
 
+ADDRESSES = ("reserve", "head", "even_record", "odd_record")
+"""The words of `Header.addresses`. A record is in the slot of its sequence, an even or odd one."""
+
+
 def header_bytes(schema_crc: int, *, ring: int = 0) -> bytes:
     """Return a new header without rows or record: of ``ring`` slots, 0 for one that grows."""
     return identity_bytes(schema_crc, ring).ljust(HEADER_NBYTES, b"\0")
@@ -126,9 +130,15 @@ class Header:
         known.reserve, known.head, known.floor = self.reserve, self.head, self.floor
         self._rewinds = self.rewinds
         base = np.frombuffer(self._map, np.uint8).ctypes.data
-        places = 8 * _RESERVE, 8 * _HEAD, *STARTS
-        self.addresses = struct.pack("=4q", *(base + place for place in places))
-        """Addresses of `reserve`, of `head` and of both record slots; the map owns the memory."""
+        even, odd = STARTS
+        places = {
+            "reserve": 8 * _RESERVE,
+            "head": 8 * _HEAD,
+            "even_record": even,
+            "odd_record": odd,
+        }
+        self.addresses = struct.pack("=4q", *(base + places[name] for name in ADDRESSES))
+        """The addresses of these, in the order of `ADDRESSES`; the map owns the memory."""
 
     def _require_original(self, *, accept_copy: bool) -> None:
         closed_at = self._count(CLOSED_AT)

@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 
 from tallyroll.collector.batches.checks.ranges import Range
-from tallyroll.collector.native.kernel import KINDS, compiled
+from tallyroll.collector.native.kernel import KINDS, compiled, in_order
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.engine.kernel import table_of
 
@@ -34,11 +34,16 @@ class _SlotCheck:
         return check.key in slab.flat and slab.array(check.key)[:1].nbytes <= _SMALL_NBYTES
 
     @property
-    def words(self) -> tuple[int, ...]:
+    def words(self) -> list[int]:
         """The check, as the kernel takes it."""
-        arrays = (self._array, self._low, self._high)
-        values, low, high = (array.ctypes.data for array in arrays)
-        return values, KINDS.get(self._array.dtype, -1), self._low.size, low, high
+        return in_order(
+            "CHECK",
+            values=self._array.ctypes.data,
+            dtype=KINDS.get(self._array.dtype, -1),
+            count=self._low.size,
+            low=self._low.ctypes.data,
+            high=self._high.ctypes.data,
+        )
 
     def is_good(self, at: int) -> bool:
         """Return whether the values of slot ``at`` are inside."""

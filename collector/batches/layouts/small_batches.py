@@ -9,14 +9,16 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
+from tallyroll.collector.native.kernel import in_order, require_names
 from tallyroll.storage.engine.kernel import compiled, copy_table, table_of
 from tallyroll.storage.engine.pool import BufferPool, Room
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import CUT, DONE, TRAJ_IDS, Key
 from tallyroll.storage.rows.nesting import Nest
 
-LAST, FIRST, CUTS = 1, 2, 3
-"""The marks of a column, in the table of `StepKernel.store_slots`."""
+MARKS = ("none", "last", "first", "cut")
+"""The marks of a column by their numbers, in the table of `StepKernel.store_slots`."""
+require_names("MARKS", MARKS)
 
 
 class SmallBatches:
@@ -55,11 +57,11 @@ class SmallBatches:
 
     def _table_of(self, columns: Sequence[np.ndarray]) -> bytes:
         """Return the table of a batch for `StepKernel.store_slots`."""
-        words = [self._ids, self._done]
+        words = in_order("BATCH", ids=self._ids, done=self._done)
         for index, column in enumerate(columns):
-            marks = LAST if index in self._marked else FIRST if index in self._inits else 0
-            words += column.ctypes.data, column[:1].nbytes, marks
-        return table_of([*words, 0, 1, CUTS])
+            marks = "last" if index in self._marked else "first" if index in self._inits else "none"
+            words += _copy(column.ctypes.data, column[:1].nbytes, marks)
+        return table_of([*words, *_copy(0, 1, "cut")])
 
     def empty(self, count: int) -> tuple[bytes, Any, TensorDict]:
         """Return a batch of ``count`` rows, any values, for `StepKernel.store_slots` to fill."""
@@ -101,3 +103,7 @@ class SmallBatches:
             kernel.copy_rows(room.table, 0, index.start, len(index))
         else:
             kernel.gather_rows(room.table, 0, index, len(self._columns[0]))
+
+
+def _copy(source: int, row_nbytes: int, marks: str) -> list[int]:
+    return in_order("COPY", source=source, row_nbytes=row_nbytes, marks=MARKS.index(marks))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tallyroll.collector.batches.rows.slab_rows import SlabPart, SlabRows
 from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.numbering import LaneState
-from tallyroll.collector.native.kernel import compiled, require_names
+from tallyroll.collector.native.kernel import compiled, in_order
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.slab.slab import Slab
@@ -77,15 +77,14 @@ class CompiledRows(SlabRows):
     def places(self, keys: Iterable[Key]) -> bytes:
         """Return the address of each column, and the bytes of a row of it, as a table."""
         columns = [self.columns[key] for key in keys]
-        words = ((_address_of(each), each.nbytes // len(each)) for each in columns)
+        words = (
+            in_order("MASK", source=_address_of(each), row_nbytes=each.nbytes // len(each))
+            for each in columns
+        )
         return table_of(chain.from_iterable(words))
 
     def _table_for(self, state: LaneState) -> bytes:
-        """Return the addresses and numbers that the kernel needs, in the order of its words.
-
-        Raises:
-            ExtensionMismatch: its words are others.
-        """
+        """Return the table of the addresses and numbers that the kernel needs."""
         slab, columns = self.slab, self.columns
         size = slab.slots * slab.lanes
         self._begun, self._largest = np.zeros(size, np.intp), np.zeros((), np.int64)
@@ -93,7 +92,7 @@ class CompiledRows(SlabRows):
         own, (reward,) = state.part(slab.first_lane, slab.lanes), self._rewards
         address = _address_of
         valid = columns[NEXT_VALID] if NEXT_VALID in self._by_extension else None
-        words = {
+        words: dict[str, int] = {
             "lanes": slab.lanes,
             "stride": state.lanes,
             "terminated": address(columns[TERMINATED]),
@@ -118,8 +117,7 @@ class CompiledRows(SlabRows):
             "episodes": address(self._ended),
             "largest": address(self._largest),
         }
-        require_names("NUMBERING", tuple(words))
-        return table_of(words.values())
+        return table_of(in_order("NUMBERING", **words))
 
 
 def _address_of(array: NDArray[Any]) -> int:

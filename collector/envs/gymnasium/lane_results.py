@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from tallyroll.collector.envs.gymnasium.infos import InfoColumns
 from tallyroll.collector.envs.gymnasium.lane_rows import LaneRows, Rows
 from tallyroll.collector.envs.gymnasium.spaces import observation_leaves
+from tallyroll.collector.native.kernel import in_order, require_names
 from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.dtypes import NUMPY
 
-_KINDS = {(np.dtype(np.float64), 1): 1, (np.dtype(np.int64), 1): 2}
-"""The kinds of columns that the extension fills with Python's own numbers."""
+VALUES = ("other", "float64", "int64", "empty")
+"""The kinds of values of entries by their numbers; see `StepKernel.step_lanes`."""
+require_names("VALUES", VALUES)
 
 
 class Of(IntEnum):
@@ -26,6 +28,28 @@ class Of(IntEnum):
     LAST = 1
     """The step that ended an episode, where a reset follows in the same step."""
     RESET = 2
+
+
+require_names("CALLS", tuple(name.lower() for name in Of.__members__))
+
+
+def entry(
+    path: Any, dtype: Any, kind: str, column: int = 0, given: int = 0, nbytes: int = 0, *shape: int
+) -> tuple[Any, ...]:
+    """Return an entry of infos for `StepKernel.step_lanes`.
+
+    Args:
+        path: the names under which it is found in an info.
+        dtype: of its column.
+        kind: one of `VALUES`.
+        column: the address of the column.
+        given: the address of the column that says where it was given; 0: it must be.
+        nbytes: the bytes of a row.
+        *shape: of a row.
+    """
+    number = VALUES.index(kind)
+    words = in_order("VALUE", column=column, given=given, kind=number, nbytes=nbytes)
+    return tuple(in_order("ENTRY", path=path, dtype=dtype, table=table_of([*words, *shape])))
 
 
 class LaneResults:
@@ -106,11 +130,12 @@ class LaneResults:
         found, rows = [], iter(self._infos_of_step)
         for info in self._infos.infos if self._infos else ():
             row, given = next(rows), None if info.fill is None else next(rows)
-            kind = _KINDS.get((row.dtype, row.ndim), 0)
-            words = [row.ctypes.data, 0 if given is None else given.ctypes.data, kind]
-            shape = row.shape[1:]
-            table = table_of([*words, _nbytes(shape, row.dtype), *shape])
-            found.append((info.key, row.dtype, table))
+            # The extension fills columns of such numbers with Python's own.
+            plain = row.ndim == 1 and row.dtype in (np.float64, np.int64)
+            kind, shape = row.dtype.name if plain else "other", row.shape[1:]
+            places = row.ctypes.data, 0 if given is None else given.ctypes.data
+            nbytes = _nbytes(shape, row.dtype)
+            found.append(entry(info.key, row.dtype, kind, *places, nbytes, *shape))
         return tuple(found)
 
 

@@ -20,13 +20,14 @@ from tallyroll.collector.envs.gymnasium.infos import InfoColumns
 from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ValueRefused
-from tallyroll.collector.native.kernel import StepKernel, compiled
+from tallyroll.collector.native.kernel import StepKernel, compiled, in_order, require_names
 from tallyroll.collector.run_plan import VectorTraits
 from tallyroll.storage.engine.kernel import table_of
 
 _ARRAYS = Box, MultiBinary, MultiDiscrete
 _STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
 _MODES = AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
+require_names("MODES", tuple(mode.name.lower() for mode in _MODES))
 
 
 def traits_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> VectorTraits:
@@ -201,14 +202,27 @@ class LanesInTurn:
 
     def _compiled(self, kernel: StepKernel) -> Any:
         results = self._results
-        arrays = self._rewards, self._terminated, self._truncated, self._lane
-        words = [*(each.ctypes.data for each in arrays), results.address, len(self._rewards)]
-        words += [_MODES.index(self._mode), results.nbytes, *results.shape]
-        finals = results.put_final, results.leaves.refuse_overwritten
-        readers = (
-            *(np.bool_, np.float32, self._reward_of, terminated_of, truncated_of),
-            *finals,
-            results.tell,
-            results.entries(),
+        words = in_order(
+            "LANES",
+            reward=self._rewards.ctypes.data,
+            terminated=self._terminated.ctypes.data,
+            truncated=self._truncated.ctypes.data,
+            lane=self._lane.ctypes.data,
+            finals=results.address,
+            lanes=len(self._rewards),
+            mode=_MODES.index(self._mode),
+            nbytes=results.nbytes,
         )
-        return partial(kernel.step_lanes, table_of(words), results.dtype, readers)
+        readers: dict[str, Any] = {
+            "bool": np.bool_,
+            "float32": np.float32,
+            "reward": self._reward_of,
+            "terminated": terminated_of,
+            "truncated": truncated_of,
+            "final": results.put_final,
+            "overwritten": results.leaves.refuse_overwritten,
+            "tell": results.tell,
+            "entries": results.entries(),
+        }
+        table, read = table_of([*words, *results.shape]), tuple(in_order("READERS", **readers))
+        return partial(kernel.step_lanes, table, results.dtype, read)

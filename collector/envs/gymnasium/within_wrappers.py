@@ -27,16 +27,13 @@ from tallyroll.collector.compat import (
     statistics_key,
 )
 from tallyroll.collector.envs.gymnasium.infos import InfoColumns
-from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of
+from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of, entry
 from tallyroll.collector.envs.gymnasium.lane_rows import Rows
 from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
 from tallyroll.collector.envs.gymnasium.vector_rules import wrappers_of
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.run_plan import Decision, stepping_vector, stepping_wrapped
-from tallyroll.storage.engine.kernel import table_of
 
-_EMPTY = 3
-"""The kind of an entry that is an empty dictionary; see `StepKernel.step_lanes`."""
 _LOOK_AT_REWARDS = {
     kind: (kind.step, kind.reset)
     for kind in (
@@ -80,7 +77,7 @@ class _Merging(LaneResults):
 
     def entries(self) -> tuple[Any, ...]:
         """Return one that only an empty info is, so that others are handed to :meth:`tell`."""
-        return (((), None, table_of([0, 0, _EMPTY, 0])),)
+        return (entry((), None, "empty"),)
 
 
 class _AsTheVector(_Merging):

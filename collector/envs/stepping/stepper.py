@@ -30,7 +30,7 @@ from tallyroll.collector.envs.stepping.restarts import Make, Restarts
 from tallyroll.collector.envs.stepping.results import Results, kind_of
 from tallyroll.collector.envs.system import Array, Mask, Step, System, require_consistent
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, ValueRefused
-from tallyroll.collector.native.kernel import compiled
+from tallyroll.collector.native.kernel import compiled, in_order
 from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.collector.run_plan import Decision, writing
 from tallyroll.collector.slab.names import Rename, renamed, require_names
@@ -64,11 +64,18 @@ def putting(
         return None
     if not all(each.flags.c_contiguous for each in (*rows, *roots, payoff, terminated, truncated)):
         return None
-    words = [each.ctypes.data for each in (payoff, terminated, truncated)]
-    words += [payoff.dtype == np.float64, len(terminated)]
+    words = in_order(
+        "SLOT",
+        reward=payoff.ctypes.data,
+        terminated=terminated.ctypes.data,
+        truncated=truncated.ctypes.data,
+        reward_is_double=payoff.dtype == np.float64,
+        lanes=len(terminated),
+    )
     for row, root in zip(rows, roots, strict=True):
         place, other = row.ctypes.data, root.ctypes.data
-        words += [place, 0 if other == place else other, row.ndim, *row.shape]
+        other = 0 if other == place else other
+        words += [*in_order("OBSERVATION", row=place, root=other, ndim=row.ndim), *row.shape]
     formats = tuple(row.data.format.encode() for row in rows)
     return partial(kernel.put_step, table_of(words), formats)
 

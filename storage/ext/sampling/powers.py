@@ -13,6 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from tallyroll.storage.engine.kernel import in_order
+
 LARGEST: Final = 2.0
 """The largest exponent for which six terms are enough. NumPy's powers are taken beyond."""
 _TERMS: Final = 6
@@ -45,9 +47,17 @@ class Powers:
             with np.errstate(over="ignore", under="ignore"):
                 exponents = np.arange(-1023, _EXPONENTS - 1023)
                 whole = np.exp2(np.longdouble(exponent) * exponents).astype(np.float64)
-            parts = ([added], series, 1 / middle, middle**exponent, whole)
+            self._series, self._inverse = series, 1 / middle
+            self._middle, self._whole = middle**exponent, whole
+            parts = in_order(
+                "POWERS",
+                added=np.array([added]),
+                series=self._series,
+                inverse=self._inverse,
+                middle=self._middle,
+                whole=self._whole,
+            )
             self._table = np.concatenate(parts)
-            self._series, self._inverse, self._middle, self._whole = parts[1:]
             self.address = self._table.ctypes.data
 
     def of(self, priorities: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tallyroll.storage.engine import kernel
-from tallyroll.storage.engine.kernel import table_of
+from tallyroll.storage.engine.kernel import in_order, table_of
 from tallyroll.storage.engine.ring import rows_in
 
 FAN_OUT: Final = 16
@@ -30,7 +30,7 @@ _BLOCK: Final = np.dtype(
 )
 """Nodes with one node above them."""
 
-kernel.require_names("TREE", ("leaves", "slots", "levels"))
+kernel.require_names("NODES", _BLOCK.names or ())
 
 
 Plain = np.ndarray | tuple[int, int, int]
@@ -91,12 +91,13 @@ class SumTree:
         """float32 [slots], slots being a multiple of 16. Only methods write to it."""
         self._blocks: list[np.ndarray] = []
         nodes = _levels(slots)
-        words = [self.leaves.ctypes.data, len(self.leaves), len(nodes)]
+        address, slots, levels = self.leaves.ctypes.data, len(self.leaves), len(nodes)
+        words = in_order("TREE", leaves=address, slots=slots, levels=levels)
         for count in nodes:
             blocks = _aligned(_padded(count) // FAN_OUT, _BLOCK)
             blocks["least"] = np.inf
             self._blocks.append(blocks)
-            words += [blocks.ctypes.data, count]
+            words += in_order("LEVEL", blocks=blocks.ctypes.data, nodes=count)
         self._table = table_of(words)
 
     def grow(self, slots: int) -> None:

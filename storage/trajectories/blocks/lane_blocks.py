@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tallyroll.storage.engine.kernel import table_of
+from tallyroll.storage.engine.kernel import in_order, table_of
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.trajectories.blocks.extension import compiled_lanes
 from tallyroll.storage.trajectories.blocks.piles import Pile
@@ -347,18 +348,23 @@ class LaneBlocks:
         """Return the table of all arrays; see ``Blocks`` in ``_lane_blocks.c``."""
         tail = self.tail
         if tail.moved:
-            piles = (
-                *(self.first, self._shelf, self._slot, self._of_lanes),
-                *(self._base, self._carried, self._carried_id, self._lane_first),
-            )
-            self._table = table_of(
-                (
-                    *(self._lost, tail.first, tail.width, len(self._shelves)),
-                    *(word for pile in piles for word in pile.words),
-                    *tail.words,
-                    *(word for shelf in self._shelves for word in shelf.words),
-                )
-            )
+            words: dict[str, tuple[int, ...]] = {
+                "lost": (self._lost,),
+                "tail_first": (tail.first,),
+                "width": (tail.width,),
+                "shelves": (len(self._shelves),),
+                "first": self.first.words,
+                "shelf": self._shelf.words,
+                "slot": self._slot.words,
+                "of_lanes": self._of_lanes.words,
+                "base": self._base.words,
+                "carried": self._carried.words,
+                "carried_id": self._carried_id.words,
+                "lane_first": self._lane_first.words,
+                **tail.words,
+            }
+            shelves = (shelf.words for shelf in self._shelves)
+            self._table = table_of(chain(*in_order("INDEX", **words), *shelves))
             tail.moved = False
         return self._table
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tallyroll.storage.engine.kernel import in_order
 from tallyroll.storage.trajectories.by_lane import grown
 
 _EVERY = 64
@@ -26,8 +28,8 @@ class Pile:
         return self._room[: self.count]
 
     @property
-    def words(self) -> tuple[int, int, int]:
-        """The address of the values, the bytes of a number, and how many numbers there are."""
+    def words(self) -> tuple[int, ...]:
+        """The values as the extension reads them."""
         return numbers_at(self.all)
 
     @property
@@ -74,9 +76,10 @@ class Stored(NamedTuple):
     """The array in which the numbers are places, at which blocks begin."""
 
 
-def numbers_at(array: np.ndarray) -> tuple[int, int, int]:
-    """Return the address of contiguous numbers, the bytes of each, and how many there are."""
-    return array.ctypes.data, array.itemsize, array.size
+def numbers_at(array: np.ndarray) -> tuple[int, ...]:
+    """Return the words of contiguous numbers for `LaneKernel`."""
+    address, itemsize, count = array.ctypes.data, array.itemsize, array.size
+    return tuple(in_order("NUMBERS", address=address, itemsize=itemsize, count=count))
 
 
 class Ladders:
@@ -138,8 +141,14 @@ class Ladders:
     @property
     def words(self) -> tuple[int, ...]:
         """`Pile.words` of all that it has."""
-        piles = self.rungs, self.marks, self.of_rungs, self.of_marks
-        return tuple(word for pile in piles for word in pile.words)
+        words = in_order(
+            "LADDER",
+            rungs=self.rungs.words,
+            marks=self.marks.words,
+            of_rungs=self.of_rungs.words,
+            of_marks=self.of_marks.words,
+        )
+        return tuple(chain.from_iterable(words))
 
     @property
     def nbytes(self) -> int:

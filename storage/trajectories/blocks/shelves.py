@@ -13,13 +13,15 @@ has two numbers a row, whatever the order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
+from tallyroll.storage.engine.kernel import in_order
 from tallyroll.storage.trajectories.blocks.piles import Ladders, Pile, Stored
 
 KINDS: Final = ("order", "table", "bits")
@@ -178,9 +180,22 @@ class Shelf(ABC):
         return made
 
     @property
-    @abstractmethod
     def words(self) -> tuple[int, ...]:
         """The words of a shelf for `LaneKernel`: see ``ShelfWords`` in ``_lane_blocks.c``."""
+        words: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(("lanes", "layers", "nbytes"), (0,)),
+            "starts": self.starts.words,
+            "sweeps": _NO_LADDER,
+            "ids": self.ids.words,
+            **dict.fromkeys(("ahead", "back", "of_ahead", "of_back", "words"), _NO_PILE),
+            **self._own_words,
+        }
+        return tuple(chain.from_iterable(in_order("SHELF", **words)))
+
+    @property
+    @abstractmethod
+    def _own_words(self) -> dict[str, tuple[int, ...]]:
+        """The kind, and the words that only some kinds of shelves have."""
 
     @property
     def nbytes(self) -> int:
@@ -251,10 +266,14 @@ class OrderShelf(Shelf):
         return self._place.count == self._offset.count and bool((lanes == self._lanes.all).all())
 
     @property
-    def words(self) -> tuple[int, ...]:
-        piles = self._place, self._offset, self._of_rows, self._of_rows, None
-        kind = KINDS.index("order"), 0, 0, 0
-        return *kind, *self.starts.words, *_NO_LADDER, *_words_of((self.ids, *piles))
+    def _own_words(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "kind": (KINDS.index("order"),),
+            "ahead": self._place.words,
+            "back": self._offset.words,
+            "of_ahead": self._of_rows.words,
+            "of_back": self._of_rows.words,
+        }
 
     @property
     def _piles(self) -> tuple[Pile | Ladders, ...]:
@@ -332,10 +351,14 @@ class TableShelf(Shelf):
         return self._offset.count == sweeps and self._rank.count == sweeps * self._lanes
 
     @property
-    def words(self) -> tuple[int, ...]:
-        kind = KINDS.index("table"), self._lanes, 0, 0
-        piles = self._offset, self._rank, None, None, None
-        return *kind, *self.starts.words, *self._sweeps.words, *_words_of((self.ids, *piles))
+    def _own_words(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "kind": (KINDS.index("table"),),
+            "lanes": (self._lanes,),
+            "sweeps": self._sweeps.words,
+            "ahead": self._offset.words,
+            "back": self._rank.words,
+        }
 
     @property
     def _piles(self) -> tuple[Pile | Ladders, ...]:
@@ -468,10 +491,18 @@ class BitShelf(Shelf):
         )
 
     @property
-    def words(self) -> tuple[int, ...]:
-        kind = KINDS.index("bits"), self._lanes, self._layers, self._nbytes
-        piles = self._by_layer, self._by_lane, None, self._of_lanes, self._words
-        return *kind, *self.starts.words, *self._sweeps.words, *_words_of((self.ids, *piles))
+    def _own_words(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "kind": (KINDS.index("bits"),),
+            "lanes": (self._lanes,),
+            "layers": (self._layers,),
+            "nbytes": (self._nbytes,),
+            "sweeps": self._sweeps.words,
+            "ahead": self._by_layer.words,
+            "back": self._by_lane.words,
+            "of_back": self._of_lanes.words,
+            "words": self._words.words,
+        }
 
     @property
     def _piles(self) -> tuple[Pile | Ladders, ...]:
@@ -488,12 +519,8 @@ class BitShelf(Shelf):
         return layers * _word_nbytes(block.lanes) + by_lane + itemsize * len(block.sweep_first)
 
 
-_NO_LADDER: Final = (0,) * 12
-
-
-def _words_of(piles: Iterable[Pile | None]) -> tuple[int, ...]:
-    """Return `Pile.words` of all, zeros for None."""
-    return tuple(word for pile in piles for word in (pile.words if pile else (0, 0, 0)))
+_NO_PILE: Final = (0,) * 3
+_NO_LADDER: Final = _NO_PILE * 4
 
 
 def check_places(places: np.ndarray, count: int) -> None:

@@ -49,13 +49,18 @@ class Tail:
         return self._places.shape[1]
 
     @property
-    def words(self) -> tuple[int, ...]:
-        """`numbers_at` of the arrays that `LaneKernel` reads; another tuple if one was replaced."""
-        arrays = (
-            *(self.lane, self.position, self.start, self.ids),
-            *(self.base[: self.lanes], self.total[: self.lanes], self._places),
-        )
-        return tuple(word for array in arrays for word in numbers_at(array))
+    def words(self) -> dict[str, tuple[int, ...]]:
+        """The arrays that `LaneKernel` reads, by their names in its table."""
+        arrays: dict[str, np.ndarray] = {
+            "tail_lane": self.lane,
+            "tail_position": self.position,
+            "tail_start": self.start,
+            "tail_ids": self.ids,
+            "tail_base": self.base[: self.lanes],
+            "tail_total": self.total[: self.lanes],
+            "tail_places": self._places,
+        }
+        return {name: numbers_at(array) for name, array in arrays.items()}
 
     @property
     def stop(self) -> int:

@@ -114,17 +114,22 @@ def test_rows_are_numbered_alike(kernel: StepKernel, data: st.DataObject) -> Non
             assert same(one, other), name
 
 
-def test_a_moved_word_of_the_numbering_is_refused(
+def test_words_of_the_numbering_are_in_the_order_of_the_extension(
     kernel: StepKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(False, "done", torch.float32)
     table = rows_of_slab(plan.slab(1, 2), plan)
     first, *rest = kernel.NUMBERING.split()  # type: ignore[attr-defined]
-    moved = SimpleNamespace(NUMBERING=" ".join([*rest, first]), __file__="kernel.so")
-    monkeypatch.setattr("tallyroll.collector.native.kernel.EXTENSION.module", moved)
-    with pytest.raises(
-        ExtensionMismatch, match=r"the words lanes, stride, .* got stride, .*lanes:"
-    ):
+    usual = np.frombuffer(table.numbering(LaneState.fresh(2)), np.int64)
+    module = SimpleNamespace(NUMBERING=" ".join([*rest, first]), __file__="kernel.so")
+    monkeypatch.setattr("tallyroll.collector.native.kernel.EXTENSION.module", module)
+    moved = np.frombuffer(table.numbering(LaneState.fresh(2)), np.int64)
+    sizes = [rest.index(name) for name in ("stride", "makes_done", "rewards")]
+    assert first == "lanes"
+    assert moved[-1] == usual[0] == 2
+    assert (moved[sizes] == usual[1:][sizes]).all()
+    module.NUMBERING = " ".join(rest)
+    with pytest.raises(ExtensionMismatch, match=r"the words lanes, stride, .* got stride"):
         table.numbering(LaneState.fresh(2))
 
 

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tallyroll.collector.batches.layouts.small_batches import MARKS
 from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.ledger import COUNTS
+from tallyroll.collector.envs.gymnasium.lane_results import VALUES
 from tallyroll.collector.native import kernel as collector
-from tallyroll.collector.native.slot_rows import BLOCKS as SLOT_BLOCKS
 from tallyroll.collector.native.slot_rows import HeldCounts, LogCounts, RunCounts
-from tallyroll.collector.rollout.few_slots import SLAB
 from tallyroll.storage import ways
 from tallyroll.storage.engine import kernel as storage
 from tallyroll.storage.engine.kernel import Extension
 from tallyroll.storage.errors import ExtensionMismatch
-from tallyroll.storage.files.commit_header import CommitCounts
+from tallyroll.storage.files.commit_header import ADDRESSES, CommitCounts
 from tallyroll.storage.files.counts import counts_of
 from tallyroll.storage.trajectories.blocks.extension import KINDS
 
@@ -33,13 +33,19 @@ BLOCKS: dict[str, tuple[str, ...]] = {
     "LEDGER": COUNTS,
     "HELD": HeldCounts.names,
     "LOG": LogCounts.names,
-    "BLOCKS": SLOT_BLOCKS,
-    "SLAB": SLAB,
+    "DTYPES": collector.DTYPES,
+    "MARKS": MARKS,
+    "MODES": ("disabled", "next_step", "same_step"),
+    "CALLS": ("step", "last", "reset"),
+    "VALUES": VALUES,
+    "HEADER": ADDRESSES,
+    "NODES": ("sum", "least", "most"),
 }
+OF_STORAGE = ("COMMIT", "SHELVES", "HEADER", "NODES")
 
 
 def extension_of(block: str) -> Extension:
-    return storage.EXTENSION if block in ("COMMIT", "SHELVES") else collector.EXTENSION
+    return storage.EXTENSION if block in OF_STORAGE else collector.EXTENSION
 
 
 @given(values=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
@@ -84,12 +90,33 @@ def test_a_moved_name_is_refused(block: str, data: st.DataObject) -> None:
         assert extension.module is None
 
 
+def test_words_of_a_table_are_put_in_the_order_of_the_extension() -> None:
+    extension = Extension("tallyroll.no_such_module")
+    assert extension.in_order("TABLE", one=1, two=2, three=3) == [1, 2, 3]
+    extension.module = SimpleNamespace(TABLE="three one two ", __file__="kernel.so")
+    with ways.switched_off():
+        ways.switch_off(frozenset())
+        assert extension.in_order("TABLE", one=1, two=2, three=3) == [3, 1, 2]
+        for words in ({"one": 1, "two": 2}, {"one": 1, "two": 2, "three": 3, "four": 4}):
+            with pytest.raises(ExtensionMismatch, match="in TABLE, got three, one, two: it was"):
+                extension.in_order("TABLE", **words)
+        with pytest.raises(ExtensionMismatch, match="in OTHER, got none: it was"):
+            extension.in_order("OTHER", one=1)
+        with ways.switched_off("kernel"):
+            assert extension.in_order("TABLE", one=1, two=2) == [1, 2]
+        assert extension.module is None
+
+
 @pytest.mark.parametrize(
     ("block", "module"),
     [
         ("EPISODE", "collector.counting.episode_ring"),
         ("LEDGER", "collector.batches.plain_slots"),
-        ("SLAB", "collector.rollout.few_slots"),
+        ("MARKS", "collector.batches.layouts.small_batches"),
+        ("MODES", "collector.envs.gymnasium.lanes_in_turn"),
+        ("CALLS", "collector.envs.gymnasium.lane_results"),
+        ("VALUES", "collector.envs.gymnasium.lane_results"),
+        ("NODES", "storage.ext.sampling.sum_tree"),
         ("RUN", "collector.native.slot_rows"),
         ("SHELVES", "storage.trajectories.blocks.extension"),
     ],
