@@ -266,7 +266,7 @@ class FastCollect:
             slab=few.table(),
             held=few.held.counts,
             log=ring.counts,
-            amounts=amounts(self._counts.of_rows(1)).tobytes() + table.places(self._counts.masks),
+            amounts=table.amounts(amounts(self._counts.of_rows(1)), self._counts.masks),
         )
         self._made = path = FastPath(
             rows,

@@ -35,8 +35,10 @@ static void tell(char *to, int64_t id, int32_t lane, double total, int64_t lengt
 /* Return the sum of the rewards of row `i`, of which a lane has as many as the table says. */
 static double reward_of(const Numbering *t, int64_t i)
 {
-    const float *narrow = (const float *)at(t->reward) + i * t->rewards;
-    const double *wide = (const double *)at(t->reward) + i * t->rewards;
+    const int64_t size = t->reward_is_double ? sizeof(double) : sizeof(float);
+    const char *rewards = span(t->reward, i * t->rewards * size, t->rewards * size);
+    const float *narrow = (const float *)rewards;
+    const double *wide = (const double *)rewards;
     double sum = t->reward_is_double ? *wide : (double)*narrow;
     for (int64_t nth = 1; nth < t->rewards; nth++)
         sum += t->reward_is_double ? wide[nth] : (double)narrow[nth];
@@ -47,17 +49,20 @@ static double reward_of(const Numbering *t, int64_t i)
    the slab, to the arrays of LaneState, and to the outputs of SlabRows. */
 static int64_t number(const Numbering *t, int64_t slots, const char *taken)
 {
-    const int64_t lanes = t->lanes;
-    const char *terminated = at(t->terminated);
-    char *truncated = at(t->truncated), *done = at(t->done);
-    char *valid = t->next_valid ? at(t->next_valid) : NULL;
-    const int64_t *version = (const int64_t *)at(t->version);
-    int64_t *ids = (int64_t *)at(t->traj_ids), *steps = (int64_t *)at(t->step);
-    int64_t *id = (int64_t *)at(t->state_id), *step = (int64_t *)at(t->state_step);
-    double *total = (double *)at(t->state_return);
-    int64_t *first = (int64_t *)at(t->state_version), *length = (int64_t *)at(t->state_length);
-    int64_t *begun = (int64_t *)at(t->begun);
-    const int32_t *number = (const int32_t *)at(t->lane);
+    const int64_t lanes = t->lanes, cells = slots * lanes;
+    const char *terminated = span(t->terminated, 0, cells);
+    char *truncated = span(t->truncated, 0, cells), *done = span(t->done, 0, cells);
+    char *valid = t->next_valid ? span(t->next_valid, 0, cells) : NULL;
+    const int64_t *version = (const int64_t *)span(t->version, 0, cells * 8);
+    int64_t *ids = (int64_t *)span(t->traj_ids, 0, cells * 8);
+    int64_t *steps = (int64_t *)span(t->step, 0, cells * 8);
+    int64_t *id = (int64_t *)span(t->state_id, 0, lanes * 8);
+    int64_t *step = (int64_t *)span(t->state_step, 0, lanes * 8);
+    double *total = (double *)span(t->state_return, 0, lanes * 8);
+    int64_t *first = (int64_t *)span(t->state_version, 0, lanes * 8);
+    int64_t *length = (int64_t *)span(t->state_length, 0, lanes * 8);
+    int64_t *begun = (int64_t *)span(t->begun, 0, cells * 8);
+    const int32_t *number = (const int32_t *)span(t->lane, 0, cells * 4);
     int64_t begins = 0, ends = 0, i = 0, rows = 0, largest = -1;
 
     for (int64_t slot = 0; slot < slots; slot++) {
@@ -83,15 +88,16 @@ static int64_t number(const Numbering *t, int64_t slots, const char *taken)
             length[lane]++;
             total[lane] += reward_of(t, i);
             if (done[i]) {
-                tell(at(t->episodes) + EPISODE_NBYTES * ends++, id[lane], number[i], total[lane],
-                     length[lane], terminated[i], first[lane], version[i], rows);
+                tell(span(t->episodes, EPISODE_NBYTES * ends, EPISODE_NBYTES), id[lane], number[i],
+                     total[lane], length[lane], terminated[i], first[lane], version[i], rows);
+                ends++;
                 id[lane] += t->stride;
                 step[lane] = length[lane] = 0;
                 total[lane] = 0.0;
             }
         }
     }
-    *(int64_t *)at(t->largest) = largest;
+    *(int64_t *)span(t->largest, 0, 8) = largest;
     return begins << 32 | ends;
 }
 
@@ -117,6 +123,6 @@ static PyObject *number_slots(PyObject *self, PyObject *const *args, Py_ssize_t 
             found = number(t, slots, (const char *)mask.buf);
         PyBuffer_Release(&mask);
     }
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(found);
 }

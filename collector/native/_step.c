@@ -78,8 +78,8 @@ static int put_observation(const ObservationWords *words, PyObject *format, PyOb
     const char *wanted = PyBytes_AsString(format);
     if (wanted == NULL || PyObject_GetBuffer(seen, &view, STEP_BUFFER) < 0)
         return 0;
-    char *row = at(words->row);
     const int fits = is_like(&view, wanted, words->ndim, words->shape);
+    char *row = span(words->row, 0, fits ? view.len : 0);
     if (fits && ended) {
         const int64_t size = view.len / ended->lanes;
         for (int64_t lane = 0; lane < ended->lanes; lane++)
@@ -88,7 +88,7 @@ static int put_observation(const ObservationWords *words, PyObject *format, PyOb
     } else if (fits) {
         memmove(row, view.buf, (size_t)view.len);
         if (words->root)
-            memcpy(at(words->root), row, (size_t)view.len);
+            memcpy(span(words->root, 0, view.len), row, (size_t)view.len);
     }
     PyBuffer_Release(&view);
     return fits;
@@ -152,11 +152,12 @@ static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t give
             goto done;
     const Py_buffer *over = &views[1], *cut = &views[2];
     if (is_like(over, "?", 1, lanes) && is_like(cut, "?", 1, lanes)
-        && put_rewards(at(t->reward), t->reward_is_double != 0, &views[0], lanes)
+        && put_rewards(span(t->reward, 0, *lanes * (t->reward_is_double ? 8 : 4)),
+                       t->reward_is_double != 0, &views[0], lanes)
         && put_observations(&table, args[1], args[2], NULL)) {
-        const Flags flags = {at(t->terminated), at(t->truncated), *lanes};
-        memmove(at(t->terminated), over->buf, (size_t)*lanes);
-        memmove(at(t->truncated), cut->buf, (size_t)*lanes);
+        const Flags flags = {span(t->terminated, 0, *lanes), span(t->truncated, 0, *lanes), *lanes};
+        memmove(span(t->terminated, 0, *lanes), over->buf, (size_t)*lanes);
+        memmove(span(t->truncated, 0, *lanes), cut->buf, (size_t)*lanes);
         int64_t ends = 0;
         for (int64_t lane = 0; lane < *lanes; lane++)
             ends += has_ended(&flags, lane);
@@ -166,7 +167,7 @@ static PyObject *put_step(PyObject *self, PyObject *const *args, Py_ssize_t give
 done:
     while (opened)
         PyBuffer_Release(&views[--opened]);
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     return cleared() < 0 ? NULL : PyLong_FromLongLong(ended);
 }
 
@@ -400,7 +401,7 @@ static int write_entry(const Table *table, int64_t lane, PyObject *value, PyObje
                        PyObject *dtype)
 {
     const ValueWords *t = (const ValueWords *)table->words;
-    char *to = at(t->column) + lane * t->nbytes;
+    char *to = span(t->column, lane * t->nbytes, t->nbytes);
     int beyond = 0;
     if (t->kind == VALUE_float64 && PyFloat_CheckExact(value)) {
         *(double *)to = PyFloat_AsDouble(value);
@@ -415,7 +416,7 @@ static int write_entry(const Table *table, int64_t lane, PyObject *value, PyObje
         return 0;
     }
     if (t->given)
-        at(t->given)[lane] = 1;
+        *span(t->given, lane, 1) = 1;
     return 1;
 }
 
@@ -439,7 +440,7 @@ static int take_entry(const Lanes *the, int64_t lane, PyObject *info, PyObject *
         taken = write_entry(&table, lane, info, the->name, PyTuple_GetItem(entry, E_dtype));
         Py_DECREF(info);
     }
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     return taken;
 }
 
@@ -479,9 +480,9 @@ static int reset_lane(const Lanes *the, int64_t lane, PyObject *env, int of)
 static int finish_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *last)
 {
     const LaneWords *t = (const LaneWords *)the->table.words;
-    char *to = at(t->finals) + lane * t->nbytes;
+    char *to = t->finals ? span(t->finals, lane * t->nbytes, t->nbytes) : NULL;
     PyObject *made = NULL;
-    if (!t->finals || !put_row(to, last, the->name, the->dtype, &the->table, LANE_WORDS)) {
+    if (to == NULL || !put_row(to, last, the->name, the->dtype, &the->table, LANE_WORDS)) {
         if (PyErr_Occurred())
             return -1;
         made = PyObject_CallFunction(PyTuple_GetItem(the->readers, R_final), "LO", (long long)lane,
@@ -542,22 +543,23 @@ static int step_lane(const Lanes *the, int64_t lane, PyObject *env, PyObject *ac
         if (failed)
             return -1;
     }
-    ((double *)at(t->reward))[lane] = reward;
-    at(t->terminated)[lane] = (char)terminated;
-    at(t->truncated)[lane] = (char)truncated;
+    *(double *)span(t->reward, lane * 8, 8) = reward;
+    *span(t->terminated, lane, 1) = (char)terminated;
+    *span(t->truncated, lane, 1) = (char)truncated;
     return 0;
 }
 
 /* Write rewards and flags of all lanes to a slot; return 0 if a reward is not written. */
 static int put_numbers(const SlotWords *slot, const LaneWords *t)
 {
-    const double *rewards = (const double *)at(t->reward);
     const int64_t lanes = t->lanes;
+    const double *rewards = (const double *)span(t->reward, 0, lanes * 8);
+    char *to = span(slot->reward, 0, lanes * (slot->reward_is_double ? 8 : 4));
     for (int64_t lane = 0; lane < lanes; lane++)
-        if (!put_reward(at(slot->reward), slot->reward_is_double != 0, lane, rewards[lane]))
+        if (!put_reward(to, slot->reward_is_double != 0, lane, rewards[lane]))
             return 0;
-    memcpy(at(slot->terminated), at(t->terminated), (size_t)lanes);
-    memcpy(at(slot->truncated), at(t->truncated), (size_t)lanes);
+    memcpy(span(slot->terminated, 0, lanes), span(t->terminated, 0, lanes), (size_t)lanes);
+    memcpy(span(slot->truncated, 0, lanes), span(t->truncated, 0, lanes), (size_t)lanes);
     return 1;
 }
 
@@ -581,9 +583,9 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
     the.step = the.name = NULL;
     const LaneWords *t = (const LaneWords *)the.table.words;
     const int64_t lanes = t->lanes;
-    *(int64_t *)at(t->lane) = -1;
+    *(int64_t *)span(t->lane, 0, 8) = -1;
     if (PyObject_GetBuffer(args[6], &ended, PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(&the.table.buffer);
+        close_table(&the.table);
         return NULL;
     }
     if (!PyTuple_Check(the.readers) || PyTuple_Size(the.readers) <= R_entries ||
@@ -607,7 +609,7 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
         goto done;
     char *flags = (char *)ended.buf;
     for (int64_t lane = 0; lane < lanes; lane++) {
-        *(int64_t *)at(t->lane) = lane;
+        *(int64_t *)span(t->lane, 0, 8) = lane;
         if (flags[lane] && t->mode == MODE_disabled) {
             PyErr_Format(PyExc_AssertionError, "lane %lld is stepped on after its episode ended",
                          (long long)lane);
@@ -642,24 +644,24 @@ static PyObject *step_lanes(PyObject *self, PyObject *const *args, Py_ssize_t gi
     }
     int64_t ends = 0;
     for (int64_t lane = 0; lane < lanes; lane++)
-        ends += flags[lane] = at(t->terminated)[lane] || at(t->truncated)[lane];
+        ends += flags[lane] = *span(t->terminated, lane, 1) || *span(t->truncated, lane, 1);
     if (put && slot.count) {
         const SlotWords *words = (const SlotWords *)slot.words;
         const ObservationWords *observation = (const ObservationWords *)(slot.words + SLOT_WORDS);
         put = words->lanes == lanes && put_numbers(words, t);
         if (put && observation->root)
-            memcpy(at(observation->root), rows.buf, (size_t)rows.len);
+            memcpy(span(observation->root, 0, rows.len), rows.buf, (size_t)rows.len);
     }
     result = PyLong_FromLongLong(put ? ends : -1);
 done:
     if (slot.count)
-        PyBuffer_Release(&slot.buffer);
+        close_table(&slot);
     Py_XDECREF(actions);
     Py_XDECREF(the.name);
     Py_XDECREF(the.step);
     if (has_rows)
         PyBuffer_Release(&rows);
     PyBuffer_Release(&ended);
-    PyBuffer_Release(&the.table.buffer);
+    close_table(&the.table);
     return result;
 }

@@ -21,8 +21,10 @@ static int inside(const Table *table, int64_t slots)
         const int64_t count = check->count;
 #define LOOK(type)                                                                                 \
     {                                                                                              \
-        const type *values = (const type *)at(check->values);                                      \
-        const type *low = (const type *)at(check->low), *high = (const type *)at(check->high);       \
+        const int64_t slot_nbytes = count * (int64_t)sizeof(type);                                 \
+        const type *values = (const type *)span(check->values, 0, slots * slot_nbytes);            \
+        const type *low = (const type *)span(check->low, 0, slot_nbytes);                          \
+        const type *high = (const type *)span(check->high, 0, slot_nbytes);                        \
         for (int64_t slot = 0; slot < slots && !outside; slot++, values += count)                  \
             for (int64_t i = 0; i < count; i++) /* NaN is within no bounds */                      \
                 outside |= !((values[i] >= low[i]) & (values[i] <= high[i]));                      \
@@ -57,7 +59,7 @@ static PyObject *are_inside(PyObject *self, PyObject *const *args, Py_ssize_t gi
     if (PyErr_Occurred() || open_table(args[0], &table, 0) < 0)
         return NULL;
     int all = inside(&table, slots);
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     return PyBool_FromLong(all);
 }
 
@@ -171,7 +173,7 @@ typedef struct {
 static void close_plan(Plan *plan)
 {
     while (plan->opened)
-        PyBuffer_Release(&plan->tables[--plan->opened].buffer);
+        close_table(&plan->tables[--plan->opened]);
 }
 
 /* Open a plan, which the caller must close. */
@@ -192,12 +194,12 @@ static int open_plan(PyObject *parts, Plan *plan)
     const PlanBlocks *blocks = (const PlanBlocks *)plan->tables[P_blocks].words;
     plan->numbering = (const Numbering *)plan->tables[P_numbering].words;
     plan->slab = (const Slab *)plan->tables[P_slab].words;
-    plan->commit = (Commit *)at(blocks->commit);
-    plan->run = (Run *)at(blocks->run);
-    plan->ledger = (Ledger *)at(blocks->ledger);
-    plan->held = (Held *)at(blocks->held);
-    plan->log = (Log *)at(blocks->log);
-    plan->shown = (Ledger *)at(blocks->shown);
+    plan->commit = (Commit *)span(blocks->commit, 0, sizeof(Commit));
+    plan->run = (Run *)span(blocks->run, 0, sizeof(Run));
+    plan->ledger = (Ledger *)span(blocks->ledger, 0, sizeof(Ledger));
+    plan->held = (Held *)span(blocks->held, 0, sizeof(Held));
+    plan->log = (Log *)span(blocks->log, 0, sizeof(Log));
+    plan->shown = (Ledger *)span(blocks->shown, 0, sizeof(Ledger));
     plan->ring = PyLong_AsLongLong(PyTuple_GetItem(parts, P_ring));
     char *record = NULL;
     if (PyErr_Occurred() ||
@@ -229,13 +231,14 @@ static int is_pending(const Plan *plan, int64_t slot, int64_t lane)
     const int64_t i = (slot - 1) * t->lanes + lane;
     if (!plan->slab->pending)
         return 0;
-    return slot ? at(t->terminated)[i] || at(t->truncated)[i] : at(plan->slab->pending)[lane];
+    return slot ? *span(t->terminated, i, 1) || *span(t->truncated, i, 1)
+                : *span(plan->slab->pending, lane, 1);
 }
 
 static int is_row(const Plan *plan, int64_t slot, int64_t lane)
 {
     if (slot == 0 && plan->held->rows)
-        return at(plan->slab->marks)[lane];
+        return *span(plan->slab->marks, lane, 1);
     return !is_pending(plan, slot, lane);
 }
 
@@ -267,7 +270,8 @@ static int find(const Plan *plan, int64_t used, int64_t count, Slots *slots)
 static void mark(const Plan *plan, const Slots *slots)
 {
     const int64_t lanes = plan->numbering->lanes;
-    char *rows = at(plan->slab->transitions), *marks = at(plan->slab->marks);
+    char *rows = span(plan->slab->transitions, 0, slots->used * lanes);
+    char *marks = span(plan->slab->marks, 0, lanes);
     for (int64_t slot = 0; slot < slots->used; slot++)
         for (int64_t lane = 0; lane < lanes; lane++)
             rows[slot * lanes + lane] = (char)is_row(plan, slot, lane);
@@ -285,12 +289,14 @@ static void mark(const Plan *plan, const Slots *slots)
 /* Return whether a trajectory begins or ends in the first slots, or may do so. */
 static int are_eventful(const Numbering *t, int64_t slots)
 {
-    const char *terminated = at(t->terminated), *truncated = at(t->truncated), *done = at(t->done);
-    const int64_t *step = (const int64_t *)at(t->state_step);
+    const int64_t cells = slots * t->lanes;
+    const char *terminated = span(t->terminated, 0, cells), *done = span(t->done, 0, cells);
+    const char *truncated = span(t->truncated, 0, cells);
+    const int64_t *step = (const int64_t *)span(t->state_step, 0, t->lanes * 8);
     int found = 0;
     for (int64_t lane = 0; lane < t->lanes; lane++)
         found |= !step[lane];
-    for (int64_t i = 0; i < slots * t->lanes; i++)
+    for (int64_t i = 0; i < cells; i++)
         found |= t->makes_done ? terminated[i] | truncated[i] : done[i];
     return found;
 }
@@ -330,7 +336,7 @@ static int64_t count_agents(const Plan *plan, const char *rows, int64_t cells)
     const Mask *end = mask + (table->count - LEDGER_WORDS) / MASK_WORDS;
     int64_t agents = 0;
     for (; mask < end; mask++) {
-        const char *row = at(mask->source);
+        const char *row = span(mask->source, 0, cells * mask->row_nbytes);
         for (int64_t cell = 0; cell < cells; cell++, row += mask->row_nbytes)
             for (int64_t i = 0; (!rows || rows[cell]) && i < mask->row_nbytes; i++)
                 agents += row[i] != 0;
@@ -347,7 +353,7 @@ static void carry(const Plan *plan, const Slots *slots)
     const Piece *first = (const Piece *)(table->words + SLAB_WORDS);
     const Piece *end = first + (table->count - SLAB_WORDS) / PIECE_WORDS;
     const int64_t last = slots->used - 1;
-    char *pending = at(plan->slab->pending);
+    char *pending = plan->slab->pending ? span(plan->slab->pending, 0, t->lanes) : NULL;
     if (slots->used > slots->first && pending) {
         plan->held->resets = 0;
         for (int64_t lane = 0; lane < t->lanes; lane++)
@@ -356,7 +362,9 @@ static void carry(const Plan *plan, const Slots *slots)
     for (const Piece *piece = first; piece < end; piece++) {
         const int flows = piece - first < plan->slab->flowing;
         const size_t size = (size_t)piece->nbytes;
-        char *begin = at(piece->address);
+        /* Beside the slots, what flows has the observations after the last one. */
+        const int64_t there = (slots->used + flows) * piece->nbytes;
+        char *begin = span(piece->address, 0, there);
         if (slots->left && last) {
             memcpy(begin, begin + (size_t)last * size, size);
             if (flows)
@@ -366,9 +374,10 @@ static void carry(const Plan *plan, const Slots *slots)
         }
     }
     if (slots->left)
-        memcpy(at(plan->slab->transitions), at(plan->slab->marks), (size_t)t->lanes);
+        memcpy(span(plan->slab->transitions, 0, t->lanes), span(plan->slab->marks, 0, t->lanes),
+               (size_t)t->lanes);
     plan->held->rows = slots->left;
-    *(int64_t *)at(plan->slab->used) = slots->left != 0;
+    *(int64_t *)span(plan->slab->used, 0, 8) = slots->left != 0;
 }
 
 static int64_t slot_of(const Plan *plan)
@@ -402,7 +411,8 @@ static int are_plain(const Plan *plan, const Slots *slots, int64_t room, int wat
 static size_t write_record(const Plan *plan, const Ledger *ledger, int64_t next_id, char *record)
 {
     int64_t numbers[RECORD_NUMBERS], open = 0;
-    const int64_t *step = (const int64_t *)at(plan->numbering->state_step);
+    const Numbering *t = plan->numbering;
+    const int64_t *step = (const int64_t *)span(t->state_step, 0, t->lanes * 8);
     for (int64_t lane = 0; lane < plan->numbering->lanes; lane++)
         open += step[lane] != 0;
     numbers[0] = ledger->incarnation;
@@ -431,8 +441,8 @@ typedef struct {
 
 static void close_batch(Batch *batch)
 {
-    PyBuffer_Release(&batch->targets.buffer);
-    PyBuffer_Release(&batch->table.buffer);
+    close_table(&batch->targets);
+    close_table(&batch->table);
 }
 
 /* Open both tables of a batch, which the caller must close. */
@@ -445,7 +455,7 @@ static int open_batch(PyObject *parts, Batch *batch)
     if (open_table(PyTuple_GetItem(parts, 0), &batch->table, BATCH_WORDS) < 0)
         return -1;
     if (open_table(PyTuple_GetItem(parts, 1), &batch->targets, 0) < 0) {
-        PyBuffer_Release(&batch->table.buffer);
+        close_table(&batch->table);
         return -1;
     }
     const BatchWords *words = (const BatchWords *)batch->table.words;
@@ -468,18 +478,22 @@ static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
     const Copy *end = first + batch->targets.count;
     for (const Copy *column = first; column < end; column++, to++)
         if (marked && column->source)
-            take_marked(at(*to), at(column->source), column->row_nbytes, marked);
+            take_marked(span(*to, 0, count * column->row_nbytes),
+                        span(column->source, 0, marked->cells * column->row_nbytes),
+                        column->row_nbytes, marked);
         else if (column->source)
-            memcpy(at(*to), at(column->source), (size_t)(count * column->row_nbytes));
-    const int64_t *ids = (const int64_t *)at(target[words->ids]);
-    const char *done = at(target[words->done]);
+            memcpy(span(*to, 0, count * column->row_nbytes),
+                   span(column->source, 0, count * column->row_nbytes),
+                   (size_t)(count * column->row_nbytes));
+    const int64_t *ids = (const int64_t *)span(target[words->ids], 0, count * 8);
+    const char *done = span(target[words->done], 0, count);
     /* Cuts first: done is marked after them. */
     for (int kind = MARKED_cut; kind > MARKED_none; kind--) {
         to = target;
         for (const Copy *column = first; column < end; column++, to++)
             for (int64_t i = 0; column->marks == kind && i < count; i++) {
                 const int last = i + 1 == count || ids[i] != ids[i + 1];
-                char *row = at(*to) + i * column->row_nbytes;
+                char *row = span(*to, i * column->row_nbytes, column->row_nbytes);
                 if (kind == MARKED_cut)
                     *row = (char)(last && !done[i]);
                 else if (kind == MARKED_last ? last : i == 0 || ids[i] != ids[i - 1])
@@ -495,15 +509,16 @@ static void lay_out(const Batch *batch, int64_t count, const Marked *marked)
 static void note(const Plan *plan, int64_t ended, int64_t stored, int by_lane)
 {
     const Numbering *t = plan->numbering;
-    const char *record = at(t->episodes);
-    int64_t *next = (int64_t *)at(t->begun); /* of each lane: the place of its next episode */
-    const int32_t first = *(const int32_t *)at(t->lane);
+    const char *record = span(t->episodes, 0, ended * EPISODE_NBYTES);
+    int64_t *next = (int64_t *)span(t->begun, 0, t->lanes * 8); /* of each lane: the place of its next episode */
+    const int32_t first = *(const int32_t *)span(t->lane, 0, 4);
     int32_t lane;
     if (by_lane) {
         int64_t before = 0;
         memset(next, 0, (size_t)t->lanes * sizeof *next);
         for (int64_t i = 0; i < ended; i++) {
             memcpy(&lane, record + i * EPISODE_NBYTES + EPISODE_LANE, sizeof lane);
+            REQUIRE(lane >= first && lane - first < t->lanes);
             next[lane - first]++;
         }
         for (int64_t each = 0; each < t->lanes; each++) {
@@ -519,6 +534,7 @@ static void note(const Plan *plan, int64_t ended, int64_t stored, int by_lane)
             place = next[lane - first]++;
         }
         const int64_t slot = (plan->log->noted + place) % plan->log->room;
+        REQUIRE(slot >= 0 && slot < plan->log->room);
         char *to = at(plan->log->records) + slot * EPISODE_NBYTES;
         memcpy(&ended_at, record + EPISODE_ENDED_AT, sizeof ended_at);
         ended_at += stored;
@@ -535,16 +551,16 @@ static int64_t store(const Plan *plan, const Slots *slots, Ledger *ledger, int64
 {
     const Numbering *t = plan->numbering;
     const int64_t cells = slots->used * t->lanes;
-    const char *rows = slots->whole ? NULL : at(plan->slab->transitions);
+    const char *rows = slots->whole ? NULL : span(plan->slab->transitions, 0, cells);
     const Marked in_order = {rows, cells, batch ? t->lanes : 0}, *marked = rows ? &in_order : NULL;
     char record[RECORD_NBYTES];
     for (int64_t i = cells - t->lanes; slots->used > slots->first && i < cells; i++)
-        ((int64_t *)at(t->version))[i] = version;
+        *(int64_t *)span(t->version, i * 8, 8) = version;
     if (rows)
         mark(plan, slots);
     ledger->agent_transitions += count_agents(plan, rows, cells);
     const int64_t ended = number(t, slots->used, rows) & 0xFFFFFFFF;
-    const int64_t largest = *(int64_t *)at(t->largest);
+    const int64_t largest = *(int64_t *)span(t->largest, 0, 8);
     const int64_t next_id = largest < plan->run->next_id ? plan->run->next_id : largest + 1;
     ledger->episodes_complete += ended;
     const size_t length = write_record(plan, ledger, next_id, record);

@@ -100,12 +100,12 @@ class SlotRows(NewRows):
         self._kernel = compiled()
         blocks = in_order(
             "BLOCKS",
-            commit=header.known.address,
-            run=self.run.address,
-            ledger=self.ledger.address,
-            held=self.held.address,
-            log=self.log.address,
-            shown=self.shown.address,
+            commit=header.known.words,
+            run=self.run.words,
+            ledger=self.ledger.words,
+            held=self.held.words,
+            log=self.log.words,
+            shown=self.shown.words,
         )
         parts: dict[str, Any] = {
             "numbering": self.numbering,

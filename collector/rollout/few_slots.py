@@ -1,5 +1,7 @@
 """Few slots at a time, filled for one call of the extension that stores their rows."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,12 +70,12 @@ class FewSlots:
     def table(self) -> bytes:
         """Return the table of the slab: see `SlotRows.slab`. Its arrays are there as long as it."""
         slab, pending = self._slab, self._driver.pending
-        words = in_order(
+        words: list[Any] = in_order(
             "SLAB",
             used=self._driver.used_at,
-            marks=self.held.marks.ctypes.data,
-            transitions=slab.transitions.ctypes.data,
-            pending=0 if pending is None else pending.ctypes.data,
+            marks=self.held.marks,
+            transitions=slab.transitions,
+            pending=0 if pending is None else pending,
             by_policy=self._policy is not None,
             flowing=len(slab.flowing),
         )

@@ -226,13 +226,13 @@ class Slab:
             self.transitions[0] = lanes
 
     @property
-    def carry_words(self) -> list[int]:
-        """The pieces of memory that :meth:`keep_last` moves: addresses, and bytes of a slot.
+    def carry_words(self) -> list[Any]:
+        """The pieces of memory that :meth:`keep_last` moves, as the extension reads them.
 
         Those that flow come first; all are contiguous if every column is in ``flat``.
         """
-        flowing = [(memory.data_ptr(), memory[0].nbytes) for memory in self._flow.values()]
-        others = [(array.ctypes.data, array[0].nbytes) for array in (*self._own, self.version)]
+        flowing = [(memory.numpy(), memory[0].nbytes) for memory in self._flow.values()]
+        others = [(array, array[0].nbytes) for array in (*self._own, self.version)]
         pieces = (in_order("PIECE", address=at, nbytes=size) for at, size in flowing + others)
         return [*chain.from_iterable(pieces)]
 

@@ -60,7 +60,7 @@ static PyObject *copy_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
     if (PyErr_Occurred() || open_table(args[0], &table, COLUMN_WORDS) < 0)
         return NULL;
     copy_columns(&table, slot, first, count);
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     Py_RETURN_NONE;
 }
 
@@ -88,13 +88,13 @@ static PyObject *commit_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
         commit(&table, slot, first, count, NULL, (const Header *)header.words, (Commit *)at(known),
                (const char *)record.buf, (size_t)record.len);
     PyBuffer_Release(&record);
-    PyBuffer_Release(&header.buffer);
-    PyBuffer_Release(&table.buffer);
+    close_table(&header);
+    close_table(&table);
     return PyBool_FromLong(can);
 record_failed:
-    PyBuffer_Release(&header.buffer);
+    close_table(&header);
 header_failed:
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     return NULL;
 }
 
@@ -112,26 +112,27 @@ static PyObject *gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t g
     if (PyErr_Occurred() || open_table(args[0], &table, COLUMN_WORDS) < 0)
         return NULL;
     if (open_table(args[2], &index, 0) < 0) {
-        PyBuffer_Release(&table.buffer);
+        close_table(&table);
         return NULL;
     }
     int beyond = 0;
     for (Py_ssize_t i = 0; i < index.count; i++)
         beyond |= (uint64_t)index.words[i] >= (uint64_t)rows;
     if (beyond) {
-        PyBuffer_Release(&index.buffer);
-        PyBuffer_Release(&table.buffer);
+        close_table(&index);
+        close_table(&table);
         PyErr_SetString(PyExc_IndexError, "a row is not there");
         return NULL;
     }
     PyThreadState *others = let_others_run(&table, index.count);
     for (const Column *column = first_column(&table); column < end_of_columns(&table); column++)
-        gather(at(column->target) + slot * column->row_nbytes, at(column->source),
-               column->row_nbytes, index.words, index.count);
+        gather(span(column->target, slot * column->row_nbytes, index.count * column->row_nbytes),
+               span(column->source, 0, rows * column->row_nbytes), column->row_nbytes, index.words,
+               index.count);
     if (others)
         PyEval_RestoreThread(others);
-    PyBuffer_Release(&index.buffer);
-    PyBuffer_Release(&table.buffer);
+    close_table(&index);
+    close_table(&table);
     Py_RETURN_NONE;
 }
 
@@ -210,25 +211,29 @@ static PyObject *pack_runs(PyObject *self, PyObject *const *args, Py_ssize_t giv
     if (inside) {
         PyThreadState *others = let_others_run(&table, count);
         const Column *column = first_column(&table), *end = end_of_columns(&table);
-        char *target = at(column->target);
+        int64_t row = 0;
+        for (; column < end; column++)
+            row += column->row_nbytes;
+        column = first_column(&table);
+        char *target = span(column->target, 0, count * row);
         for (Py_ssize_t i = 0; i < parts.count; run += parts.words[i++])
             for (column = first_column(&table); column < end; column++)
-                target = copy_runs(target, at(column->source), column->row_nbytes, run,
-                                   run + parts.words[i]);
+                target = copy_runs(target, span(column->source, 0, rows * column->row_nbytes),
+                                   column->row_nbytes, run, run + parts.words[i]);
         if (others)
             PyEval_RestoreThread(others);
     }
-    PyBuffer_Release(&parts.buffer);
-    PyBuffer_Release(&runs.buffer);
-    PyBuffer_Release(&table.buffer);
+    close_table(&parts);
+    close_table(&runs);
+    close_table(&table);
     if (inside)
         Py_RETURN_NONE;
     PyErr_SetString(PyExc_IndexError, "a row is not there");
     return NULL;
 parts_failed:
-    PyBuffer_Release(&runs.buffer);
+    close_table(&runs);
 runs_failed:
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     return NULL;
 }
 

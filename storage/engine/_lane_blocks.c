@@ -61,12 +61,13 @@ static inline int64_t entry(const Numbers *of, int64_t i)
 {
     if (i < 0 || i >= of->count)
         return NONE;
+    const char *number_at = span(of->address, i * of->itemsize, of->itemsize);
     switch (of->itemsize) {
-    case 1: return ((const uint8_t *)at(of->address))[i];
-    case 2: return ((const uint16_t *)at(of->address))[i];
-    case 4: return ((const uint32_t *)at(of->address))[i];
+    case 1: return *(const uint8_t *)number_at;
+    case 2: return *(const uint16_t *)number_at;
+    case 4: return *(const uint32_t *)number_at;
     default: {
-        uint64_t number = ((const uint64_t *)at(of->address))[i];
+        uint64_t number = *(const uint64_t *)number_at;
         return number >> TOO_LARGE ? NONE : (int64_t)number;
     }
     }
@@ -88,7 +89,7 @@ static inline int ones(uint64_t word)
 
 static inline int64_t signed_entry(const Numbers *of, int64_t i)
 {
-    return i < 0 || i >= of->count ? NONE : ((const int64_t *)at(of->address))[i];
+    return i < 0 || i >= of->count ? NONE : *(const int64_t *)span(of->address, i * 8, 8);
 }
 
 static inline uint64_t low_bits(int64_t bits)
@@ -158,7 +159,7 @@ static inline uint64_t layer_word(const ShelfWords *shelf, int64_t layer, int64_
 {
     uint64_t found = 0;
     int64_t begin = word * 8, size = shelf->nbytes - begin;
-    const char *from = at(shelf->ahead.address) + layer * shelf->nbytes + begin;
+    const char *from = span(shelf->ahead.address, layer * shelf->nbytes + begin, size < 8 ? size : 8);
     if (size >= 8)
         memcpy(&found, from, 8);  /* of a size that the compiler knows: one load */
     else
@@ -185,7 +186,7 @@ static int64_t lane_words(const ShelfWords *shelf, int64_t slot, int64_t lane, i
 
 static inline uint64_t lane_word(const ShelfWords *shelf, int64_t at_word)
 {
-    return ((const uint64_t *)at(shelf->back.address))[at_word];
+    return *(const uint64_t *)span(shelf->back.address, at_word * 8, 8);
 }
 
 /* The sweeps of a block that is a table; sets the first. */
@@ -523,7 +524,7 @@ static int open_index(PyObject *object, Table *table, Index *index)
     index->shelves = (const ShelfWords *)(table->words + BLOCKS_WORDS);
     if (table->count >= BLOCKS_WORDS + index->blocks->shelves * SHELF_WORDS)
         return 0;
-    PyBuffer_Release(&table->buffer);
+    close_table(table);
     PyErr_SetString(PyExc_ValueError, "a table is too short");
     return -1;
 }
@@ -537,8 +538,8 @@ typedef struct {
 static void close_asked(Asked *asked)
 {
     PyBuffer_Release(&asked->found.buffer);
-    PyBuffer_Release(&asked->rows.buffer);
-    PyBuffer_Release(&asked->table.buffer);
+    close_table(&asked->rows);
+    close_table(&asked->table);
 }
 
 /* Open them, with room for `each` numbers a row. The caller must close them, unless it is -1. */
@@ -551,9 +552,9 @@ static int open_asked(PyObject *table, PyObject *tail_count, PyObject *rows, PyO
     if (open_table(rows, &asked->rows, 0) == 0) {
         if (open_room(found, &asked->found, asked->rows.count * each) == 0)
             return 0;
-        PyBuffer_Release(&asked->rows.buffer);
+        close_table(&asked->rows);
     }
-    PyBuffer_Release(&asked->table.buffer);
+    close_table(&asked->table);
     return -1;
 }
 
@@ -655,11 +656,11 @@ static PyObject *rows_at(PyObject *self, PyObject *const *args, Py_ssize_t count
 all:
     PyBuffer_Release(&found.buffer);
 three:
-    PyBuffer_Release(&spots.buffer);
+    close_table(&spots);
 two:
-    PyBuffer_Release(&near.buffer);
+    close_table(&near);
 opened:
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     return result;
 }
 
@@ -740,7 +741,7 @@ static PyObject *bounds_of(PyObject *self, PyObject *const *args, Py_ssize_t cou
     while (!damaged && all.stop < total &&
            !(damaged = stretch_at(&index, lane, all.stop, INT64_MAX, &next) < 0) && next.id == all.id)
         all.stop = next.stop;
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     if (damaged) {
         PyErr_Format(PyExc_IndexError, "lane %lld has no row %lld in the index", lane, given[2]);
         return NULL;

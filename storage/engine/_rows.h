@@ -6,7 +6,10 @@
    Ownership. The extensions own no memory but their stack, and free nothing. A table is a Python
    bytes object; the buffer that `open_table` takes keeps the table alive during the call. The table
    does not keep the arrays at its addresses alive: the Python objects named beside each function own
-   these, hold them for as long as they use the table, and keep every index within bounds. */
+   these, hold them for as long as they use the table, and keep every index within bounds.
+
+   `span` says which bytes of an array are used. A debug build (TALLYROLL_DEBUG, see CONTRIBUTING)
+   checks them: there Python puts the bytes of each array before the words of a table. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -15,22 +18,117 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef TALLYROLL_DEBUG
+#include <sanitizer/common_interface_defs.h>
+#include <stdio.h>
+#include <stdlib.h>
+#endif
 
-typedef struct {
+typedef struct Table {
     Py_buffer buffer;
     const int64_t *words;
     Py_ssize_t count;
+#ifdef TALLYROLL_DEBUG
+    const int64_t *sizes; /* of the array at each word in bytes, -1: unknown; NULL: of none */
+    struct Table *outer;
+#endif
 } Table;
 
-/* Open a buffer of whole int64 words, at least `least` of them. The caller must release it. */
+static inline char *at(int64_t address)
+{
+    return (char *)(intptr_t)address;
+}
+
+#ifdef TALLYROLL_DEBUG
+
+#define TABLE_WITH_SIZES 0x73657a6973206854 /* the first word of one; then sizes, then words */
+
+static _Thread_local Table *open_tables; /* the one that was opened last */
+
+/* End the process, with the place in the log of the sanitizers too. */
+static inline void fail(const char *message, const char *file, int line)
+{
+    fprintf(stderr, "%s:%d: %s\n", file, line, message);
+    __sanitizer_print_stack_trace();
+    abort();
+}
+
+static inline void note_table(Table *table)
+{
+    table->sizes = NULL;
+    if (table->count % 2 && table->words[0] == TABLE_WITH_SIZES) {
+        table->count /= 2;
+        table->sizes = table->words + 1;
+        table->words = table->sizes + table->count;
+    }
+    table->outer = open_tables;
+    open_tables = table;
+}
+
+static inline void forget_table(Table *table)
+{
+    Table **found = &open_tables;
+    while (*found && *found != table)
+        found = &(*found)->outer;
+    if (!*found)
+        fail("a table is not open", __FILE__, __LINE__);
+    *found = table->outer;
+}
+
+static inline char *checked_span(const int64_t *word, int64_t first, int64_t nbytes,
+                                 const char *file, int line)
+{
+    char message[128];
+    int64_t size = -1;
+    const Table *table = open_tables;
+    while (table && (word < table->words || word >= table->words + table->count))
+        table = table->outer;
+    if (!table)
+        fail("an address is in no table", file, line);
+    if (table->sizes)
+        size = table->sizes[word - table->words];
+    if (first < 0 || nbytes < 0 || (size >= 0 && (first > size || nbytes > size - first)) ||
+        (!*word && nbytes)) {
+        snprintf(message, sizeof message, "expected bytes %lld to %lld of an array, got %lld",
+                 (long long)first, (long long)(first + nbytes), (long long)size);
+        fail(message, file, line);
+    }
+    return at(*word) + first;
+}
+
+#define span(word, first, nbytes) checked_span(&(word), first, nbytes, __FILE__, __LINE__)
+#define REQUIRE(holds)                                                                             \
+    do                                                                                             \
+        if (!(holds))                                                                              \
+            fail("expected " #holds, __FILE__, __LINE__);                                          \
+    while (0)
+
+#else
+
+#define note_table(table) ((void)0)
+#define forget_table(table) ((void)0)
+/* The address of `nbytes` bytes from byte `first` on of the array at a word of an open table. */
+#define span(word, first, nbytes) ((void)(nbytes), at(word) + (first))
+#define REQUIRE(holds) ((void)0)
+
+#endif
+
+static inline void close_table(Table *table)
+{
+    forget_table(table);
+    PyBuffer_Release(&table->buffer);
+}
+
+/* Open a buffer of whole int64 words, at least `least` of them. The caller must close it. */
 static inline int open_table(PyObject *object, Table *table, Py_ssize_t least)
 {
     if (PyObject_GetBuffer(object, &table->buffer, PyBUF_SIMPLE) < 0)
         return -1;
     table->words = (const int64_t *)table->buffer.buf;
     table->count = table->buffer.len / (Py_ssize_t)sizeof(int64_t);
+    note_table(table);
     if (table->count < least) {
-        PyBuffer_Release(&table->buffer);
+        close_table(table);
         PyErr_SetString(PyExc_ValueError, "a table is too short");
         return -1;
     }
@@ -43,11 +141,6 @@ static inline int want(Py_ssize_t got, Py_ssize_t wanted)
         return 0;
     PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, got);
     return -1;
-}
-
-static inline char *at(int64_t address)
-{
-    return (char *)(intptr_t)address;
 }
 
 #ifdef __GNUC__
@@ -81,7 +174,11 @@ static inline int export_names(PyObject *module, const Names *lists, size_t coun
     for (size_t i = 0; i < count; i++)
         if (PyModule_AddStringConstant(module, lists[i].list, lists[i].names) < 0)
             return -1;
+#ifdef TALLYROLL_DEBUG
+    return PyModule_AddIntConstant(module, "TABLE_WITH_SIZES", TABLE_WITH_SIZES);
+#else
     return 0;
+#endif
 }
 
 /* Open buffers of which the last is written to; the caller must release them. Return -1, with none of
@@ -138,8 +235,8 @@ static inline void copy_columns(const Table *table, int64_t slot, int64_t first,
     PyThreadState *others = let_others_run(table, count);
     for (const Column *column = first_column(table); column < end_of_columns(table); column++) {
         int64_t size = column->row_nbytes;
-        memcpy(at(column->target) + slot * size, at(column->source) + first * size,
-               (size_t)(count * size));
+        memcpy(span(column->target, slot * size, count * size),
+               span(column->source, first * size, count * size), (size_t)(count * size));
     }
     if (others)
         PyEval_RestoreThread(others);
@@ -177,8 +274,9 @@ static inline void copy_marked(const Table *table, int64_t slot, int64_t count, 
 {
     PyThreadState *others = let_others_run(table, count);
     for (const Column *column = first_column(table); column < end_of_columns(table); column++)
-        take_marked(at(column->target) + slot * column->row_nbytes, at(column->source),
-                    column->row_nbytes, rows);
+        take_marked(span(column->target, slot * column->row_nbytes, count * column->row_nbytes),
+                    span(column->source, 0, rows->cells * column->row_nbytes), column->row_nbytes,
+                    rows);
     if (others)
         PyEval_RestoreThread(others);
 }
@@ -267,14 +365,16 @@ static inline void commit(const Table *table, int64_t slot, int64_t first, int64
     after.reserve = after.head += count;
     after.sequence++;
     after.commits++;
-    char seal[SEAL_NBYTES], *to = after.sequence % 2 ? at(header->odd_record) : at(header->even_record);
+    const int64_t nbytes = SEAL_NBYTES + (int64_t)length;
+    char seal[SEAL_NBYTES], *to = after.sequence % 2 ? span(header->odd_record, 0, nbytes)
+                                                     : span(header->even_record, 0, nbytes);
     char *end = little_endian(seal, (uint64_t)after.sequence, 8);
     end = little_endian(end, (uint64_t)after.head, 8);
     end = little_endian(end, length, 8);
     little_endian(end, checksum(checksum(0, seal, 24), record, length), 4);
     uint64_t sequence;
     const uint64_t word = word_of(after.head);
-    publish(at(header->reserve), word);
+    publish(span(header->reserve, 0, 8), word);
     if (marked)
         copy_marked(table, slot, count, marked);
     else
@@ -283,6 +383,6 @@ static inline void commit(const Table *table, int64_t slot, int64_t first, int64
     memcpy(to + sizeof sequence, seal + sizeof sequence, SEAL_NBYTES - sizeof sequence);
     memcpy(&sequence, seal, sizeof sequence);
     publish(to, sequence);
-    publish(at(header->head), word);
+    publish(span(header->head, 0, 8), word);
     *known = after;
 }

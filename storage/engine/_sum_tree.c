@@ -30,7 +30,21 @@ enum { LEVEL_WORDS = sizeof(Level) / sizeof(int64_t) };
 
 static inline Block *blocks_of(const Table *table, int64_t level)
 {
-    return (Block *)at(((const Level *)(table->words + TREE_WORDS))[level].blocks);
+    const Level *of = (const Level *)(table->words + TREE_WORDS) + level;
+    REQUIRE(level >= 0 && TREE_WORDS + (level + 1) * LEVEL_WORDS <= table->count);
+    return (Block *)span(of->blocks, 0,
+                         (of->nodes + FAN_OUT - 1) / FAN_OUT * (int64_t)sizeof(Block));
+}
+
+static inline int64_t nodes_of(const Table *table, int64_t level)
+{
+    return ((const Level *)(table->words + TREE_WORDS))[level].nodes;
+}
+
+static inline float *leaves_of(const Table *table)
+{
+    const Tree *tree = (const Tree *)table->words;
+    return (float *)span(tree->leaves, 0, tree->slots * (int64_t)sizeof(float));
 }
 
 /* Open the table of a tree. The caller must release it. */
@@ -41,7 +55,7 @@ static int open_tree(PyObject *object, Table *table, Tree *tree)
     memcpy(tree, table->words, sizeof(Tree));
     if (tree->levels > 0 && table->count >= TREE_WORDS + tree->levels * LEVEL_WORDS)
         return 0;
-    PyBuffer_Release(&table->buffer);
+    close_table(table);
     PyErr_SetString(PyExc_ValueError, "a table is too short");
     return -1;
 }
@@ -158,19 +172,21 @@ static inline void renew_higher(Block *blocks, int64_t node, const Block *child)
     write_node(blocks, node, groups, least, most);
 }
 
-static inline void renew(const Table *table, const Tree *tree, int64_t level, int64_t node)
+static inline void renew(const Table *table, int64_t level, int64_t node)
 {
+    REQUIRE(node >= 0 && node < nodes_of(table, level));
     if (level == 0)
-        renew_lowest(blocks_of(table, 0), node, (const float *)at(tree->leaves));
+        renew_lowest(blocks_of(table, 0), node, leaves_of(table));
     else
         renew_higher(blocks_of(table, level), node, blocks_of(table, level - 1));
 }
 
 /* Fetch the children of a node. */
-static inline void fetch_below(const Table *table, const Tree *tree, int64_t level, int64_t node)
+static inline void fetch_below(const Table *table, int64_t level, int64_t node)
 {
+    REQUIRE(node >= 0 && node < nodes_of(table, level));
     if (level == 0)
-        FETCH((const float *)at(tree->leaves) + node * FAN_OUT);
+        FETCH(leaves_of(table) + node * FAN_OUT);
     else
         fetch((const char *)(blocks_of(table, level - 1) + node), sizeof(Block));
 }
@@ -187,7 +203,7 @@ static void renew_range(const Table *table, const Tree *tree, int64_t level, int
 {
     for (; level < tree->levels; level++) {
         for (int64_t node = first; node <= last; node++)
-            renew(table, tree, level, node);
+            renew(table, level, node);
         first /= FAN_OUT;
         last /= FAN_OUT;
     }
@@ -207,7 +223,7 @@ static void close_arrays(Arrays *arrays)
 {
     while (arrays->opened)
         PyBuffer_Release(&arrays->buffers[--arrays->opened]);
-    PyBuffer_Release(&arrays->table.buffer);
+    close_table(&arrays->table);
 }
 
 /* Open the tree of the first argument, and the arrays of the next ones, which have numbers of these
@@ -245,15 +261,15 @@ static inline void mark_node(uint64_t *marks, int64_t node)
 }
 
 /* Sum up the marked nodes, and mark those above them in their place. Mark 0 is the node `first`. */
-static void renew_marked(const Table *table, const Tree *tree, int64_t level, uint64_t *marks,
-                         int64_t first, int64_t last)
+static void renew_marked(const Table *table, int64_t level, uint64_t *marks, int64_t first,
+                         int64_t last)
 {
     for (int64_t word = 0; word <= (last - first) / WORD_BITS; word++) {
         uint64_t left = marks[word];
         marks[word] = 0;
         for (; left; left &= left - 1) {
             const int64_t node = first + word * WORD_BITS + __builtin_ctzll(left);
-            renew(table, tree, level, node);
+            renew(table, level, node);
             mark_node(marks, node / FAN_OUT - first / FAN_OUT);
         }
     }
@@ -263,13 +279,14 @@ static void renew_marked(const Table *table, const Tree *tree, int64_t level, ui
 static void put(const Table *table, const Tree *tree, int64_t *slot, const float *number,
                 Py_ssize_t count)
 {
-    float *leaf = (float *)at(tree->leaves);
+    float *leaf = leaves_of(table);
     int64_t first = tree->slots, last = -1, level = 0;
     if (!count)
         return;
     for (Py_ssize_t i = 0; i < count; i++) {
         first = slot[i] < first ? slot[i] : first;
         last = slot[i] > last ? slot[i] : last;
+        REQUIRE(slot[i] >= 0 && slot[i] < tree->slots);
         leaf[slot[i]] = number[i];
     }
     for (; level < tree->levels; level++) {
@@ -283,7 +300,7 @@ static void put(const Table *table, const Tree *tree, int64_t *slot, const float
                 fetch_above(table, level, slot[i + AHEAD] / FAN_OUT);
             slot[i] /= FAN_OUT;
             if (slot[i] != before)
-                renew(table, tree, level, slot[i]);
+                renew(table, level, slot[i]);
             before = slot[i];
         }
     }
@@ -295,7 +312,7 @@ static void put(const Table *table, const Tree *tree, int64_t *slot, const float
     for (Py_ssize_t i = 0; i < count; i++)
         mark_node(marks, slot[i] / FAN_OUT - first);
     for (; level < tree->levels; level++) {
-        renew_marked(table, tree, level, marks, first, last);
+        renew_marked(table, level, marks, first, last);
         first /= FAN_OUT;
         last /= FAN_OUT;
     }
@@ -321,13 +338,12 @@ static inline int fits_tree(const Tree *tree, const int64_t *where)
 }
 
 /* Return the slot of a row, -1 without a leaf; and fetch what a change of it needs. */
-static inline int64_t fetch_slot(const Table *table, const Tree *tree, const int64_t *where,
-                                 int64_t row)
+static inline int64_t fetch_slot(const Table *table, const int64_t *where, int64_t row)
 {
     if (row < where[N_FIRST] || row >= where[N_STOP])
         return -1;
     const int64_t slot = where[N_RING] ? row % where[N_RING] : row - where[N_BASE];
-    FETCH((const float *)at(tree->leaves) + slot);
+    FETCH(leaves_of(table) + slot);
     fetch_above(table, 0, slot / FAN_OUT);
     return slot;
 }
@@ -336,10 +352,11 @@ static inline int64_t fetch_slot(const Table *table, const Tree *tree, const int
 static Py_ssize_t put_above_0(const Table *table, const Tree *tree, int64_t *slot, float *number,
                               Py_ssize_t count)
 {
-    const float *leaf = (const float *)at(tree->leaves);
+    const float *leaf = leaves_of(table);
     Py_ssize_t left = 0;
     for (Py_ssize_t i = 0; i < count; i++)
         if (slot[i] >= 0 && leaf[slot[i]] > 0) {
+            REQUIRE(slot[i] < tree->slots);
             slot[left] = slot[i];
             number[left++] = number[i];
         }
@@ -365,7 +382,7 @@ static PyObject *put_leaves(PyObject *self, PyObject *const *args, Py_ssize_t gi
         right &= row[i] >= 0 && row[i] < where[N_MOST];
     if (right) {
         for (Py_ssize_t i = 0; i < open.count; i++)
-            row[i] = fetch_slot(&open.table, &open.tree, where, row[i]);
+            row[i] = fetch_slot(&open.table, where, row[i]);
         result = PyLong_FromSsize_t(
             put_above_0(&open.table, &open.tree, row, open.buffers[1].buf, open.count));
     } else
@@ -409,7 +426,7 @@ static PyObject *renew_sums(PyObject *self, PyObject *const *args, Py_ssize_t gi
     if (PyErr_Occurred() || open_tree(args[0], &table, &tree) < 0)
         return NULL;
     if (first < 0 || stop > tree.slots) {
-        PyBuffer_Release(&table.buffer);
+        close_table(&table);
         PyErr_SetString(PyExc_IndexError, "a slot is not in the tree");
         return NULL;
     }
@@ -419,7 +436,7 @@ static PyObject *renew_sums(PyObject *self, PyObject *const *args, Py_ssize_t gi
         if (others)
             PyEval_RestoreThread(others);
     }
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     Py_RETURN_NONE;
 }
 
@@ -494,11 +511,11 @@ static PyObject *draw_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
         const Block *blocks = blocks_of(table, level);
         for (Py_ssize_t i = 0; i < count; i++) {
             node[i] = node[i] * FAN_OUT + choose_node(blocks[node[i]].sum, &mass[i]);
-            fetch_below(table, tree, level, node[i]);
+            fetch_below(table, level, node[i]);
         }
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        const float *child = (const float *)at(tree->leaves) + node[i] * FAN_OUT;
+        const float *child = leaves_of(table) + node[i] * FAN_OUT;
         const int number = choose_leaf(child, &mass[i]);
         leaf[i] = child[number];
         node[i] = node[i] * FAN_OUT + number;
@@ -628,7 +645,7 @@ static Py_ssize_t put_given(const Table *table, const Tree *tree, const Powers *
     for (Py_ssize_t i = 0; i < count; i++) {
         const int64_t row = drawn->first ? whole_at(drawn, slot[i]) - 1 : slot[i];
         right &= row >= 0 && row < where[N_MOST];
-        slot[i] = fetch_slot(table, tree, where, row);
+        slot[i] = fetch_slot(table, where, row);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         const double given = real_at(priority, i), number = given + powers->added[0];
@@ -661,6 +678,6 @@ static PyObject *put_priorities(PyObject *self, PyObject *const *args, Py_ssize_
     close_given(&priority);
     close_given(&index);
     close_given(&drawn);
-    PyBuffer_Release(&table.buffer);
+    close_table(&table);
     return PyLong_FromSsize_t(found);
 }

@@ -450,7 +450,7 @@ class Columns:
         """Return the table of `Kernel.copy_rows` for ``rows``, made once."""
         table = self._tables.get(rows)
         if table is None:
-            table = copy_table(self._bases, rows.addresses, self.row_nbytes)
+            table = copy_table(self.arrays, rows.arrays, self.row_nbytes)
             self._tables[rows] = table
         return table
 
@@ -470,11 +470,11 @@ class Columns:
         if kernel is None or slots.dtype != np.intp or not slots.flags.c_contiguous:
             return False
         if room.table is None or room.of is not self:
-            sources, row_nbytes = self._bases, self.row_nbytes
+            sources, row_nbytes = self.arrays, self.row_nbytes
             if only is not None:
                 sources = [sources[place] for place in only]
                 row_nbytes = [row_nbytes[place] for place in only]
-            room.table, room.of = copy_table(room.addresses, sources, row_nbytes), self
+            room.table, room.of = copy_table(room.arrays, sources, row_nbytes), self
         try:
             kernel.gather_rows(room.table, 0, slots, self.room if below is None else below)
         except IndexError:  # from links in a damaged storage

@@ -177,20 +177,38 @@ class Kernel(TreeKernel, Protocol):
         """
 
 
-def table_of(words: Iterable[int]) -> bytes:
-    """Return a table of these numbers; it does not keep the arrays at its addresses alive."""
-    return np.fromiter(words, np.int64).tobytes()
+def table_of(words: Iterable[int | np.ndarray]) -> bytes:
+    """Return a table of these numbers, and of addresses of these arrays, which it keeps not alive.
+
+    A debug build of the extensions finds the bytes of the arrays before the words, and checks that
+    it stays within them; it does not know those of an address that is given as a number.
+    """
+    words = [*words]
+    table = np.array([_address_of(word) for word in words], np.int64)
+    mark = getattr(EXTENSION.module, "TABLE_WITH_SIZES", None)
+    if mark is None or not words:
+        return table.tobytes()
+    sizes = [word.nbytes if isinstance(word, np.ndarray) else -1 for word in words]
+    return np.array([mark, *sizes, *table], np.int64).tobytes()
 
 
-def copy_table(targets: Iterable[int], sources: Iterable[int], row_nbytes: Iterable[int]) -> bytes:
+def _address_of(word: int | np.ndarray) -> int:
+    return word.ctypes.data if isinstance(word, np.ndarray) else word
+
+
+def copy_table(
+    targets: Iterable[int | np.ndarray],
+    sources: Iterable[int | np.ndarray],
+    row_nbytes: Iterable[int],
+) -> bytes:
     """Return the table of `Kernel.copy_rows`.
 
     Args:
-        targets: the address of slot 0 of each column.
-        sources: the address of row 0 of each column.
+        targets: the array of each column in which slot 0 is first, or its address.
+        sources: the array of each column in which row 0 is first, or its address.
         row_nbytes: the bytes of a row of each column.
     """
-    words = in_order("COLUMN", target=targets, source=sources, row_nbytes=row_nbytes)
+    words: list[Any] = in_order("COLUMN", target=targets, source=sources, row_nbytes=row_nbytes)
     return table_of(chain.from_iterable(zip(*words, strict=True)))
 
 

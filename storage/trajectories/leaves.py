@@ -61,8 +61,7 @@ class Packing:
         self._kernel = compiled() if len(arrays) == len(columns) else None
         if self._kernel is not None:
             self._slots = min(map(len, arrays))
-            here = [self._room.ctypes.data] * len(arrays)
-            self._table = copy_table(here, (each.ctypes.data for each in arrays), sizes)
+            self._table = copy_table([self._room] * len(arrays), arrays, sizes)
             self._runs = np.stack([reader.slots_of(rows), counts], axis=1)
 
     def parts(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -34,16 +35,17 @@ class _SlotCheck:
         return check.key in slab.flat and slab.array(check.key)[:1].nbytes <= _SMALL_NBYTES
 
     @property
-    def words(self) -> list[int]:
+    def words(self) -> list[Any]:
         """The check, as the kernel takes it."""
-        return in_order(
+        words: list[Any] = in_order(
             "CHECK",
-            values=self._array.ctypes.data,
+            values=self._array,
             dtype=KINDS.get(self._array.dtype, -1),
             count=self._low.size,
-            low=self._low.ctypes.data,
-            high=self._high.ctypes.data,
+            low=self._low,
+            high=self._high,
         )
+        return words
 
     def is_good(self, at: int) -> bool:
         """Return whether the values of slot ``at`` are inside."""

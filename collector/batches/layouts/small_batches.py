@@ -57,10 +57,10 @@ class SmallBatches:
 
     def _table_of(self, columns: Sequence[np.ndarray]) -> bytes:
         """Return the table of a batch for `StepKernel.store_slots`."""
-        words = in_order("BATCH", ids=self._ids, done=self._done)
+        words: list[Any] = in_order("BATCH", ids=self._ids, done=self._done)
         for index, column in enumerate(columns):
             marks = "last" if index in self._marked else "first" if index in self._inits else "none"
-            words += _copy(column.ctypes.data, column[:1].nbytes, marks)
+            words += _copy(column, column[:1].nbytes, marks)
         return table_of([*words, *_copy(0, 1, "cut")])
 
     def empty(self, count: int) -> tuple[bytes, Any, TensorDict]:
@@ -96,14 +96,14 @@ class SmallBatches:
                 to[...] = column[some]
             return
         if room.table is None or room.of is not self:
-            sources = [column.ctypes.data for column in self._columns]
             row_nbytes = [column[:1].nbytes for column in self._columns]
-            room.table, room.of = copy_table(room.addresses[:-1], sources, row_nbytes), self
+            room.table = copy_table(room.arrays[:-1], self._columns, row_nbytes)
+            room.of = self
         if isinstance(index, range):
             kernel.copy_rows(room.table, 0, index.start, len(index))
         else:
             kernel.gather_rows(room.table, 0, index, len(self._columns[0]))
 
 
-def _copy(source: int, row_nbytes: int, marks: str) -> list[int]:
+def _copy(source: int | np.ndarray, row_nbytes: int, marks: str) -> list[int | np.ndarray]:
     return in_order("COPY", source=source, row_nbytes=row_nbytes, marks=MARKS.index(marks))

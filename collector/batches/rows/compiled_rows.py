@@ -74,14 +74,13 @@ class CompiledRows(SlabRows):
             self._state, self._table = state, self._table_for(state)
         return self._table
 
-    def places(self, keys: Iterable[Key]) -> bytes:
-        """Return the address of each column, and the bytes of a row of it, as a table."""
-        columns = [self.columns[key] for key in keys]
-        words = (
-            in_order("MASK", source=_address_of(each), row_nbytes=each.nbytes // len(each))
-            for each in columns
+    def amounts(self, of_row: NDArray[np.int64], masks: Iterable[Key]) -> bytes:
+        """Return the amounts of a row, and the masks of agents behind them, as a table."""
+        columns = [self.columns[key] for key in masks]
+        words: Iterable[list[Any]] = (
+            in_order("MASK", source=each, row_nbytes=each.nbytes // len(each)) for each in columns
         )
-        return table_of(chain.from_iterable(words))
+        return table_of([*of_row.tolist(), *chain.from_iterable(words)])
 
     def _table_for(self, state: LaneState) -> bytes:
         """Return the table of the addresses and numbers that the kernel needs."""
@@ -90,36 +89,30 @@ class CompiledRows(SlabRows):
         self._begun, self._largest = np.zeros(size, np.intp), np.zeros((), np.int64)
         self._ended = np.empty(size, EPISODE)
         own, (reward,) = state.part(slab.first_lane, slab.lanes), self._rewards
-        address = _address_of
         valid = columns[NEXT_VALID] if NEXT_VALID in self._by_extension else None
-        words: dict[str, int] = {
+        words: dict[str, Any] = {
             "lanes": slab.lanes,
             "stride": state.lanes,
-            "terminated": address(columns[TERMINATED]),
-            "truncated": address(columns[TRUNCATED]),
-            "done": address(columns[DONE]),
-            "next_valid": 0 if valid is None else address(valid),
+            "terminated": columns[TERMINATED],
+            "truncated": columns[TRUNCATED],
+            "done": columns[DONE],
+            "next_valid": 0 if valid is None else valid,
             "makes_done": self._makes_done,
             "makes_truncated": self._makes_truncated,
-            "reward": address(reward),
+            "reward": reward,
             "reward_is_double": reward.dtype == np.float64,
             "rewards": reward.shape[2],
-            "version": address(columns[POLICY_VERSION]),
-            "traj_ids": address(columns[TRAJ_IDS]),
-            "step": address(columns[STEP]),
-            "lane": address(columns[LANE]),
-            "state_id": address(own.traj_id),
-            "state_step": address(own.step),
-            "state_return": address(own.returns),
-            "state_version": address(own.first_version),
-            "state_length": address(own.length),
-            "begun": address(self._begun),
-            "episodes": address(self._ended),
-            "largest": address(self._largest),
+            "version": columns[POLICY_VERSION],
+            "traj_ids": columns[TRAJ_IDS],
+            "step": columns[STEP],
+            "lane": columns[LANE],
+            "state_id": own.traj_id,
+            "state_step": own.step,
+            "state_return": own.returns,
+            "state_version": own.first_version,
+            "state_length": own.length,
+            "begun": self._begun,
+            "episodes": self._ended,
+            "largest": self._largest,
         }
         return table_of(in_order("NUMBERING", **words))
-
-
-def _address_of(array: NDArray[Any]) -> int:
-    address: int = array.ctypes.data
-    return address

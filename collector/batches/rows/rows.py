@@ -203,8 +203,8 @@ class RowSource:
             # "clip" copies straight to `out`; the indices are always within bounds.
             column.take(index, axis=0, out=out, mode="clip")
         else:
-            places = [out.ctypes.data], [column.ctypes.data], [column[:1].nbytes]
-            kernel.gather_rows(copy_table(*places), 0, index, len(column))
+            table = copy_table([out], [column], [column[:1].nbytes])
+            kernel.gather_rows(table, 0, index, len(column))
         return torch.from_numpy(out)
 
     def _rewards(self, rows: Rows) -> NDArray[np.float64]:

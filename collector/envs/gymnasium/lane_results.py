@@ -34,7 +34,7 @@ require_names("CALLS", tuple(name.lower() for name in Of.__members__))
 
 
 def entry(
-    path: Any, dtype: Any, kind: str, column: int = 0, given: int = 0, nbytes: int = 0, *shape: int
+    path: Any, dtype: Any, kind: str, column: Any = 0, given: Any = 0, nbytes: int = 0, *shape: int
 ) -> tuple[Any, ...]:
     """Return an entry of infos for `StepKernel.step_lanes`.
 
@@ -42,8 +42,8 @@ def entry(
         path: the names under which it is found in an info.
         dtype: of its column.
         kind: one of `VALUES`.
-        column: the address of the column.
-        given: the address of the column that says where it was given; 0: it must be.
+        column: the column; 0: none.
+        given: the column that says where it was given; 0: it must be.
         nbytes: the bytes of a row.
         *shape: of a row.
     """
@@ -133,9 +133,8 @@ class LaneResults:
             # The extension fills columns of such numbers with Python's own.
             plain = row.ndim == 1 and row.dtype in (np.float64, np.int64)
             kind, shape = row.dtype.name if plain else "other", row.shape[1:]
-            places = row.ctypes.data, 0 if given is None else given.ctypes.data
-            nbytes = _nbytes(shape, row.dtype)
-            found.append(entry(info.key, row.dtype, kind, *places, nbytes, *shape))
+            marks, nbytes = 0 if given is None else given, _nbytes(shape, row.dtype)
+            found.append(entry(info.key, row.dtype, kind, row, marks, nbytes, *shape))
         return tuple(found)
 
 

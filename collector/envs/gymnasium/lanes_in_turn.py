@@ -202,12 +202,12 @@ class LanesInTurn:
 
     def _compiled(self, kernel: StepKernel) -> Any:
         results = self._results
-        words = in_order(
+        words: list[Any] = in_order(
             "LANES",
-            reward=self._rewards.ctypes.data,
-            terminated=self._terminated.ctypes.data,
-            truncated=self._truncated.ctypes.data,
-            lane=self._lane.ctypes.data,
+            reward=self._rewards,
+            terminated=self._terminated,
+            truncated=self._truncated,
+            lane=self._lane,
             finals=results.address,
             lanes=len(self._rewards),
             mode=_MODES.index(self._mode),

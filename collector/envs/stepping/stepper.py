@@ -64,18 +64,17 @@ def putting(
         return None
     if not all(each.flags.c_contiguous for each in (*rows, *roots, payoff, terminated, truncated)):
         return None
-    words = in_order(
+    words: list[Any] = in_order(
         "SLOT",
-        reward=payoff.ctypes.data,
-        terminated=terminated.ctypes.data,
-        truncated=truncated.ctypes.data,
+        reward=payoff,
+        terminated=terminated,
+        truncated=truncated,
         reward_is_double=payoff.dtype == np.float64,
         lanes=len(terminated),
     )
     for row, root in zip(rows, roots, strict=True):
-        place, other = row.ctypes.data, root.ctypes.data
-        other = 0 if other == place else other
-        words += [*in_order("OBSERVATION", row=place, root=other, ndim=row.ndim), *row.shape]
+        other = 0 if root.ctypes.data == row.ctypes.data else root
+        words += [*in_order("OBSERVATION", row=row, root=other, ndim=row.ndim), *row.shape]
     formats = tuple(row.data.format.encode() for row in rows)
     return partial(kernel.put_step, table_of(words), formats)
 

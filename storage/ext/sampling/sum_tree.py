@@ -91,13 +91,13 @@ class SumTree:
         """float32 [slots], slots being a multiple of 16. Only methods write to it."""
         self._blocks: list[np.ndarray] = []
         nodes = _levels(slots)
-        address, slots, levels = self.leaves.ctypes.data, len(self.leaves), len(nodes)
-        words = in_order("TREE", leaves=address, slots=slots, levels=levels)
+        slots, levels = len(self.leaves), len(nodes)
+        words: list[Any] = in_order("TREE", leaves=self.leaves, slots=slots, levels=levels)
         for count in nodes:
             blocks = _aligned(_padded(count) // FAN_OUT, _BLOCK)
             blocks["least"] = np.inf
             self._blocks.append(blocks)
-            words += in_order("LEVEL", blocks=blocks.ctypes.data, nodes=count)
+            words += in_order("LEVEL", blocks=blocks, nodes=count)
         self._table = table_of(words)
 
     def grow(self, slots: int) -> None:

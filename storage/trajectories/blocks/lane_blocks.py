@@ -348,7 +348,7 @@ class LaneBlocks:
         """Return the table of all arrays; see ``Blocks`` in ``_lane_blocks.c``."""
         tail = self.tail
         if tail.moved:
-            words: dict[str, tuple[int, ...]] = {
+            words: dict[str, tuple[Any, ...]] = {
                 "lost": (self._lost,),
                 "tail_first": (tail.first,),
                 "width": (tail.width,),

@@ -28,7 +28,7 @@ class Pile:
         return self._room[: self.count]
 
     @property
-    def words(self) -> tuple[int, ...]:
+    def words(self) -> tuple[Any, ...]:
         """The values as the extension reads them."""
         return numbers_at(self.all)
 
@@ -76,10 +76,10 @@ class Stored(NamedTuple):
     """The array in which the numbers are places, at which blocks begin."""
 
 
-def numbers_at(array: np.ndarray) -> tuple[int, ...]:
+def numbers_at(array: np.ndarray) -> tuple[Any, ...]:
     """Return the words of contiguous numbers for `LaneKernel`."""
-    address, itemsize, count = array.ctypes.data, array.itemsize, array.size
-    return tuple(in_order("NUMBERS", address=address, itemsize=itemsize, count=count))
+    words: list[Any] = in_order("NUMBERS", address=array, itemsize=array.itemsize, count=array.size)
+    return tuple(words)
 
 
 class Ladders:
@@ -139,7 +139,7 @@ class Ladders:
         )
 
     @property
-    def words(self) -> tuple[int, ...]:
+    def words(self) -> tuple[Any, ...]:
         """`Pile.words` of all that it has."""
         words = in_order(
             "LADDER",

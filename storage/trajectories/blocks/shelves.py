@@ -180,9 +180,9 @@ class Shelf(ABC):
         return made
 
     @property
-    def words(self) -> tuple[int, ...]:
+    def words(self) -> tuple[Any, ...]:
         """The words of a shelf for `LaneKernel`: see ``ShelfWords`` in ``_lane_blocks.c``."""
-        words: dict[str, tuple[int, ...]] = {
+        words: dict[str, tuple[Any, ...]] = {
             **dict.fromkeys(("lanes", "layers", "nbytes"), (0,)),
             "starts": self.starts.words,
             "sweeps": _NO_LADDER,
@@ -194,7 +194,7 @@ class Shelf(ABC):
 
     @property
     @abstractmethod
-    def _own_words(self) -> dict[str, tuple[int, ...]]:
+    def _own_words(self) -> dict[str, tuple[Any, ...]]:
         """The kind, and the words that only some kinds of shelves have."""
 
     @property
@@ -266,7 +266,7 @@ class OrderShelf(Shelf):
         return self._place.count == self._offset.count and bool((lanes == self._lanes.all).all())
 
     @property
-    def _own_words(self) -> dict[str, tuple[int, ...]]:
+    def _own_words(self) -> dict[str, tuple[Any, ...]]:
         return {
             "kind": (KINDS.index("order"),),
             "ahead": self._place.words,
@@ -351,7 +351,7 @@ class TableShelf(Shelf):
         return self._offset.count == sweeps and self._rank.count == sweeps * self._lanes
 
     @property
-    def _own_words(self) -> dict[str, tuple[int, ...]]:
+    def _own_words(self) -> dict[str, tuple[Any, ...]]:
         return {
             "kind": (KINDS.index("table"),),
             "lanes": (self._lanes,),
@@ -491,7 +491,7 @@ class BitShelf(Shelf):
         )
 
     @property
-    def _own_words(self) -> dict[str, tuple[int, ...]]:
+    def _own_words(self) -> dict[str, tuple[Any, ...]]:
         return {
             "kind": (KINDS.index("bits"),),
             "lanes": (self._lanes,),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tallyroll.storage.trajectories.blocks.piles import Pile, numbers_at
@@ -49,7 +51,7 @@ class Tail:
         return self._places.shape[1]
 
     @property
-    def words(self) -> dict[str, tuple[int, ...]]:
+    def words(self) -> dict[str, tuple[Any, ...]]:
         """The arrays that `LaneKernel` reads, by their names in its table."""
         arrays: dict[str, np.ndarray] = {
             "tail_lane": self.lane,
