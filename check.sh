@@ -5,9 +5,9 @@
 #   ./check.sh                the core, in .venv, but for tests that take long (marked slow)
 #   ./check.sh --quick        format, lint, types, and tests that need no environment, process or
 #                             kill: a minute, once the virtual environment is there
-#   ./check.sh --all          with these, the core again without the extension in C, and environment
-#                             systems, in .venv-NAME for each NAME in
-#                             tests/systems/environments.toml that has run = "all"
+#   ./check.sh --all          with these, the core again without the extension in C, a debug build of
+#                             it under sanitizers, and environment systems, in .venv-NAME for each
+#                             NAME in tests/systems/environments.toml that has run = "all"
 #   ./check.sh --all --once   the same, and each environment goes when its tests ran: for a machine
 #                             that has no 7 GB to spare, or will not run this again
 #   ./check.sh --apart NAME   one of these environments alone, by hand
@@ -213,6 +213,46 @@ without_extension() { # as where there is no C compiler: the tests of what it do
     )
     TALLYROLL_PLAN=-kernel $bin/pytest "${several[@]}" -m "not slow" "${its[@]}" "$@"
 }
+sanitizers() { # the libraries that a debug build needs, one after the other; fails without one
+    local name path found=()
+    for name in asan ubsan stdc++; do
+        path=$(gcc -print-file-name="lib$name.so" 2>/dev/null) && [[ -e $path ]] || return
+        found+=("$path")
+    done
+    echo "${found[*]}"
+}
+under_sanitizers() { # a debug build of the extensions: a fault ends a process, or leaves a report
+    local tree=$PWD/$venv/debug reports=$PWD/$venv/reports preload code=0
+    local options=detect_leaks=0:handle_segv=0:allocator_may_return_null=1:abort_on_error=1
+    local its=(
+        tests/storage/engine/test_{compiled_copies,counts,debug_build,ring,storage_machine}.py
+        tests/storage/engine/test_schema_index_header.py
+        tests/storage/faults/test_fuzzed_storages.py
+        tests/storage/sampling/test_{sum_tree,update_at_once}.py
+        tests/storage/trajectories/test_lane_blocks.py
+        tests/collector/batches/test_kernel.py
+        tests/collector/collectors/test_random_configurations.py
+    )
+    if ! preload=$(sanitizers); then
+        echo "skipped: gcc with libasan and libubsan is not there"
+        return
+    fi
+    rm -rf "$tree" "$reports"
+    mkdir "$reports"
+    TALLYROLL_DEBUG=1 CC=gcc pip_install --no-deps --no-build-isolation --target "$tree" \
+        "$venv"/dist/*.tar.gz || return
+    # Standard error is not captured: a check that fails in C writes its line there.
+    LD_PRELOAD=$preload PYTHONPATH=$tree PYTHONMALLOC=malloc TALLYROLL_CONFIGURATIONS=50 \
+        TALLYROLL_FUZZED=40 \
+        ASAN_OPTIONS=$options:log_path=$reports/asan \
+        UBSAN_OPTIONS=print_stacktrace=1:log_path=$reports/ubsan \
+        $bin/python -m pytest --numprocesses 2 --dist worksteal --capture=sys "${its[@]}" "$@" || code=1
+    if compgen -G "$reports/*" >/dev/null; then
+        head -n 60 "$reports"/*
+        code=1
+    fi
+    return "$code"
+}
 # Tests write and sync many small files, a third of their time on a disk: in memory where it has room.
 memory=/dev/shm
 room=$(df --output=avail --block-size=1G "$memory" 2>/dev/null | tail -n 1)
@@ -225,6 +265,7 @@ if [[ ! $browser ]]; then step "pytest" run_tests "$@"; fi
 if [[ $group ]]; then join; fi
 if [[ $environment == core && ${#chosen[@]} == 0 ]]; then
     step "pytest without the extension" without_extension "$@"
+    step "pytest under sanitizers" under_sanitizers "$@"
 fi
 
 if [[ ${TALLYROLL_CHECK_ONCE-} ]]; then rm -rf "$venv"; fi
