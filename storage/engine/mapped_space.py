@@ -52,9 +52,12 @@ class MappedSpace:
         self._access, self.mutex = "read", threading.RLock()
         self.close()
 
-    def arrays(self) -> list[np.ndarray]:
-        """Return one array [room, ...] a column, slot by slot; room holds all committed rows."""
-        slots = in_use(self._header.head, self.ring)
+    def arrays(self, head: int | None = None) -> list[np.ndarray]:
+        """Return one array [room, ...] a column, slot by slot.
+
+        They have room for the first ``head`` rows; None: for all committed rows.
+        """
+        slots = in_use(self._header.head if head is None else head, self.ring)
         if slots > self.columns.room:
             with self.mutex:  # one thread at a time
                 if slots > self.columns.room:

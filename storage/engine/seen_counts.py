@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tallyroll.storage.engine.ring import first_valid
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.record_slots import Rewind
 
 _LOOKS = 100
+
+
+class HeaderCounts(NamedTuple):
+    """The counts of a header at one moment; `SeenCounts.read` returns them."""
+
+    head: int
+    reserve: int
+    floor: int
+
+    def span(self, ring: int) -> range:
+        """Return the numbers of the valid rows, counted over all rows ever written."""
+        return range(min(self.head, first_valid(self.reserve, ring)), self.head)
 
 
 class SeenCounts:
@@ -49,6 +63,20 @@ class SeenCounts:
             return range(self._header.head)
         head, reserve = self.now()
         return range(min(head, first_valid(reserve, self._ring)), head)
+
+    def read(self) -> HeaderCounts:
+        """Return all counts of one moment, so that one read of the header serves one read of rows.
+
+        Another process may change them at any moment: a reader compares `reserve` and `rewinds`
+        again after it has copied the rows.
+        """
+        header = self._header
+        if not self._ring:
+            head = header.head
+            return HeaderCounts(head, head, 0)
+        floor = header.floor  # first, so that it is never above the rows that the counts make valid
+        head, reserve = self.now()
+        return HeaderCounts(head, reserve, floor)
 
     def now(self) -> tuple[int, int]:
         """Return ``head`` and ``reserve`` of one moment, or an older head, which hides rows."""

@@ -11,9 +11,11 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from tensordict import TensorDict
 
+from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.commit_engine import Engine
 from tallyroll.storage.engine.creation import manifest_of, open_existing
 from tallyroll.storage.engine.ring import pieces
+from tallyroll.storage.engine.seen_counts import HeaderCounts
 from tallyroll.storage.errors import CorruptStorage, IndexOutOfRange, NotInitialised
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.manifest import Manifest
@@ -25,7 +27,8 @@ from tallyroll.storage.readers.event_file import EventFile, on_disk
 from tallyroll.storage.readers.row_reader import ColumnReader, ReusedRows, RowReader
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, spell
-from tallyroll.storage.rows.origin import Origin, came_from
+from tallyroll.storage.rows.nesting import Nest
+from tallyroll.storage.rows.origin import Numbers, Origin, came_from
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.slot_order import in_all_slots
 from tallyroll.storage.rows.steadily import steadily
@@ -348,40 +351,44 @@ class FileReader(RowReader):
     def _get(self, index: Any, keys: Keys | None) -> TensorDict:
         engine = self.running()
         only, nest = (None, self.nest) if keys is None else self.chosen(keys)
-        span = engine.counts.span
-        try:
-            where = resolve(index, len(span))
-        except IndexOutOfRange:
-            # There a moment ago, and again when a writer is done with a batch: take waits.
-            if (rows := engine.copies.most_rows(span)) == len(span):
-                raise
-            where = resolve(index, rows)
-        if isinstance(where, slice):
-            if (first := engine.copies.first_shown(span)) is not None:
-                slots = slice(first + where.start, first + where.stop, where.step)
-                arrays = engine.copies.private(slots, only)
-                rows = nest(arrays, (len(arrays[0]),))
-                if span.start > engine.counts.floor:  # it began again
-                    gives = partial(in_all_slots, slots, span.start, self.ring)
-                    came_from(rows, self.origin, gives)
-                else:
-                    first = span.start  # of an array that other steps begin at
-                    these = range(first + where.start, first + where.stop, where.step)
-                    came_from(rows, self.origin, these)
-                return rows
-            these = range(where.start, where.stop, where.step)
-            where = np.arange(where.start, where.stop, where.step)
-            if self.ring:
-                arrays, numbers = engine.copies.take_numbered(where, only)
-                rows = nest(arrays, where.shape)
-                came_from(rows, self.origin, partial(np.asarray, numbers))
-                return rows
-            rows = nest(engine.copies.take(where, only), where.shape)
-            came_from(rows, self.origin, these)
-            return rows
-        if isinstance(where, int):
-            return nest(engine.copies.take(np.array([where]), only), (1,))[0]
-        return nest(engine.copies.take(where, only), where.shape)
+        copies = engine.copies
+        with copies.no_append():
+            seen = engine.counts.read()
+            rows = len(seen.span(self.ring))
+            try:
+                where = resolve(index, rows)
+            except IndexOutOfRange:
+                # Another process is overwriting the row: it is valid again after the commit, and
+                # `take` waits for that.
+                if (most := copies.most_rows(seen)) == rows:
+                    raise
+                where = resolve(index, most)
+            if isinstance(where, slice):
+                return self._slice(where, seen, only, nest)
+            if isinstance(where, int):
+                return nest(copies.take(np.array([where]), seen, only), (1,))[0]
+            return nest(copies.take(where, seen, only), where.shape)
+
+    def _slice(
+        self, where: slice, seen: HeaderCounts, only: Places | None, nest: Nest
+    ) -> TensorDict:
+        copies, ring = self.running().copies, self.ring
+        numbers: Numbers
+        if (first := copies.first_shown(seen)) is not None:
+            slots = slice(first + where.start, first + where.stop, where.step)
+            arrays = copies.private(slots, only, seen.head)
+            span = seen.span(ring)
+            if span.start > seen.floor:  # it began again
+                numbers = partial(in_all_slots, slots, span.start, ring)
+            else:
+                numbers = range(span.start + where.start, span.start + where.stop, where.step)
+        else:
+            index = np.arange(where.start, where.stop, where.step)
+            arrays, rows = copies.take_numbered(index, seen, only)
+            numbers = partial(np.asarray, rows)
+        found = nest(arrays, (len(arrays[0]),))
+        came_from(found, self.origin, numbers)
+        return found
 
 
 def _with_run(manifest: Manifest, at: int, run: dict[str, Any]) -> Manifest:

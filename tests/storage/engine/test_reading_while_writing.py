@@ -215,7 +215,7 @@ def test_without_the_second_look_rows_are_torn(
     """Or else the tests above would see nothing."""
     case, path = CASES["ring"], tmp_path / "rows"
     monkeypatch.setattr(
-        RowCopies, "_take_checked", lambda self, index, only: (self.gather(index, only), index)
+        RowCopies, "_take_checked", lambda self, index, _, only: (self.gather(index, only), index)
     )
     with process(write, case, path) as (_, connection):
         receive(connection)

@@ -15,7 +15,6 @@ from tensordict import TensorDict
 from tallyroll.storage import MemmapStorage, n_step, open_storage
 from tallyroll.storage.engine import row_copies
 from tallyroll.storage.engine.commit_engine import Engine
-from tallyroll.storage.engine.row_copies import RowCopies
 from tallyroll.storage.engine.seen_counts import SeenCounts
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.files.commit_header import Header
@@ -203,15 +202,15 @@ def test_records_that_come_between_two_looks_hide_none(
 
 @pytest.mark.parametrize("laps", [1, 3])
 @pytest.mark.parametrize("count", [1, RING // 2, RING])
-@pytest.mark.parametrize("moment", ["their slots", "their numbers"])
+@pytest.mark.parametrize("moment", ["the counts", "their numbers"])
 def test_rows_overwritten_during_the_copy_are_copied_again(
     writer: Writer, reader: DiskStorage, laps: int, count: int, moment: str
 ) -> None:
-    """After the reader knew their slots, or their numbers, too."""
+    """After the reader read the counts, or knew the numbers of the rows, too."""
     index = torch.arange(RING).reshape(5, 12)
     act = times(laps, lambda: writer.write(count))
     where: tuple[Any, str] = (
-        (RowCopies, "_slots_in_time") if moment == "their slots" else (row_copies, "rows_in")
+        (SeenCounts, "read") if moment == "the counts" else (row_copies, "rows_in")
     )
     with after(*where, act):
         got = reader.get(index)
