@@ -24,7 +24,7 @@ from tallyroll.storage.files.rewind_history import numbers_fault
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, Event
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.event_file import EventFile, on_disk
-from tallyroll.storage.readers.row_reader import ColumnReader, ReusedRows, RowReader
+from tallyroll.storage.readers.row_reader import ColumnReader, ReusedRows, RowReader, columns_of
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import Key, Keys, spell
 from tallyroll.storage.rows.nesting import Nest
@@ -350,7 +350,7 @@ class FileReader(RowReader):
 
     def _get(self, index: Any, keys: Keys | None) -> TensorDict:
         engine = self.running()
-        only, nest = (None, self.nest) if keys is None else self.chosen(keys)
+        only, nest = columns_of(self, keys)
         copies = engine.copies
         with copies.no_append():
             seen = engine.counts.read()

@@ -44,6 +44,15 @@ def numbers_of(reader: RowReader, index: Any) -> np.ndarray:
     return reader.rows_at(np.asarray(where), span)
 
 
+def columns_of(reader: RowReader, keys: Keys | None) -> tuple[Places | None, Nest]:
+    """Return the places of some columns, or None for all, and the `Nest` that joins their arrays.
+
+    Raises:
+        ColumnsMissing: a column is not there, or none is named.
+    """
+    return (None, reader.nest) if keys is None else reader.chosen(keys)
+
+
 class ColumnReader(ABC):
     """The values of one column, by the numbers of their rows.
 
@@ -80,8 +89,12 @@ class RowReader(ABC):
     """Rows by their numbers, counted over all that were ever written.
 
     Samplers, slices, n-step returns, `verify`, checkpoints, replay buffers and the command line
-    use a reader, and never its source directly. A subclass must define `schema`, `span`,
-    `manifest` and `column`; the other methods follow from them, or say that a thing is absent.
+    use a reader, and never its source directly.
+
+    A subclass must define `schema`, `span`, `manifest` and `column`. It overrides the optional
+    members that its source supports, such as `record`. All others are computed from these. Of the
+    computed ones, `copies` and `gather` are worth an override if the source can read several
+    columns in one pass.
 
     `open_storage` finds a class that is registered as an entry point in the group
     ``tallyroll.readers``: see `at`. `tallyroll.storage.testing.ReaderContract` tests a reader.
@@ -142,7 +155,7 @@ class RowReader(ABC):
         """Close all files. A second call does nothing."""
         self.closed = True
 
-    # --- what there may be ------------------------------------------------------------------------
+    # --- optional: the defaults are those of a read-only source without an index ------------------
 
     @property
     def initialised(self) -> bool:
@@ -167,6 +180,21 @@ class RowReader(ABC):
     @property
     def is_written(self) -> bool:
         """True if some process may add rows now."""
+        return False
+
+    @property
+    def floor(self) -> int:
+        """The row of a ring from which indices are counted: it was emptied there last."""
+        return 0
+
+    @property
+    def rewinds(self) -> int:
+        """How often rows were taken back, so that numbers from there on mean other rows."""
+        return 0
+
+    @property
+    def rewinding(self) -> bool:
+        """True if a writer has taken rows back, and has not tidied up after that."""
         return False
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
@@ -215,7 +243,7 @@ class RowReader(ABC):
         """
         return None
 
-    # --- what follows -----------------------------------------------------------------------------
+    # --- computed: counts and names ---------------------------------------------------------------
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -228,24 +256,9 @@ class RowReader(ABC):
         return self.span.stop
 
     @property
-    def floor(self) -> int:
-        """The row of a ring from which indices are counted: it was emptied there last."""
-        return 0
-
-    @property
     def last_head(self) -> int:
         """The value of `head`; after `close`, its last value."""
         return self.head
-
-    @property
-    def rewinds(self) -> int:
-        """How often rows were taken back, so that numbers from there on mean other rows."""
-        return 0
-
-    @property
-    def rewinding(self) -> bool:
-        """True if a writer has taken rows back, and has not tidied up after that."""
-        return False
 
     @property
     def revision(self) -> int:
@@ -282,6 +295,8 @@ class RowReader(ABC):
     def trajectory_index(self) -> TrajectoryIndex:
         """The index of the rows of each trajectory, built as far as callers have needed it."""
         return TrajectoryIndex()
+
+    # --- computed: rows ---------------------------------------------------------------------------
 
     def slots_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the indices of rows [*] in the array of a column.
@@ -350,21 +365,7 @@ class RowReader(ABC):
         Raises:
             IndexOutOfRange: a row is not there, or is overwritten while it is read.
         """
-        return steadily(self, lambda: self._take(rows, keys))
-
-    def _take(self, rows: np.ndarray, keys: Keys | None) -> TensorDict:
-        least, most = (int(rows.min()), int(rows.max())) if rows.size else (self.head, -1)
-        if most >= self.head or least < self.span.start:
-            raise self._gone(least, most)
-        nest = self.nest
-        if keys is None:
-            arrays = self.gather(rows)
-        else:
-            only, nest = self.chosen(keys)
-            arrays = self.copies(rows, [self.keys[place] for place in only])
-        if least < self.span.start:
-            raise self._gone(least, most)
-        return nest(arrays, rows.shape)
+        return steadily(self, lambda: _take(self, rows, keys))
 
     def chosen(self, keys: Keys) -> tuple[tuple[int, ...], Nest]:
         """Return the places of some columns, and the `Nest` that joins their arrays.
@@ -392,13 +393,6 @@ class RowReader(ABC):
     @cached_property
     def _chosen(self) -> dict[tuple[str | Key, ...], tuple[tuple[int, ...], Nest]]:
         return {}
-
-    def _gone(self, least: int, most: int) -> IndexOutOfRange:
-        span = self.span
-        return IndexOutOfRange(
-            f"rows {least} to {most} were asked for, and {self.path} has those from {span.start} "
-            f"to {span.stop - 1}."
-        )
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
         """Return rows counted from the first one, by the same indices as `DiskStorage.get`.
@@ -436,17 +430,7 @@ class RowReader(ABC):
         """
         if not self.ring:
             return self.get(slice(None), keys)
-        return steadily(self, lambda: self._in_order(keys))
-
-    def _in_order(self, keys: Keys | None) -> TensorDict:
-        only, nest = (None, self.nest) if keys is None else self.chosen(keys)
-        span = self.span
-        chosen = self.keys if only is None else [self.keys[place] for place in only]
-        arrays = self.copies(np.arange(span.start, span.stop), chosen)
-        gone = min(max(0, self.span.start - span.start), len(span))
-        found = nest([array[gone:] for array in arrays], (len(span) - gone,))
-        came_from(found, self.origin, span[gone:])
-        return found
+        return steadily(self, lambda: _oldest_first(self, keys))
 
     def overrun(self, what: str) -> Overrun:
         """Return the error for rows that a writer overwrites before they are read."""
@@ -466,6 +450,40 @@ class RowReader(ABC):
         return f"{type(self).__name__}({str(self.path)!r})"
 
 
+def _take(reader: RowReader, rows: np.ndarray, keys: Keys | None) -> TensorDict:
+    least, most = (int(rows.min()), int(rows.max())) if rows.size else (reader.head, -1)
+    span = reader.span
+    if most >= span.stop or least < span.start:
+        raise _not_there(reader, least, most)
+    only, nest = columns_of(reader, keys)
+    if only is None:
+        arrays = reader.gather(rows)
+    else:
+        arrays = reader.copies(rows, [reader.keys[place] for place in only])
+    if least < reader.span.start:  # overwritten meanwhile
+        raise _not_there(reader, least, most)
+    return nest(arrays, rows.shape)
+
+
+def _not_there(reader: RowReader, least: int, most: int) -> IndexOutOfRange:
+    span = reader.span
+    return IndexOutOfRange(
+        f"rows {least} to {most} were asked for, and {reader.path} has those from {span.start} "
+        f"to {span.stop - 1}."
+    )
+
+
+def _oldest_first(reader: RowReader, keys: Keys | None) -> TensorDict:
+    only, nest = columns_of(reader, keys)
+    span = reader.span
+    chosen = None if only is None else [reader.keys[place] for place in only]
+    arrays = reader.copies(np.arange(span.start, span.stop), chosen)
+    gone = min(max(0, reader.span.start - span.start), len(span))
+    found = nest([array[gone:] for array in arrays], (len(span) - gone,))
+    came_from(found, reader.origin, span[gone:])
+    return found
+
+
 class ReusedRows:
     """Memory for a number of rows, which each ``storage.get(index, out=...)`` overwrites.
 
@@ -483,11 +501,10 @@ class ReusedRows:
             raise ValueError(f"rows is a positive number, got {count!r}.")
         self.schema = reader.schema
         """The columns of the storage that it was made for."""
-        self.places: Places | None = None
+        self.places, nest = columns_of(reader, keys)
         """The places of its columns among them; None: it has all."""
-        nest, columns = reader.nest, self.schema.columns
-        if keys is not None:
-            self.places, nest = reader.chosen(keys)
+        columns = self.schema.columns
+        if self.places is not None:
             columns = tuple(columns[place] for place in self.places)
         self.keys = tuple(column.key for column in columns)
         """The columns that it has."""

@@ -211,10 +211,6 @@ class InFiles(Reading, Protocol):
 
     format: Format
 
-    @property
-    def id(self) -> str | None:
-        """The storage's id."""
-
 
 def _fits(kept: KeptBlocks, reader: Reading) -> bool:
     """Return whether the last rows of lanes, of many those of some, are what kept blocks say."""

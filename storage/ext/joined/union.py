@@ -30,7 +30,7 @@ from tallyroll.storage.ext.joined.shards import Shards, shards_of
 from tallyroll.storage.ext.joined.shared_rows import refuse_shared_rows
 from tallyroll.storage.files.copied_runs import SOURCES, source_of
 from tallyroll.storage.files.manifest import Manifest
-from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
+from tallyroll.storage.readers.row_reader import ColumnReader, RowReader, columns_of
 from tallyroll.storage.rows.indexing import resolve
 from tallyroll.storage.rows.keys import TRAJ_IDS, Key, Keys, spell
 from tallyroll.storage.rows.schema import Schema
@@ -426,7 +426,7 @@ class UnionReader(RowReader):
         where = None if self._joined is None else resolve(index, len(self._span))
         if not isinstance(where, np.ndarray):
             return super().get(index, keys)
-        only, nest = (None, self.nest) if keys is None else self.chosen(keys)
+        only, nest = columns_of(self, keys)
         return nest(self._gathered(where, only), where.shape)
 
     def column(self, key: Key) -> UnionColumn:
