@@ -8,7 +8,7 @@ runs, the driver is asked to come to the end of the step, where the handlers are
 (:func:`call_waiting`): after an exception of theirs the run can go on. In :class:`admitted` code
 they are called at once.
 
-Only `plain_slots` needs none of this: one call of the extension does all that must stay together.
+Only `fast_collect` needs none of this: one call of the extension does all that must stay together.
 
 A stand-in takes the place of each handler, and lets it wait, from the first batch of a run to its
 end (:func:`keep_for`); between batches it passes signals on at once. Only Python's own handler of

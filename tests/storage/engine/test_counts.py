@@ -111,7 +111,7 @@ def test_words_of_a_table_are_put_in_the_order_of_the_extension() -> None:
     ("block", "module"),
     [
         ("EPISODE", "collector.counting.episode_ring"),
-        ("LEDGER", "collector.batches.plain_slots"),
+        ("LEDGER", "collector.batches.fast_collect"),
         ("MARKS", "collector.batches.layouts.small_batches"),
         ("MODES", "collector.envs.gymnasium.lanes_in_turn"),
         ("CALLS", "collector.envs.gymnasium.lane_results"),
