@@ -1,4 +1,4 @@
-"""An iterator over batches that no exception exhausts."""
+"""Batch iterator that can continue after an exception."""
 
 from collections.abc import Callable, Generator
 from types import TracebackType
@@ -8,15 +8,15 @@ from tallyroll.collector.user_code import ENDS, user_code
 
 
 class BatchIterator(Generator[Any, None, None]):
-    """An iterator that yields ready batches, and has more made ready if there are none.
+    """Yields ready batches, and makes more when there are none.
 
-    A generator in which an exception was raised is exhausted, so that a loop over it would end as
-    if there were no more; this one goes on. A batch stays ready until it is yielded: a signal's
-    handler may raise at a call, and there is no call between taking and returning it.
+    A generator is exhausted after an exception, so that a second loop over it would end as if the
+    budget were met. This iterator continues. A batch stays ready until it is yielded: a signal
+    handler may raise at any call, and there is none between taking and returning the batch.
 
     Args:
-        ready: batches to yield; every iterator of a run takes from this list.
-        make: makes more batches ready, perhaps none yet; returns False if no more will come.
+        ready: batches to yield; all iterators of a run take from this list.
+        make: makes further batches ready, possibly none; returns False if the run is over.
     """
 
     def __init__(self, ready: list[Any], make: Callable[[], bool]) -> None:
@@ -45,9 +45,9 @@ class BatchIterator(Generator[Any, None, None]):
     def throw(  # type: ignore[override]
         self, kind: Any, value: BaseException | None = None, trace: TracebackType | None = None
     ) -> Any:
-        """Raise the given exception; the run stays as it is."""
+        """Raise the given exception; the run does not change."""
         super().throw(kind, value, trace)
 
     def close(self) -> None:
-        """Yield no more; another iterator goes on."""
+        """Stop yielding; another iterator can continue."""
         self._closed = True

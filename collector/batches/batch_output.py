@@ -1,4 +1,4 @@
-"""Rows on their way: numbered, then counted and stored, and laid out as a batch."""
+"""From blocks to batches: number rows, count and store them, and lay them out."""
 
 import sys
 
@@ -20,16 +20,16 @@ from tallyroll.collector.rollout.source import Block, TransitionSource
 
 
 class BatchOutput:
-    """The rows that were taken from a source, and are in no batch yet.
+    """Holds rows that were taken from a source until they are stored and laid out as a batch.
 
     Args:
         run: its ledger counts rows when they are stored.
         source: gathers rows of blocks.
-        rollout: where blocks come from.
-        counts: what the delivery of rows changes in the ledger.
+        rollout: the source of blocks.
+        counts: the changes of the ledger when rows are stored.
         finals: watches final observations.
         laying_out: lays rows out as they are yielded.
-        in_slab: stores rows directly from a slab; None: they are gathered first.
+        in_slab: stores rows directly from a slab; None if they are gathered first.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class BatchOutput:
         self._counts, self._finals = counts, finals
         self._laying_out, self._in_slab = laying_out, in_slab
         self.count = 0
-        """Transitions that were taken from the source and are in no batch yet."""
+        """Number of transitions that were taken from the source and are in no batch yet."""
         self.agents = 0
-        """Agent transitions in these, if a budget counts them."""
+        """Number of agent transitions in these, if a budget counts them."""
         self._by_agent = run.options.by_agent
         self.lays_out = True
-        """True while batches are yielded, and not only stored."""
+        """True if rows are yielded, False if they are only stored."""
         self._parts: list[Part | SlabPart] = []
-        """The parts of the batch under way."""
+        """The parts of the next batch."""
         self._kept: list[Block] = []
         """Blocks whose large rows stay in their slab until the batch is delivered."""
         self._cut_items = CutItems()
@@ -61,8 +61,8 @@ class BatchOutput:
     def add(self, block: Block, count: int, *, more: bool) -> None:
         """Number the ``count`` rows of ``block``, and add them to the batch.
 
-        Large rows stay in the slab until delivery, if they can; all rows do if the batch is this
-        block alone. ``more``: another block will be asked for before delivery.
+        Large rows stay in the slab until they are stored, if they can. All rows stay there if the
+        batch has no other block. ``more``: the batch needs another block.
         """
         if count:
             alone, in_slab = not (more or self._parts), self._in_slab
@@ -92,19 +92,19 @@ class BatchOutput:
         self.count += count
 
     def deliver(self, most: int) -> TensorDictBase | None:
-        """Store at most ``most`` of the rows in hand, and lay them out if they are to be yielded.
+        """Store at most ``most`` rows, and lay them out if they are yielded.
 
-        If storing fails, only the rows that were committed before are counted. If the run ends
-        within an item of a TorchRL buffer, the rows of that item are discarded.
+        If storing fails, only committed rows are counted. If the run ends within an item of a
+        TorchRL buffer, the rows of that item are discarded.
 
         Raises:
-            LedgerError: transitions were lost or doubled on their way; nothing is stored.
+            LedgerError: transitions were lost or duplicated; nothing is stored.
         """
         if self._finals.looks:
             self._finals.require_true(self._run.committed)
         part: Part | SlabPart = merge(self._parts)  # type: ignore[arg-type]  # alone, of any kind
         rest = None
-        if part.count > most and isinstance(part, Part):  # a larger batch was parted
+        if part.count > most and isinstance(part, Part):  # of a batch larger than `most`
             part, rest = part.split(most)
         count, ledger, torchrl = part.count, self._run.ledger, self._laying_out.torchrl
         entry, batch, before = self._counts.of(part, count), None, ledger.stored
@@ -124,8 +124,8 @@ class BatchOutput:
             self._discard(part, error)
         except BaseException:
             committed = self._run.writer.stored_run.head - head
-            if committed < count:  # else it was raised after the commit
-                if ledger.stored != before:  # else it was raised before that was counted
+            if committed < count:  # otherwise it was raised after the commit
+                if ledger.stored != before:  # otherwise it was raised before the count
                     post(ledger, entry.undone())
                 entry = NOTHING
                 if committed and isinstance(part, Part):
@@ -144,13 +144,13 @@ class BatchOutput:
         return self._laying_out.arranged(batch, flags)
 
     def left(self, goal: int) -> int:
-        """Return how many rows surely may be stored until the run has ``goal`` of them."""
+        """Return a number of rows that may be stored before the run has ``goal`` of them."""
         return self.within(goal - self._run.ledger.stored)
 
     def within(self, rows: int) -> int:
-        """Return ``rows``, or, of a budget of agent transitions, as many as surely are within it.
+        """Return ``rows``, or fewer that are certainly within a budget of agent transitions.
 
-        Transitions in hand count as delivered.
+        Transitions that wait here count as stored.
         """
         if not self._by_agent:
             return rows
@@ -159,26 +159,23 @@ class BatchOutput:
 
     @property
     def most(self) -> int:
-        """The most rows that may come after those in hand, when an error ends the run."""
+        """The most rows that may follow those that wait here when an error ends the run."""
         run = self._run
         if self._by_agent or run.budget.total is None:
             return self.within(sys.maxsize)
         return run.budget.total - run.ledger.stored - self.count
 
     def drop(self) -> None:
-        """Forget the rows in hand."""
+        """Drop the rows that wait here."""
         self.count, self._parts, self._kept = 0, [], []
         self.agents = 0
 
     def warn(self) -> None:
-        """Warn of rows that were discarded, once."""
+        """Warn once of discarded rows."""
         self._cut_items.warn()
 
     def _stored(self, part: Part | SlabPart, flags: Flags) -> TensorDictBase | None:
-        """Commit rows with the ledger; return those of a batch, if one is wanted.
-
-        They come one after the other, to be arranged.
-        """
+        """Commit rows with the ledger, and return them in order if they are yielded."""
         run, writer, ledger = self._run, self._run.writer, self._run.ledger
         open_lanes = int(np.count_nonzero(run.lanes.step))
         if isinstance(part, SlabPart):
@@ -193,12 +190,12 @@ class BatchOutput:
         return rows.batch
 
     def _is_rest(self, count: int) -> bool:
-        """Return whether the ``count`` rows in hand are the rest of a batch when the run ended."""
+        """Return whether ``count`` rows are the incomplete last batch of a run that ends."""
         ends = self._run.stopped or self._rollout.dry or self._run.met
         return ends and count != self._run.options.largest_batch
 
     def _discard(self, part: Part | SlabPart, error: ItemsDiffer) -> None:
-        """Discard the last rows of the run, which make no item of a replay buffer."""
+        """Discard the last rows of the run, which are no complete item of a replay buffer."""
         self._rollout.stop()  # the budget can no longer be met
         post(self._run.ledger, self._cut_items.discard(part, self._run.lanes, error))
         self.count -= part.count

@@ -1,4 +1,4 @@
-"""Changes of a ledger's counts by the delivery of rows."""
+"""Counts that a ledger adds when rows are stored."""
 
 from functools import lru_cache
 
@@ -19,15 +19,15 @@ _ROWS_AT_ONCE = 2**16
 
 
 class DeliveredCounts:
-    """Counts of the transitions, ticks, episodes and agents in rows that are delivered.
+    """Counts transitions, ticks, episodes and agents in rows that are about to be stored.
 
     Args:
         options: of the run.
         plan: the columns of its rows.
-        draws: whether random actions are an exception that is counted.
+        draws: True if some actions are random, and these are counted.
 
     Raises:
-        ArgumentError: there is no column of the name that ``frame_skip`` is.
+        ArgumentError: ``frame_skip`` names no column.
     """
 
     def __init__(self, options: Options, plan: SlabPlan, *, draws: bool) -> None:
@@ -36,13 +36,13 @@ class DeliveredCounts:
         self.masks, self._agents = _agents(options, plan)
         masked = sum(int(np.prod(plan.layout[mask].shape)) for mask in self.masks)
         self.most_agents = self._agents + masked
-        """The most agent transitions of a row; 0 without groups of agents."""
+        """The most agent transitions of a row; 0 if there are no groups of agents."""
         self.column = self._ticks if isinstance(self._ticks, tuple) else None
-        """The column that counts ticks; None: a transition is always as many."""
+        """The column that counts ticks; None if every transition has equally many."""
         self._looks = draws or self.column is not None or bool(self.masks)
 
     def of(self, part: Part | SlabPart, count: int) -> LedgerEntry:
-        """Return the changes by the delivery of ``part``, of ``count`` rows."""
+        """Return the counts of ``part``, which has ``count`` rows."""
         if not self._looks:
             return _delivered(count, 0, count * self._ticks, part.ends, count * self._agents)
         drawn = 0
@@ -57,14 +57,14 @@ class DeliveredCounts:
         return _delivered(count, drawn, ticks, part.ends, self.agents_of(part, count))
 
     def agents_of(self, part: Part | SlabPart, count: int) -> int:
-        """Return the agent transitions in ``part``, of ``count`` rows."""
+        """Return the number of agent transitions in ``part``, which has ``count`` rows."""
         agents = count * self._agents
         for mask in self.masks:
             agents += int(np.count_nonzero(part.array(mask)))
         return agents
 
     def agents_in(self, reader: RowReader, start: int) -> int:
-        """Return the agent transitions in the rows of ``reader`` from row ``start`` on."""
+        """Return the number of agent transitions in the rows of ``reader`` from ``start`` on."""
         agents = (reader.head - start) * self._agents
         for mask in self.masks:
             column = reader.column(mask)
@@ -74,12 +74,12 @@ class DeliveredCounts:
         return agents
 
     def of_rows(self, count: int) -> LedgerEntry:
-        """Return the changes by ``count`` rows of which no column has to be looked at."""
+        """Return the counts of ``count`` rows that do not depend on their values."""
         assert isinstance(self._ticks, int)
         return _delivered(count, 0, count * self._ticks, 0, count * self._agents)
 
     def of_resets(self, part: Part | SlabPart) -> LedgerEntry:
-        """Return the ticks within the resets before the episodes that begin in ``part``."""
+        """Return the ticks of the resets before the episodes that begin in ``part``."""
         if self.column is None:
             return NOTHING
         ticks = sum(int(part.at(self.column, begun).sum()) for begun in part.begun)

@@ -1,4 +1,4 @@
-"""An episode budget: which transitions belong to the first E episodes that were started. Pure."""
+"""An episode budget: the transitions of the first E episodes that start. Pure."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,10 +8,10 @@ from tallyroll.storage.trajectories.by_lane import LaneOrder
 
 
 class EpisodeBudget:
-    """Lets through exactly the ``total`` episodes that start first, whole.
+    """Selects exactly the first ``total`` episodes to start, and all of their transitions.
 
-    Episodes are ranked by (slot of their first transition, lane), so which ones are taken does
-    not depend on how long they last: taking those that *end* first would favour short ones.
+    Episodes are ranked by (slot of their first transition, lane), so the choice does not depend on
+    their length: choosing the first ones to *end* would favour short episodes.
     """
 
     def __init__(self, total: int, lanes: int) -> None:
@@ -27,7 +27,7 @@ class EpisodeBudget:
         return self.completed >= self.total
 
     def starting(self, lanes: NDArray[np.bool_]) -> int:
-        """Number of ``lanes``, whose next slot is a transition, that begin an episode with it."""
+        """Return how many ``lanes``, whose next slot is a transition, begin an episode with it."""
         return int((lanes & self._fresh).sum())
 
     def upcoming(self, lanes: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -53,13 +53,13 @@ class EpisodeBudget:
         return _at(index, admitted, transitions.shape)
 
     def cut(self, lanes: NDArray[np.bool_]) -> None:
-        """Replace the episodes under way in ``lanes``, which a fault cut, by others."""
+        """Replace the open episodes of ``lanes``, which a fault cut, by others."""
         self.started -= int((lanes & self._open & ~self._fresh).sum())
         self._fresh |= lanes
         self._open &= ~lanes
 
     def restart(self, delivered: int) -> None:
-        """Begin a new episode in every lane; all but the ``delivered`` whole ones run again."""
+        """Begin a new episode in every lane; all but the ``delivered`` complete ones run again."""
         self.started = self.completed = delivered
         self._fresh[:] = True
         self._open[:] = False

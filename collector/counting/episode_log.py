@@ -42,7 +42,7 @@ class Episode:
 
 
 def episodes_of(*columns: NDArray[Any]) -> NDArray[np.void]:
-    """Records of columns, which are those of `EPISODE`."""
+    """Return `EPISODE` records of these columns."""
     records = np.empty(len(columns[0]), EPISODE)
     for name, column in zip(EPISODE.names or (), columns, strict=True):
         records[name] = column
@@ -50,18 +50,18 @@ def episodes_of(*columns: NDArray[Any]) -> NDArray[np.void]:
 
 
 class _Kept(NamedTuple):
-    """The content of a log. Another takes its place at once, so that none is seen half changed."""
+    """The content of a log. It is replaced as a whole, so that no thread sees it half changed."""
 
     rows: NDArray[np.void]
     size: int
-    """How many of these are episodes; they are never written over."""
+    """Number of records that are episodes; they are never overwritten."""
     total: int
     ring: EpisodeRing | None = None
     taken: int = 0
-    """Records that were taken from the ring."""
+    """Number of records that were taken from the ring."""
 
     def plus(self, episodes: NDArray[np.void], limit: int | None) -> "_Kept":
-        """Return this with further records; at least ``limit`` of all."""
+        """Return the content with further records, and at least the last ``limit`` of all."""
         new, stop = len(episodes), self.size + len(episodes)
         rows, total = grown(self.rows, stop), self.total + new
         rows[self.size : stop] = episodes
@@ -75,14 +75,14 @@ class _Kept(NamedTuple):
 
 
 class EpisodeLog(Sequence[Episode]):
-    """The finished episodes in the order in which they were delivered; 53 bytes each.
+    """The finished episodes in the order in which they were stored; 53 bytes each.
 
-    Those that the extension notes wait in a ring until someone asks, or it is half full.
+    Episodes that the extension records wait in a ring until they are read or it is half full.
 
     Args:
-        limit: how many of the most recent ones are kept at least, and less than twice as many, so
-            that a long run's memory stays flat; None keeps all. A storage holds the rows of every
-            one.
+        limit: the log keeps at least this many of the most recent episodes, and fewer than twice
+            as many, so that the memory of a long run stays flat; None keeps all. A storage holds
+            the rows of every episode.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -91,9 +91,9 @@ class EpisodeLog(Sequence[Episode]):
         self._turn = threading.RLock()
 
     def ring(self, most: int) -> EpisodeRing:
-        """Return a ring for calls in each of which at most so many episodes end.
+        """Return a ring for calls in which at most ``most`` episodes end.
 
-        The extension notes no more of them in an earlier one.
+        The extension no longer writes to an earlier ring.
         """
         with self._turn:
             kept = self.take()
@@ -104,10 +104,10 @@ class EpisodeLog(Sequence[Episode]):
             return ring
 
     def take(self) -> _Kept:
-        """Take what waits in the ring, and return all that is there.
+        """Take the records that wait in the ring, and return the whole content.
 
-        Threads take turns. A signal's handler, which may come at any point of it, may have taken
-        the same: then that stays.
+        Threads take turns. A signal handler may run at any point and take the same records; they
+        are kept once.
         """
         kept = self._kept
         if kept.ring is None or kept.ring.counts.noted == kept.ring.counts.taken:
@@ -116,7 +116,7 @@ class EpisodeLog(Sequence[Episode]):
             kept = self._kept
             assert kept.ring is not None
             episodes = kept.ring.since(kept.taken)
-            if self._kept is kept:  # else they may be others by now
+            if self._kept is kept:  # otherwise they may be others by now
                 after = kept.plus(episodes, self._limit)
                 after = after._replace(taken=kept.taken + len(episodes))
                 if self._kept is kept:
@@ -134,7 +134,7 @@ class EpisodeLog(Sequence[Episode]):
             self._kept = self.take().plus(added, self._limit)
 
     def forget_after(self, stored: int) -> None:
-        """Forget the newest episodes whose last transition is not among the first ``stored``."""
+        """Drop the newest episodes whose last transition is not among the first ``stored``."""
         with self._turn:
             kept = self.take()
             rows = kept.rows[: kept.size]
@@ -146,7 +146,7 @@ class EpisodeLog(Sequence[Episode]):
     def newest(self, count: int, before: int) -> NDArray[np.void]:
         """Return records of the last ``count`` episodes, for `extend` of another log.
 
-        ``before``: transitions that were stored before those of which they are.
+        ``before``: number of transitions that were stored before theirs.
         """
         rows = self._rows
         found = rows[max(0, len(rows) - count) :].copy()
@@ -155,17 +155,17 @@ class EpisodeLog(Sequence[Episode]):
 
     @property
     def total(self) -> int:
-        """Episodes ever added, those that are no longer kept included."""
+        """Number of episodes ever added, including those that are no longer kept."""
         return self.take().total
 
     @property
     def _rows(self) -> NDArray[np.void]:
-        """The records of those that are kept."""
+        """The records of the kept episodes."""
         kept = self.take()
         return kept.rows[: kept.size]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle what is kept; a copy gets no further episodes."""
+        """Copy and pickle the kept episodes; a copy gets no further episodes."""
         kept = self.take()
         alone = _Kept(kept.rows[: kept.size].copy(), kept.size, kept.total)
         return type(self), (self._limit,), {"_kept": alone}
@@ -221,10 +221,10 @@ class EpisodeLog(Sequence[Episode]):
         }
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the episodes that are kept, with a line of names first; replace a file there.
+        """Write the kept episodes to a CSV file with a header line; replace an existing file.
 
         Raises:
-            OSError: it cannot be written; a file that was there stays as it is.
+            OSError: it cannot be written; an existing file does not change.
         """
         columns, place = self.to_dict(), os.fspath(path)
         aside = f"{place}.tmp"

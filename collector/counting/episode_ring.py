@@ -1,4 +1,4 @@
-"""Episodes that ended in slots which the extension stored, until the log takes them."""
+"""A ring of finished episodes, from the extension to the log."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,23 +18,23 @@ EPISODE = np.dtype(
         ("ended_at", np.int64),
     ]
 )
-"""The fields of an episode; while its rows are not counted, ``ended_at`` is within their block."""
+"""The fields of an episode. Until its rows are counted, ``ended_at`` counts within their block."""
 require_names("EPISODE", EPISODE.names or ())
 
 LEAST_ROOM = 256
-"""Records of a ring at least; more would drive other memory out of the caches."""
+"""Least number of records in a ring; more would evict other memory from the caches."""
 
 
 class EpisodeRing:
-    """Records that `StepKernel.store_slots` writes one after the other, and round again.
+    """A ring to which `StepKernel.store_slots` writes records.
 
     Args:
-        most: the most episodes that end in a call; there is room for twice as many.
+        most: the most episodes that end in a call; the ring has room for twice as many.
     """
 
     def __init__(self, most: int) -> None:
         self.counts = LogCounts()
-        """The counts of what the extension noted, and of what the log has ``taken``."""
+        """The numbers of records that the extension wrote and that the log has ``taken``."""
         room = max(2 * most, LEAST_ROOM)
         self._records: NDArray[np.void] = np.zeros(room, EPISODE)
         self.counts.room, self.counts.records = room, self._records.ctypes.data

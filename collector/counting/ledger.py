@@ -15,7 +15,7 @@ from tallyroll.storage.files.counts import Counts, counts_of
 
 
 class LedgerEntry(NamedTuple):
-    """Numbers to be added to the counts of a :class:`Ledger` that have these names."""
+    """Numbers to add to the counts of a :class:`Ledger` of the same names."""
 
     slots: int = 0
     executed: int = 0
@@ -36,7 +36,7 @@ class LedgerEntry(NamedTuple):
         return LedgerEntry(*map(add, self, other))
 
     def undone(self) -> "LedgerEntry":
-        """Return the entry that takes this one back."""
+        """Return the entry that reverts this one."""
         return LedgerEntry(*map(neg, self))
 
 
@@ -47,7 +47,7 @@ class _InWords:
     """An object with a block of counts."""
 
     block: Any
-    """A `LedgerCounts`; of a snapshot a tuple of the same names, which does not change."""
+    """A `LedgerCounts`; in a snapshot, a constant tuple with the same names."""
     shown: Counts
     """The counts at the last `Ledger.publish`, which any thread may read."""
     _bytes: tuple[memoryview, memoryview]
@@ -91,19 +91,19 @@ class Ledger(_InWords):
     """
 
     slots: int = 0
-    """Lanes of batched step calls, reset slots included."""
+    """Number of lanes in all batched step calls, including reset slots."""
     executed: int = 0
-    """Transitions that the environments really made."""
+    """Number of transitions that the environments executed."""
     reset_slots: int = 0
     """Slots in which an environment ignored the action and reset itself."""
     stored: int = 0
-    """Transitions delivered in batches (and written, where there is a storage)."""
+    """Transitions that were yielded in batches, or written to a storage, or both."""
     discarded: int = 0
-    """Transitions executed and thrown away: surplus, or episodes beyond an episode budget."""
+    """Transitions that were executed and discarded: surplus, or beyond an episode budget."""
     carried: int = 0
-    """Transitions waiting to open the next batch; 0 at the end of a run."""
+    """Transitions that wait for the next batch; 0 at the end of a run."""
     lost: int = 0
-    """Transitions executed by a worker or a process that died before they were committed."""
+    """Transitions of a worker or a process that died before they were committed."""
     random: int = 0
     """Stored transitions whose action was drawn at random (``init_random_frames``)."""
     policy_calls_on_reset_slots: int = 0
@@ -111,24 +111,23 @@ class Ledger(_InWords):
     ticks: int = 0
     """Simulator ticks inside the stored transitions (``frame_skip``).
 
-    Transitions of which they are not known add none: the number is unknown if it is below
-    ``stored``."""
+    Transitions with unknown ticks add 0: the number is unknown if it is below ``stored``."""
     reset_ticks: int = 0
-    """Simulator ticks spent inside resets (no-op starts), counted apart."""
+    """Simulator ticks inside resets (no-op starts), which ``ticks`` does not include."""
     episodes_complete: int = 0
-    """Trajectories that were delivered to their end."""
+    """Number of trajectories that were stored up to their end."""
     episodes_cut: int = 0
-    """Trajectories that were left unfinished for good."""
+    """Number of trajectories that were cut and will not be continued."""
     incarnation: int = 0
     """Number of restarts of the run; counts between its last commit and a restart are unknown."""
     respawned: int = 0
-    """Workers that were started in the place of one that failed; counted in ``incarnation``."""
+    """Number of workers that replaced a failed one; ``incarnation`` includes them."""
     agent_transitions: int = 0
-    """With several agents a lane: parts of agents in the stored transitions.
+    """With several agents a lane: agent transitions in the stored transitions.
 
-    Only agents that lived, or whose turn it was, count."""
+    Only agents that were alive, or whose turn it was, count."""
     agent_budget: int | None = None
-    """The budget of a run in agent transitions; None: it has another, or none."""
+    """The budget in agent transitions; None if the run has another budget, or none."""
     seed: int | None = None
     """The seed of the run."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -162,17 +161,16 @@ class Ledger(_InWords):
         return values
 
     def publish(self) -> None:
-        """Let later snapshots have the counts of now; call it where nothing is half counted.
+        """Publish the present counts for snapshots; call it when the counts are consistent.
 
-        It is one copy, in which no other thread takes a turn. `StepKernel.store_slots` makes it,
-        too.
+        It makes one copy, which no other thread interrupts. `StepKernel.store_slots` makes it, too.
         """
         live, shown = self._bytes
         shown[:] = live
 
     def count_respawn(self) -> None:
-        """Count a worker that replaces another one; the next snapshot includes it."""
-        for counts in (self.block, self.shown):  # neither equation has these
+        """Count a worker that replaces a failed one; the next snapshot includes it."""
+        for counts in (self.block, self.shown):  # no equation includes them
             counts.respawned += 1
             counts.incarnation += 1
 
@@ -185,10 +183,10 @@ class Ledger(_InWords):
         return made
 
     def balance(self, held: int) -> None:
-        """Take ``held``, the transitions that the source counts as waiting, as the carried ones.
+        """Set ``carried`` to ``held``, the number of transitions that wait in the source.
 
         Raises:
-            LedgerError: they and the other counts are not what was executed.
+            LedgerError: the counts do not add up to the executed transitions.
         """
         self.block.carried = held
         self.check()
@@ -199,19 +197,19 @@ class Ledger(_InWords):
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Every count, in the order of `COUNTS`, balanced or not."""
+        """All counts, in the order of `COUNTS`, balanced or not."""
         return tuple(self.block.words.tolist())
 
     @property
     def agent_surplus(self) -> int:
-        """Agent transitions beyond a budget of them: the last row has several, and is whole."""
+        """Number of agent transitions beyond the budget: the last row may have several."""
         budget = self.agent_budget
         return 0 if budget is None else max(0, self.agent_transitions - budget)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts, the seed and the versions, for a report of the run.
+        """Return counts, seed and versions for a report of the run.
 
-        With a budget of agent transitions also that, and the surplus.
+        With a budget of agent transitions, also that budget and the surplus.
         """
         found = asdict(self)
         if self.agent_budget is None:
@@ -220,7 +218,7 @@ class Ledger(_InWords):
         return {**found, "agent_surplus": self.agent_surplus}
 
     def load(self, counts: Mapping[str, int]) -> None:
-        """Take over a result of :meth:`counts`; unknown names are an error."""
+        """Load a result of :meth:`counts`; unknown names are an error."""
         unknown = sorted(set(counts) - set(COUNTS))
         if unknown:
             raise LedgerError(f"unknown counts {unknown}; known are {sorted(COUNTS)}")
@@ -230,7 +228,7 @@ class Ledger(_InWords):
 
 _NO_COUNTS = ("agent_budget", "seed", "versions")
 COUNTS = tuple(each.name for each in fields(Ledger) if each.name not in _NO_COUNTS)
-"""The names of the counts: the one list that says in which order they lie in a block."""
+"""The names of the counts, in their order in a block."""
 LedgerCounts = counts_of(*COUNTS)
 
 
@@ -267,9 +265,9 @@ for _name in COUNTS:
 
 
 def post(ledger: Ledger, entry: LedgerEntry) -> None:
-    """Add ``entry``, whole: no signal's handler sees a part of it, or interrupts it.
+    """Add ``entry`` atomically: no signal handler sees a part of it, or interrupts it.
 
-    While a run collects, nothing else changes counts of transitions.
+    While a run collects, only this function changes counts of transitions.
     """
     if entry is not NOTHING:
         words = ledger.block.words
@@ -294,18 +292,18 @@ class Budget:
     """The budget of a run: ``total`` transitions, or no limit if it is None.
 
     Args:
-        total: of transitions, or of agent transitions.
-        agents: the most agents that a transition has, where these are counted; None: they are not.
+        total: number of transitions, or of agent transitions.
+        agents: the most agents of a transition, if agent transitions are counted; None otherwise.
     """
 
     total: int | None
     agents: int | None = None
 
     def remaining(self, counted: int) -> int | None:
-        """Transitions that may surely still be delivered after ``counted``; None means no limit.
+        """Return how many transitions may follow after ``counted``; None means no limit.
 
-        Of a budget of agent transitions those which cannot go beyond it, however many agents act:
-        its end is found by asking again.
+        With a budget of agent transitions, the number is small enough for any number of acting
+        agents; the caller asks again until the budget is met.
         """
         if self.total is None:
             return None
@@ -315,7 +313,7 @@ class Budget:
     def batch(self, counted: int, frames_per_batch: int) -> int:
         """Return the size of the next batch: ``frames_per_batch``, or the rest; 0 ends the run.
 
-        Of a budget of agent transitions the rest is not known before.
+        With a budget of agent transitions, the rest is not known beforehand.
         """
         remaining = self.remaining(counted)
         if remaining is None or (remaining and self.agents is not None):
@@ -324,6 +322,6 @@ class Budget:
 
 
 def known_ticks(counts: Mapping[str, Any]) -> int | None:
-    """Return the ticks among the counts of a ledger; None: they are not known of all rows."""
+    """Return the ticks among the counts of a ledger; None if some rows have unknown ticks."""
     ticks = counts.get("ticks", 0)
     return ticks if ticks is not None and ticks >= counts.get("stored", 0) else None

@@ -16,11 +16,11 @@ Int64 = NDArray[np.int64]
 
 SEED_MASK = 0x7FFF_FFFF
 RESETS_DRAWN = 64
-"""Seeds of a lane's resets that are drawn together."""
+"""Number of reset seeds of a lane that are drawn together."""
 
 
 def lane_seed(seed: int, lane: int, incarnation: int) -> int:
-    """The seed of one lane's environment for one of its starts, whatever the others have.
+    """Return the seed of one lane's environment for one of its starts, independent of other lanes.
 
     ``incarnation`` counts the starts of the lane, so a restart never repeats data, and the
     seed does not depend on how lanes are spread over processes.
@@ -30,10 +30,10 @@ def lane_seed(seed: int, lane: int, incarnation: int) -> int:
 
 
 def lane_seeds(seed: int, lanes: int, incarnation: int) -> list[int]:
-    """The seeds of lanes 0 to ``lanes - 1`` for one of their starts, no two alike.
+    """Return distinct seeds of lanes 0 to ``lanes - 1`` for one of their starts.
 
-    Each is the lane's :func:`lane_seed`, or, where a lower lane has that, the first of the
-    further words of its sequence that none has. So it does not depend on how many lanes follow.
+    Each is the lane's :func:`lane_seed`. If a lower lane has that seed, it is the next word of the
+    lane's sequence that no lower lane has, so that it does not depend on higher lanes.
     """
     taken: dict[int, None] = {}
     for lane in range(lanes):
@@ -43,16 +43,16 @@ def lane_seeds(seed: int, lanes: int, incarnation: int) -> list[int]:
 
 
 def _seeds(seed: int, lane: int, incarnation: int) -> Iterator[int]:
-    """Words of the lane's sequence, as many bits as every environment takes."""
+    """Return words of the lane's sequence, with a number of bits that every environment accepts."""
     sequence = np.random.SeedSequence(seed, spawn_key=(lane, incarnation))
     for words in itertools.count(1):
         yield int(sequence.generate_state(words, np.uint32)[-1]) & SEED_MASK
 
 
 def reset_seeds(seed: int, lane: int, incarnation: int, block: int) -> Iterator[int]:
-    """Seeds of `RESETS_DRAWN` resets of a lane in one of its starts, whatever other lanes have.
+    """Return seeds of `RESETS_DRAWN` resets of a lane in one of its starts.
 
-    That of its k-th trajectory is in the block ``k // RESETS_DRAWN``.
+    The seed of its k-th trajectory is in the block ``k // RESETS_DRAWN``.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(lane, incarnation, block))
     words = sequence.generate_state(RESETS_DRAWN, np.uint32) & np.uint32(SEED_MASK)
@@ -60,9 +60,9 @@ def reset_seeds(seed: int, lane: int, incarnation: int, block: int) -> Iterator[
 
 
 def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.random.SeedSequence:
-    """The seed sequence of a process's own generators (random actions, torch).
+    """Return the seed sequence of a process's own generators (random actions, torch).
 
-    ``worker`` is the number of a worker; None is the process that collects.
+    ``worker`` is the number of a worker; None stands for the collecting process.
     """
     key = (0xFFFF_FFFF, incarnation) if worker is None else (0xFFFF_FFFF, incarnation, worker)
     return np.random.SeedSequence(seed, spawn_key=key)
@@ -71,9 +71,9 @@ def driver_seed(seed: int, incarnation: int, worker: int | None = None) -> np.ra
 def policy_seed(
     seed: int, incarnation: int, policy: int, worker: int | None = None
 ) -> np.random.SeedSequence:
-    """The seed sequence of one of several policies, whatever the others draw.
+    """Return the seed sequence of one of several policies, independent of the others.
 
-    ``worker`` is the number of a worker with a generator of its own; None: all draw alike.
+    ``worker`` is the number of a worker with its own generator; None if all workers draw alike.
     """
     key = (0xFFFF_FFFE, incarnation, policy, *(() if worker is None else (worker,)))
     return np.random.SeedSequence(seed, spawn_key=key)

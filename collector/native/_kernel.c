@@ -14,7 +14,7 @@
      store_slots             SlotRows.plan: a tuple   as the tables in the plan, listed above
      the blocks of counts    SlotRows.plan            Header (commit), BatchWriter (run), Ledger (two),
                                                       Rollout (held), EpisodeRing (log; it also has
-                                                      its records, and FastPath keeps it  ); SlotRows
+                                                      its records, and FastPath keeps it); SlotRows
                                                       refers to all six
      put_step                a step of a Stepper      the slab, whose slot the step writes
      step_lanes              LanesInTurn              LanesInTurn (rewards, flags, the lane)

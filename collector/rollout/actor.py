@@ -1,4 +1,4 @@
-"""The chooser of actions, which writes them to the slots of a slab."""
+"""Choose actions, and write them to the slots of a slab."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -20,16 +20,16 @@ from tallyroll.storage.rows.keys import POLICY_VERSIONS, RANDOM_VERSION, Key
 
 
 def at_random_value(key: Key) -> int:
-    """Return what a column that policies write beside actions holds where these are random."""
+    """Return the value of a column that policies write beside actions, for random actions."""
     return RANDOM_VERSION if key[:2] == POLICY_VERSIONS else 0
 
 
 WHILE_ACTING = "_tallyroll_while_acting"
-"""The attribute by which an error of a worker says so to `raised_by_policy`."""
+"""The attribute by which `raised_by_policy` recognises a worker's error."""
 
 
 def raised_by_policy(error: BaseException) -> bool:
-    """Whether ``error`` was raised while actions were chosen, so that the slot has none yet."""
+    """Return whether ``error`` was raised while actions were chosen: the slot has none."""
     if getattr(error, WHILE_ACTING, False):  # in a worker
         return True
     trace = error.__traceback__
@@ -39,7 +39,7 @@ def raised_by_policy(error: BaseException) -> bool:
 
 
 class Actor:
-    """Writes actions to slots: those that the policy chooses, or random ones.
+    """Writes the actions of a policy, or random actions, to slots.
 
     Args:
         lanes: the lanes that act, over the slab to fill.
@@ -49,7 +49,7 @@ class Actor:
     """
 
     drawn: Mapping[Key, Array] | None = None
-    """Random actions ``[lane, ...]`` that were drawn elsewhere, for a slot of both kinds."""
+    """Random actions ``[lane, ...]`` that were drawn elsewhere, for a slot with both kinds."""
 
     def __init__(
         self, lanes: Lanes, policy: Policy | None, extra: Sequence[Key], random: RandomActions
@@ -61,13 +61,13 @@ class Actor:
         self._action_rows = dict(self._outputs[: len(actions)])
         traits = None if policy is None else traits_of(policy, actions, lanes.seen_rows)
         self.decision = acting(traits, fills_slab=lanes.fills_slab, extra=self._extra)
-        """The chooser of actions, as in `RunPlan.acts`."""
+        """The decision on acting, `RunPlan.acts`."""
         self._bare: BareCall | None = None
         if policy is not None and self.decision.way == "network":
             self._bare = BareCall.of(policy, lanes.seen_rows)
         arrays, columns = self._slab.arrays, self._slab.columns
         self._targets: list[Any] = [arrays.get(key, columns[key]) for key in random.drawn_keys]
-        """Memory ``[slot, lane, ...]`` of the actions that are drawn; tensors on other devices."""
+        """Memory ``[slot, lane, ...]`` of drawn actions: arrays, or tensors on other devices."""
         self._masks = random.masks_in(self._slab.arrays) if lanes.fills_slab else None
 
     def put_at_random(self, start: int, stop: int) -> None:
@@ -95,7 +95,7 @@ class Actor:
             rows[at].copy_(drawn.get(key))
 
     def act(self, at: int) -> None:
-        """Copy the actions that the policy chooses to slot ``at``."""
+        """Copy the policy's actions to slot ``at``."""
         assert self._policy is not None
         bare = self._bare
         network = None if bare is None else bare.network()
@@ -111,9 +111,9 @@ class Actor:
         self._lanes.acted(out, self._policy.writes)
 
     def act_both_ways(self, at: int, random_lanes: Mask, some: bool = True) -> None:
-        """Act at random in ``random_lanes``, whose states stay; by the policy in the others.
+        """Act at random in ``random_lanes``, whose states stay unchanged, else by the policy.
 
-        They are ``[lane]``, or, where each group of agents has a policy, ``[policy, lane]``.
+        ``random_lanes`` is ``[lane]``, or ``[policy, lane]`` if each group of agents has a policy.
         """
         if self.drawn is None:
             ahead = self.random.ahead(1)
@@ -147,7 +147,7 @@ class Actor:
             self._slab.columns[key][at, lanes(key)] = at_random_value(key)
 
     def _lanes_of(self, random_lanes: Mask, key: Key) -> torch.Tensor:
-        """Return the lanes of ``random_lanes`` in which a column is not the policy's."""
+        """Return the lanes of ``random_lanes`` in which the policy did not write a column."""
         if isinstance(self._policy, SeveralPolicies):
             random_lanes = self._policy.of_key(key, random_lanes)
         return torch.from_numpy(random_lanes)
@@ -180,7 +180,7 @@ class Actor:
         row.copy_(value)
 
     def refresh(self, start: int, stop: int) -> None:
-        """Take newer weights, if there are any, for the actions of slots ``[start, stop)``."""
+        """Load newer weights, if there are any, for the actions of slots ``[start, stop)``."""
         if self._policy is not None and self._policy.refresh():
             self._slab.version[start:stop] = self._policy.row_version
 

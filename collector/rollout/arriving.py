@@ -1,4 +1,4 @@
-"""Lanes that come back in any order: each slot holds those that arrived, whichever they are."""
+"""Lanes that return in any order: each slot holds the lanes that arrived."""
 
 import numpy as np
 import torch
@@ -20,19 +20,19 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
 class ArrivingLanes(Lanes):
-    """Sends lanes off as soon as an action is chosen for them, and writes down those that arrive.
+    """Starts the step of each lane when its action is chosen, and records lanes as they arrive.
 
-    The slab has a column for each arrival of a slot. A row is complete when its lane comes back:
-    until then what the lane saw, what it did and by which version waits here. The first rows are
-    those that came back first. So that random actions at the start of a run are those of the first
-    ones, none that the policy chose comes back before: while random ones are under way, lanes of
-    the policy wait, but for as many as a call needs to return, and in a slot they come last.
+    The slab has a column for each arrival of a slot. A row is complete when its lane returns: until
+    then, its observation, action and policy version wait here. Rows are in order of arrival. The
+    random actions at the start of a run must be the first rows. So while random actions are under
+    way, lanes with actions of the policy wait, except as many as a call needs, and they come last
+    in their slot.
 
     Args:
         env: over a system with arrivals.
-        slab: the memory, which says of each row whose it is.
+        slab: the memory, with the lane of each row.
         extra: keys that the policy writes beside the action.
-        board: where progress is written.
+        board: words for progress; see :mod:`tallyroll.collector.slab.progress`.
         by_policy: a policy chooses actions, perhaps after random ones.
     """
 
@@ -59,14 +59,14 @@ class ArrivingLanes(Lanes):
         """``[lane, ...]``, the last observation and action of each lane."""
         self._version = np.zeros(total, np.int64)
         self._pending = np.zeros(total, np.bool_)
-        """``[lane]``, marks lanes whose next arrival is of a reset slot."""
+        """``[lane]``, marks lanes whose next arrival is a reset slot."""
         self._away = np.zeros(total, np.bool_)
         self._random_away = 0
-        """Transitions under way whose actions are random."""
+        """Number of transitions under way whose actions are random."""
         self._ready = np.zeros(0, np.int32)
         """Lanes that wait for an action, in the order of their arrival."""
         self._arrived = np.zeros(slab.slots, np.bool_)
-        """Slots in which lanes came back; in the others some were only sent off."""
+        """Number of slots in which lanes arrived; in others, lanes were only sent."""
         self._resets = ResetColumns.of(env, slab, self._cursor)
         self._executed = np.zeros((slab.slots, slab.lanes), np.bool_)
 
@@ -86,7 +86,7 @@ class ArrivingLanes(Lanes):
 
     @property
     def random_under_way(self) -> int:
-        """Transitions with random actions that have not come back."""
+        """Number of transitions with random actions that have not returned."""
         return self._random_away
 
     @property
@@ -95,11 +95,11 @@ class ArrivingLanes(Lanes):
         return self._ready[: self.lanes]
 
     def acting(self) -> NDArray[np.int32]:
-        """Return the lanes that act now; repeated if they are few."""
+        """Return the lanes that act now, repeated to fill a slot."""
         return np.resize(self._acting, self.lanes)
 
     def seen(self, at: int) -> TensorDictBase:
-        """Return the last observations of the lanes that act now; repeated if the lanes are few."""
+        """Return the last observations of the lanes that act now, repeated to fill a slot."""
         acting = self.acting()
         td = TensorDict({}, [self.lanes])
         for group, size in self.stepper.declares.groups.items():
@@ -116,7 +116,7 @@ class ArrivingLanes(Lanes):
         return found
 
     def step(self, start: int, stop: int) -> None:
-        """Send lanes off slot by slot, and record the lanes that arrive meanwhile."""
+        """Send the lanes of each slot, and record the lanes that arrive meanwhile."""
         try:
             for at in range(start, stop):
                 self._arrived[at] = self._send(at) or not len(self._ready)
@@ -130,11 +130,11 @@ class ArrivingLanes(Lanes):
             raise stopped(error) from error
 
     def step_part(self, at: int, lanes: int) -> None:
-        """Raise: no part can be stepped, because the system chooses the lanes that come back."""
+        """Raise: no part can be stepped, because the system chooses the lanes that return."""
         raise AssertionError("lanes that arrive are never stepped in part")
 
     def _send(self, at: int) -> bool:
-        """Send the lanes of slot ``at`` off; return whether some wait for random actions."""
+        """Send the lanes of slot ``at``; return whether some wait for random actions."""
         acting, self._ready = self._acting, self._ready[self.lanes :]
         chosen: slice | NDArray[np.intp] = slice(len(acting))
         waits = False
@@ -159,7 +159,7 @@ class ArrivingLanes(Lanes):
         """Return which ``acting`` lanes go now; ``drawn`` marks those with random actions.
 
         While random actions are under way, only as many lanes with actions of the policy go as a
-        call needs: all lanes that are away come back then.
+        call needs: all lanes under way return then.
         """
         resets = self._pending[acting]
         self._random_away += int(np.count_nonzero(drawn & ~resets))
@@ -245,7 +245,7 @@ class ArrivingLanes(Lanes):
         return ended
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """Mark all arrivals apart from reset slots."""
+        """Mark all arrivals except reset slots."""
         return self._executed[start:stop].copy()
 
     def account(self, start: int, stop: int, stepped: int) -> Account:

@@ -68,7 +68,7 @@ class CopiedLanes(Lanes):
         self._td = self._way.begin(first)
 
     def seen(self, at: int) -> TensorDictBase:
-        """Return the TensorDict of the environment, with the values that the policy keeps in it."""
+        """Return the environment's TensorDict, with the values that the policy keeps in it."""
         assert self._td is not None
         return self._td
 
@@ -79,7 +79,7 @@ class CopiedLanes(Lanes):
         before: TensorDictBase | None = None,
         lanes: LanesOfKey | None = None,
     ) -> None:
-        """Carry on copies of the values that a policy wrote, which it may change later."""
+        """Carry copies of the policy's outputs to the next step; the policy may change its own."""
         assert self._td is not None
         for key in writes:
             value = None if key in self._actions else out.get(key, None)
@@ -106,7 +106,7 @@ class CopiedLanes(Lanes):
             self._td.pop("_step", None)
 
     def step(self, start: int, stop: int) -> None:
-        """Step through slots ``[start, stop)``, whose actions are there."""
+        """Step through slots ``[start, stop)``, which have their actions."""
         td, device = self._td, self.env.device
         assert td is not None
         for at in range(start, stop):
@@ -136,7 +136,7 @@ class CopiedLanes(Lanes):
                 break
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """Mark all slots, or those that the environment says are transitions."""
+        """Mark all slots, or those that the environment marks as transitions."""
         if not self._has_valid:
             return np.ones((stop - start, self.lanes), np.bool_)
         return self.slab.transitions[start:stop].copy()

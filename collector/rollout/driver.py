@@ -1,4 +1,4 @@
-"""Drivers, which fill the slots of a slab: their interface, and the one of this process."""
+"""Drivers fill the slots of a slab: their interface, and the driver of this process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
 class Driver(ABC):
-    """A filler of the slots of a slab; it says what is in them.
+    """Fills the slots of a slab, and says what they contain.
 
     ``used`` is the number of complete slots, even after an interrupt.
     """
@@ -37,13 +37,13 @@ class Driver(ABC):
     all_are_transitions = False
     """True if every filled slot is a transition of its lane, and no lane is ever cut."""
     board: memoryview | None = None
-    """Words of progress that this process alone writes; None: there are none."""
+    """Words of progress that only this process writes; None if there are none."""
     used_at = 0
-    """The address of ``used``; 0 if it is no word of this process."""
+    """The address of ``used``; 0 if this process does not write it."""
     ends_tell = False
-    """True if ends of episodes alone tell which slots are transitions."""
+    """True if ends of episodes alone determine which slots are transitions."""
     pending: NDArray[np.bool_] | None = None
-    """``[lane]``, lanes whose next slot is a reset; None if none ever is, or ends do not tell."""
+    """``[lane]``, lanes whose next slot is a reset; None if none is, or if ends do not say so."""
 
     @property
     def boards(self) -> Sequence[Any]:
@@ -71,28 +71,28 @@ class Driver(ABC):
     @property
     @abstractmethod
     def paused(self) -> bool:
-        """True if a signal's handler waits for the step under way, and so for filling, to end."""
+        """True if a signal handler waits for the end of the step, so that filling pauses."""
 
     @abstractmethod
     def go_on(self) -> None:
-        """Go on after the handler was called; this takes :meth:`stop` back too."""
+        """Continue after the handler was called; this undoes :meth:`stop`, too."""
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Return a context, for many uses, that defers signals' handlers while slots are filled."""
+        """Return a reusable context that defers signal handlers while slots are filled."""
         return nullcontext()
 
     @abstractmethod
     def begin(self) -> None:
-        """Start every lane's next trajectory: slot ``used`` sees the results of the reset."""
+        """Start every lane's next trajectory; slot ``used`` gets the results of the reset."""
 
     @property
     def resets_next(self) -> bool:
-        """True if the next :meth:`begin` resets; False also where it is not known here."""
+        """True if the next :meth:`begin` resets; False if it does not, or if this is unknown."""
         return False
 
     @abstractmethod
     def restart(self) -> None:
-        """Make the next :meth:`begin` reset, whatever was reset before."""
+        """Make the next :meth:`begin` reset, even after another reset."""
 
     @abstractmethod
     def random_steps(self, start: int, stop: int) -> None:
@@ -106,7 +106,7 @@ class Driver(ABC):
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
         """Fill one slot, stepping the first ``lanes`` lanes only.
 
-        Those in ``random_lanes`` act at random; None: all or none do, as the version says.
+        Lanes in ``random_lanes`` act at random; with None, the version decides for all lanes.
         """
 
     @abstractmethod
@@ -119,16 +119,16 @@ class Driver(ABC):
 
     @property
     def random_under_way(self) -> int:
-        """Steps with random actions that have not come back."""
+        """Number of steps with random actions that have not returned."""
         return 0
 
     @property
     def mended(self) -> bool:
-        """True if lanes had to begin again when slots were filled last."""
+        """True if lanes had to be restarted when slots were filled last."""
         return False
 
     def take_cuts(self) -> NDArray[np.bool_] | None:
-        """Return the lanes that had to begin again since the last call, or None."""
+        """Return the lanes that had to be restarted since the last call, or None."""
         return None
 
     def ended(self, start: int, stop: int) -> Mask:
@@ -137,7 +137,7 @@ class Driver(ABC):
 
 
 class LocalDriver(Driver):
-    """The driver that chooses actions, writes them to a slab, and steps lanes in this process.
+    """Chooses actions, writes them to a slab, and steps lanes in this process.
 
     Args:
         lanes: the lanes to step, over the slab to fill.
@@ -170,7 +170,7 @@ class LocalDriver(Driver):
         self._first: TensorDictBase | None = None
 
     def decisions(self) -> dict[str, Decision]:
-        """Return the decisions of a `RunPlan` that are made here."""
+        """Return the decisions of a `RunPlan` on acting and stepping."""
         actor, masks = self.actor.decision, self._random.masking
         return {"acts": actor, "masks": masks, **self.stepped.decisions()}
 
@@ -196,11 +196,11 @@ class LocalDriver(Driver):
 
     @property
     def paused(self) -> bool:
-        """True if a signal's handler waits."""
+        """True if a signal handler waits."""
         return self.board[HALT] == PAUSE
 
     def go_on(self) -> None:
-        """Go on after the signal's handler was called."""
+        """Continue after the signal handler was called."""
         self.board[HALT] = 0
 
     def interruptible(self) -> AbstractContextManager[None]:
@@ -244,11 +244,11 @@ class LocalDriver(Driver):
                 self.stepped.step(at, at + 1)
                 if self.board[HALT]:
                     break
-        if place is not None and (filled := self.used) < stop:  # the rest is drawn again
+        if place is not None and (filled := self.used) < stop:  # the other actions are drawn again
             self._random.return_to(place, filled - start)
 
     def given_steps(self, start: int, stop: int, lanes: int) -> None:
-        """Fill slots ``[start, stop)``, whose actions are there; or a part of a single slot."""
+        """Fill slots ``[start, stop)``, which have their actions; or a part of a single slot."""
         if lanes < self.lanes:
             self.stepped.step_part(start, lanes)
         else:
@@ -291,7 +291,7 @@ class LocalDriver(Driver):
 
     @property
     def random_under_way(self) -> int:
-        """Steps with random actions that have not come back."""
+        """Number of steps with random actions that have not returned."""
         return self.stepped.random_under_way
 
     def ended(self, start: int, stop: int) -> Mask:
@@ -306,6 +306,6 @@ class LocalDriver(Driver):
 
 
 def _pause(board: memoryview) -> None:
-    """Let filling pause after the step under way, unless it ends there anyway."""
+    """Make filling pause after the step under way, unless it ends there."""
     if not board[HALT]:
         board[HALT] = PAUSE

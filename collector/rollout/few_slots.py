@@ -1,4 +1,4 @@
-"""Few slots at a time, filled for one call of the extension that stores their rows."""
+"""Fill few slots at a time for the C call that stores their rows."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
 class HeldRows:
-    """The rows of the last slot that open the next block.
+    """Transitions of the last slot that begin the next block.
 
-    The extension and Python code both change them: see `StepKernel.store_slots`.
+    Both the extension and Python change them: see `StepKernel.store_slots`.
     """
 
     def __init__(self, lanes: int) -> None:
@@ -26,27 +26,27 @@ class HeldRows:
 
     @property
     def lanes(self) -> NDArray[np.bool_] | None:
-        """Lanes that have one ``[lane]``; None if there is no row."""
+        """Lanes ``[lane]`` with a held row; None if no row is held."""
         return self.marks if self.counts.rows else None
 
     def hold(self, lanes: NDArray[np.bool_] | None) -> None:
-        """Hold rows of ``lanes`` from here on; None: of no lane."""
+        """Hold the rows of ``lanes``; None holds none."""
         self.counts.rows = 0 if lanes is None else int(np.count_nonzero(lanes))
         if lanes is not None:
             self.marks[:] = lanes
 
 
 class FewSlots:
-    """Fills slots after the held rows, and leaves it to the caller to count and store them.
+    """Fills slots after the held rows; the caller counts and stores them.
 
     Args:
         driver: fills them.
         policy: None draws random actions.
-        held: the held rows; they are in slot 0.
+        held: the held rows, which are in slot 0.
     """
 
     sound = True
-    """True if the rows of all slots that were filled last are sure to be transitions."""
+    """True if all rows of the slots filled last are certain to be transitions."""
 
     def __init__(self, driver: Driver, policy: Policy | None, held: HeldRows) -> None:
         self._driver, self._policy, self.held = driver, policy, held
@@ -55,20 +55,20 @@ class FewSlots:
         self.version = RANDOM_VERSION
         """The policy's version when the last slot was filled."""
         self._at: int | None = None
-        """The slot that the last call filled last; None if it filled none."""
+        """The last slot that the last call filled; None if it filled none."""
 
     @property
     def first(self) -> int:
-        """The first slot that no caller counted."""
+        """The first slot that was not counted."""
         return 1 if self.held.counts.rows else 0
 
     @property
     def has_rounded(self) -> bool:
-        """True if a reward that became another number is to be reported."""
+        """True if a rounded reward has to be reported."""
         return self.board[ROUNDED] > 0
 
     def table(self) -> bytes:
-        """Return the table of the slab: see `SlotRows.slab`. Its arrays are there as long as it."""
+        """Return the table of the slab (see `SlotRows.slab`), valid while this object lives."""
         slab, pending = self._slab, self._driver.pending
         words: list[Any] = in_order(
             "SLAB",
@@ -107,7 +107,7 @@ class FewSlots:
                 resets = self._resets_after(at)
 
     def _refresh(self, at: int) -> None:
-        """Step all lanes once, into slot ``at``, by a policy that may get newer weights."""
+        """Step all lanes once, into slot ``at``, by a policy that may load newer weights."""
         assert self._policy is not None
         self.version = self._policy.version
         self._slab.version[at] = self.version
@@ -115,15 +115,15 @@ class FewSlots:
         self.version = int(self._slab.version[at, 0])
 
     def write_version(self) -> None:
-        """Write the version of the last slot to the slab, if it is not there."""
+        """Write the version of the last slot to the slab, if the slab lacks it."""
         if self._at is not None and (self._policy is None or not self._policy.refreshes):
             self._slab.version[self._at] = self.version
 
     def make_ready(self) -> bool:
-        """Let the slab begin with the held rows, and count the lanes that are reset next.
+        """Move the held rows to slot 0, and count the lanes that are reset next.
 
-        The other rows were handed over. Return False, with nothing done, if a policy's run holds
-        rows with random actions, which have to be counted.
+        The other rows were handed over. If rows with random actions are held, which the loop has to
+        count, do nothing and return False.
         """
         driver, lanes, slab = self._driver, self.held.lanes, self._slab
         if lanes is not None and self._policy is not None:
@@ -144,11 +144,11 @@ class FewSlots:
 
 
 class FewSlotsOfWorkers(FewSlots):
-    """Asks workers for as many slots at once as are surely needed; see `FewSlots`."""
+    """A `FewSlots` that requests from workers as many slots at once as are certainly needed."""
 
     @property
     def has_rounded(self) -> bool:
-        """True if a reward that became another number is to be reported."""
+        """True if a rounded reward has to be reported."""
         return any(board[ROUNDED] > 0 for board in self._driver.boards)
 
     def fill(self, want: int) -> None:

@@ -1,8 +1,8 @@
-"""The lanes that a driver steps: their beginnings, observations, and results of steps.
+"""The lanes that a driver steps: resets, observations and results of steps.
 
-Actions are in the slab before a step. An environment over a `System` fills the slab itself
-(:class:`SystemLanes` here, `arriving.py` for lanes that come back in any order); the results of
-any other environment are copied (`copying.py`).
+The slab has the actions before a step. An environment over a `System` fills the slab itself
+(:class:`SystemLanes` here, `arriving.py` for lanes that return in any order). The results of any
+other environment are copied (`copying.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -28,25 +28,25 @@ from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
 
 LanesOfKey = Callable[[Key], torch.Tensor]
-"""Returns the lanes ``[lane]`` that act at random, as a column of a policy sees it."""
+"""Takes a column; returns the lanes ``[lane]`` in which random actions replaced the policy's."""
 
 
 @dataclass(slots=True)  # one a slot is made: frozen ones would take four times as long
 class Account:
-    """The outcome of the slots ``[start, stop)`` that a driver was asked to fill."""
+    """The outcome of slots ``[start, stop)`` that a driver filled."""
 
     slots: int
-    """Lanes of step calls that were made."""
+    """Number of lanes in the step calls that were made."""
     executed: int
     """The number of ``slots`` in which an environment executed an action."""
     transitions: Mask
-    """``[time, lane]``, the executed slots whose rows can be taken."""
+    """``[time, lane]``, the executed slots whose rows are complete."""
     ran: Mask | None = None
-    """``[time, lane]``, the slots that were stepped; None: all of the lanes asked for."""
+    """``[time, lane]``, the slots that were stepped; None if all requested lanes were."""
     lost: int = 0
-    """Transitions that a worker which failed took with it."""
+    """Transitions that were lost with a failed worker."""
     beyond: int = 0
-    """Transitions of other workers after the last slot that all lanes completed; in no batch."""
+    """Transitions of other workers after the last slot that all lanes completed; discarded."""
 
 
 class Lanes(ABC):
@@ -58,9 +58,9 @@ class Lanes(ABC):
     """
 
     fills_slab = False
-    """True if the environment writes to the slab, which has all observations and actions."""
+    """True if the environment writes observations to the slab and reads actions there."""
     pending: NDArray[np.bool_] | None = None
-    """``[lane]``, lanes whose next slot is a reset; None if none ever is, or ends do not tell."""
+    """``[lane]``, lanes whose next slot is a reset; None if none is, or if ends do not say so."""
 
     def __init__(self, env: EnvBase, slab: Slab) -> None:
         self.env, self.slab = env, slab
@@ -88,21 +88,21 @@ class Lanes(ABC):
         before: TensorDictBase | None = None,
         lanes: LanesOfKey | None = None,
     ) -> None:
-        """Carry on what a policy wrote beside actions; in ``lanes`` the values ``before`` it."""
+        """Carry the policy's outputs to the next step; restore ``before`` in ``lanes``."""
 
     @abstractmethod
     def step(self, start: int, stop: int) -> None:
-        """Step through slots ``[start, stop)``, whose actions are there."""
+        """Step through slots ``[start, stop)``, which have their actions."""
 
     @abstractmethod
     def step_part(self, at: int, lanes: int) -> None:
-        """Step the first ``lanes`` lanes only, in one slot; there may be none."""
+        """Step the first ``lanes`` lanes (perhaps none) in one slot."""
 
     @abstractmethod
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """Mark the slots in ``[start, stop)`` that are transitions ``[time, lane]``; once for each.
+        """Mark the slots in ``[start, stop)`` that are transitions ``[time, lane]``.
 
-        Only the first ``stepped`` lanes are read.
+        Call it once for each slot. Only the first ``stepped`` lanes are read.
         """
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
@@ -115,7 +115,7 @@ class Lanes(ABC):
 
     @property
     def random_under_way(self) -> int:
-        """Steps with random actions that have not come back."""
+        """Number of steps with random actions that have not returned."""
         return 0
 
     def upcoming(self) -> NDArray[np.bool_]:
@@ -131,7 +131,7 @@ class Lanes(ABC):
         return self.slab.columns[key].unbind(0)
 
     def seen_rows(self, key: Key) -> Sequence[torch.Tensor] | None:
-        """Return the slots of a column that the policy sees; None if it does not see this one."""
+        """Return the slots of a column that the policy sees; None if it does not see it."""
         return self.rows(key) if key in self.slab.flowing else None
 
 
@@ -148,7 +148,7 @@ class SystemLanes(Lanes):
         self.cursor = stepper.cursor(slab, board)
         self.writes = stepper.writes_to(self.cursor)
         self._steps: list[Callable[[], None] | None] = [None] * slab.slots
-        """A function for each slot that was stepped at once."""
+        """The function that steps each slot in one call, made at its first step."""
         self._tds: list[TensorDictBase] = []
         self._resets = ResetColumns.of(env, slab, self.cursor)
         self.all_are_transitions = not stepper.declares.has_reset_slots
@@ -172,7 +172,7 @@ class SystemLanes(Lanes):
         return self._tds[at]
 
     def step(self, start: int, stop: int) -> None:
-        """Step through slots ``[start, stop)``, whose actions are there."""
+        """Step through slots ``[start, stop)``, which have their actions."""
         cursor = self.cursor
         if self._resets is not None:
             self._resets.fill(start, stop)
@@ -207,7 +207,7 @@ class SystemLanes(Lanes):
             raise raised from error
 
     def _noted(self, error: BaseException) -> BaseException:
-        """Return the error to raise for that of a step, with a note of the actions."""
+        """Return the error to raise for a step's ``error``, with a note of the actions."""
         if isinstance(error, ENDS):
             error = stopped(error, self.stepper.system.first_lane)
         else:
@@ -235,7 +235,7 @@ class SystemLanes(Lanes):
         return ended
 
     def transitions(self, start: int, stop: int, stepped: int) -> Mask:
-        """Mark all slots apart from reset slots."""
+        """Mark all slots except reset slots."""
         if self.pending is None:
             return np.ones((stop - start, self.lanes), np.bool_)
         ended = self.ended(start, stop)
@@ -245,7 +245,7 @@ class SystemLanes(Lanes):
 
 
 def stopped(error: BaseException, first_lane: int = 0) -> Exception:
-    """Return the error of ours for a ``StopIteration`` that a step of an environment raised."""
+    """Return our error for a ``StopIteration`` that a step of an environment raised."""
     lane = lane_of(error)
     place = "" if lane is None else f" of lane {first_lane + lane}"
     return user_code.error(f"a step of the environment{place}", error)

@@ -1,18 +1,18 @@
-"""Ctrl-C, and other signals whose handlers may raise, only where nothing is half done.
+"""Defer signal handlers that may raise, Ctrl-C's among them, until nothing is half done.
 
-Python runs a signal's handler between any two instructions of the main thread. An exception from
-there, between the answer of a worker and the note that it came, would lose transitions in the
-middle of a trajectory whose later ones are stored. And a step that an exception interrupts cannot
-go on. So while a batch is made, handlers wait. While a :class:`pausable` environment or policy
-runs, the driver is asked to come to the end of the step, where the handlers are called
-(:func:`call_waiting`): after an exception of theirs the run can go on. In :class:`admitted` code
-they are called at once.
+Python runs a signal handler between any two instructions of the main thread. If a handler raised
+after a worker's answer arrived and before it was counted, transitions in the middle of a trajectory
+would be lost while later ones are stored. A step that an exception interrupts cannot continue
+either. So handlers are deferred while a batch is made. While a :class:`pausable` environment or
+policy runs, the driver is asked to finish the step, and the handlers are called after it
+(:func:`call_waiting`): the run can continue even if one of them raises. In :class:`admitted` code
+handlers are called immediately.
 
-Only `fast_collect` needs none of this: one call of the extension does all that must stay together.
+`fast_collect` needs none of this, because one C call does everything that must stay together.
 
-A stand-in takes the place of each handler, and lets it wait, from the first batch of a run to its
-end (:func:`keep_for`); between batches it passes signals on at once. Only Python's own handler of
-Ctrl-C comes back between batches: asyncio looks for it, and puts its own there.
+From the first batch of a run to its end (:func:`keep_for`), a stand-in replaces each handler. It
+defers signals during a batch, and forwards them between batches. Only Python's own handler of
+Ctrl-C is restored between batches, because asyncio looks for it and replaces it.
 """
 
 import os
@@ -31,15 +31,15 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SI
 _NUMBERS = (*map(int, _ENDS), int(signal.SIGALRM))
 """The signals by which people and clusters end or limit a computation."""
 _LIMITS = int(signal.SIGALRM)
-"""The signal by which code limits its own time; it catches the handler's exception."""
+"""The signal by which code limits its own time; that code catches the handler's exception."""
 _DEFAULT = signal.default_int_handler
 """Python's own handler of Ctrl-C."""
 _PATIENCE_SECONDS = 1.0
-"""Seconds after which a waiting signal is handled at any point of the program."""
+"""Seconds after which a deferred signal is handled wherever the program is."""
 
 
 class _Stand:
-    """A stand-in for a handler, which lets it wait."""
+    """A stand-in for a handler, which defers it."""
 
     __slots__ = ("handler",)
 
@@ -58,34 +58,34 @@ _runs: set[int] = set()
 _calling: dict[int, _Stand] = {}
 """Signals whose handlers are running."""
 _waiting: dict[int, tuple[_Stand, threading.Timer, list[None]]] = {}
-"""Signals that wait: stand-in, the timer that sends again, an item for each further arrival."""
+"""Deferred signals: stand-in, the timer that sends it again, an item for each further arrival."""
 _again: set[int] = set()
 """Signals that were sent again."""
 _main = main_thread().ident
 _holder: int | None = None
-"""The thread, always the main one, inside of :class:`deferred`."""
+"""The thread that is inside a :class:`deferred`, always the main one."""
 _admitting = False
 _pause: Callable[[], None] | None = None
-"""Asks the driver to come to the end of a step; None: admitted handlers are called at once."""
+"""Asks the driver to finish a step; None if admitted handlers are called immediately."""
 
-# Each change of these is one instruction, so that a handler's exception leaves them consistent.
+# Each of these changes in one instruction, so that a handler's exception leaves them consistent.
 
 
 class deferred:
-    """A context inside of which handlers wait; they are called at its end at the latest.
+    """A context that defers handlers until its end.
 
-    Handlers run in the main thread only: in another one this does nothing.
+    Handlers run in the main thread only: in another thread it does nothing.
     """
 
     __slots__ = ("_before", "_inner", "_outer")
 
     @property
     def is_left(self) -> bool:
-        """True once handlers wait no more for this context to end."""
+        """True once this context no longer defers handlers."""
         return not self._outer or _holder != get_ident()
 
     def __enter__(self) -> None:
-        """Let them wait."""
+        """Defer handlers."""
         global _holder, _admitting, _pause
         thread = get_ident()
         self._inner = thread == _holder
@@ -110,7 +110,7 @@ class deferred:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Call those of the signals that have arrived."""
+        """Call the handlers of the signals that have arrived."""
         global _holder, _admitting, _pause
         if self._inner:
             _admitting, _pause = self._before
@@ -127,14 +127,14 @@ class deferred:
 
 
 class admitted:
-    """Handlers are called at once inside of this, those that wait before it begins."""
+    """A context in which handlers are called immediately, also those that wait."""
 
     __slots__ = ("_before", "_mine")
 
     asks: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
-        """Call them from here on."""
+        """Call handlers immediately from here on."""
         global _admitting, _pause
         self._mine = get_ident() == _holder
         if not self._mine:
@@ -157,19 +157,19 @@ class admitted:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let them wait again."""
+        """Defer handlers again."""
         global _admitting, _pause
         if self._mine:
             _admitting, _pause = self._before
 
 
 class pausable(admitted):
-    """Handlers wait inside of this until there is :func:`call_waiting`, which is asked for.
+    """A context that defers handlers until :func:`call_waiting`, and asks for that call.
 
-    Those of SIGALRM are called at once.
+    Handlers of SIGALRM are called immediately.
 
     Args:
-        asks: is called, in the place of a handler, when one waits. It may raise.
+        asks: called instead of a handler when a signal arrives. It may raise.
     """
 
     __slots__ = ("asks",)
@@ -185,7 +185,7 @@ class pausable(admitted):
 
 
 def later() -> None:
-    """Do nothing; for :class:`pausable`: handlers wait until the context ends."""
+    """Do nothing: an ``asks`` of :class:`pausable` that defers handlers until the context ends."""
 
 
 def waits() -> bool:
@@ -194,15 +194,15 @@ def waits() -> bool:
 
 
 def are_deferred() -> bool:
-    """Return whether handlers wait now."""
+    """Return whether handlers are deferred."""
     return _holder is not None
 
 
 def keep_for(run: object) -> bool:
-    """Keep handlers where :class:`deferred`, inside of which this is called, has put them.
+    """Keep the stand-ins that :class:`deferred` installed, and return True.
 
-    They stay there until :func:`let_go`, or until ``run`` is dropped. Return False, with nothing
-    done, in a thread in which handlers do not wait.
+    They stay until :func:`let_go`, or until ``run`` is garbage-collected. In a thread that does not
+    defer handlers, do nothing and return False.
     """
     if get_ident() != _holder:
         return False
@@ -213,13 +213,13 @@ def keep_for(run: object) -> bool:
 
 
 def let_go(run: object) -> None:
-    """End :func:`keep_for` of ``run``; after the last run put handlers back. Idempotent."""
+    """End :func:`keep_for` of ``run``; restore handlers after the last run. Idempotent."""
     _forget(id(run))
 
 
 def _forget(run: int) -> None:
     _runs.discard(run)
-    # Another thread may not; a stand-in does no harm there until a signal or a batch comes.
+    # Another thread may not set handlers. A stand-in does no harm until a signal or batch comes.
     if _holder is None and get_ident() == _main:
         _restore()
 
@@ -239,7 +239,7 @@ def _install() -> None:
 
 
 def _restore() -> None:
-    """Put handlers back; while there are runs, only Python's own."""
+    """Restore handlers; while there are runs, only Python's own."""
     for number in (_CTRL_C,) if _runs else _NUMBERS:
         stand = _standing[number]
         if (
@@ -292,7 +292,7 @@ def _send_again(number: int, thread: int) -> None:
 
 
 def call_waiting(only: int | None = None) -> None:
-    """Call the handlers that wait, or ``only`` one; in the end raise the first exception."""
+    """Call the handlers that wait, or ``only`` one, then raise their first exception."""
     raised: BaseException | None = None
     for number, (stand, *_) in [*_waiting.items()]:
         if only not in (None, number):

@@ -1,4 +1,4 @@
-"""Columns of a slab that say what each trajectory began from, constant in its rows."""
+"""Columns with the reset options and seed of each trajectory, constant in its rows."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -13,14 +13,14 @@ from tallyroll.storage.rows.keys import Key
 
 
 class ResetColumns:
-    """Writes what the trajectories under way began from to the slots of a slab.
+    """Writes the reset options and seeds of the current trajectories to the slots of a slab.
 
-    Where a step resets lanes, their next slots get the next values.
+    If a step resets lanes, their next slots get the next values.
 
     Args:
         now: values ``[lane, ...]`` by their columns; their owner changes them.
         slab: has the columns.
-        cursor: its slot under way, where the environment fills the slab.
+        cursor: the current slot, if the environment fills the slab.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ResetColumns:
 
     @classmethod
     def of(cls, env: EnvBase, slab: Slab, cursor: Cursor | None = None) -> Self | None:
-        """Return those of ``env``, which tells of its resets from now on; None: it has none."""
+        """Return the reset columns of ``env``, which reports its resets from now on, or None."""
         base = system_of(env)
         resets = None if base is None else base.stepper.contexts.resets
         if resets is None:
@@ -43,7 +43,7 @@ class ResetColumns:
         return made
 
     def fill(self, start: int, stop: int) -> None:
-        """Write to the slots ``[start, stop)``, which are about to be stepped."""
+        """Write to slots ``[start, stop)``, which are about to be stepped."""
         self._stop = stop
         if stop == start + 1:
             for column, now in self._arrays:
@@ -53,7 +53,7 @@ class ResetColumns:
             column[start:stop] = now
 
     def begun(self, lanes: Sequence[int]) -> None:
-        """Write to those of the slots that follow the one under way in ``lanes``."""
+        """Write to the slots after the current one, in ``lanes``."""
         assert self._cursor is not None
         after, stop = self._cursor.at + 1, self._stop
         if after < stop:
@@ -62,7 +62,7 @@ class ResetColumns:
                     column[after:stop, lane] = now[lane]
 
     def put(self, at: int, lanes: NDArray[Any] | None = None) -> None:
-        """Write to the slot ``at``, whose rows are of ``lanes``; None: of every lane."""
+        """Write to slot ``at``, which has a row of each of ``lanes`` (None: of all lanes)."""
         if lanes is None:
             for to, values in self._columns:
                 to[at].copy_(values)

@@ -66,7 +66,7 @@ SLAB_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """The plan of a slab for an environment and a policy, and of the rows made of it."""
+    """The plan of a slab and of its rows, for an environment and a policy."""
 
     layout: SlabColumns
     extra: tuple[Key, ...]
@@ -91,24 +91,24 @@ class SlabPlan:
     inits: tuple[Key, ...] = ()
     """Columns that are True where a trajectory begins."""
     arrivals: int = 0
-    """Lanes of a slot that come back in any order; 0: every lane has a column of its own."""
+    """Rows of a slot if lanes return in any order; 0 if every lane has a column of its own."""
     flags: tuple[Key, ...] = ()
     """Done flags that the environment declares, by their names at the root.
 
-    Only in TorchRL's layout: in others there are none, and workers may differ in them.
+    Empty except in TorchRL's layout: otherwise workers may differ in them.
     """
     batched: bool = True
-    """True if the environment has a dimension of lanes, and in all layouts but TorchRL's."""
+    """False for an environment without a lane dimension in TorchRL's layout."""
     notes: tuple[str, ...] = ()
     """Warnings for users of the rows."""
     masks: tuple[MaskRule, ...] = ()
     """Masks of legal actions among the columns."""
     fault: str | None = None
-    """The way the environment falsifies ends of episodes, if TorchRL's layout lets it."""
+    """How the environment falsifies ends of episodes, which only TorchRL's layout accepts."""
     ticks: int | None = field(default=1, compare=False)
     """Simulator ticks of a transition, as the environment reports them; None: unknown."""
     spaces: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Spaces of observations and actions as JSON, by columns' names; workers may differ in them."""
+    """Spaces of observations and actions as JSON, by column names; workers may differ in them."""
 
     def executed(self, slab: Slab, start: int, stop: int, pending: NDArray[np.bool_]) -> Mask:
         """Mark the slots ``[start, stop)`` of ``slab`` that are transitions ``[time, lane]``.
@@ -122,9 +122,9 @@ class SlabPlan:
         return np.ones((stop - start, slab.lanes), np.bool_)
 
     def slots(self, lanes: int, frames: int, slabs: int = 1) -> int:
-        """Return slots enough for ``frames`` if every second one is a reset slot, within bounds.
+        """Return a number of slots for ``frames``, even if every second slot is a reset slot.
 
-        All ``slabs`` together take at most about `SLAB_BYTES`.
+        It is at most `MOST_SLOTS`, and ``slabs`` slabs take at most about `SLAB_BYTES`.
         """
         row = sum(
             torch.empty((), dtype=column.dtype).element_size() * int(np.prod(column.shape))
@@ -174,7 +174,7 @@ def plan_slab(
             "environment come back in any order; give one policy"
         )
     if policy is None or options.init_random_frames or policy.draws:
-        require_masks(env)  # of several policies one may draw in the trial
+        require_masks(env)  # one of several policies may draw in the trial
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type), streams_kept(several):
             if several is None:
@@ -231,7 +231,7 @@ def plan_slab(
 
 
 def _require_values(columns: SlabColumns, error: type[CollectorError], maker: str) -> None:
-    """Refuse columns of nothing, which no storage can hold."""
+    """Refuse columns without values, which no storage can hold."""
     for key, column in columns.items():
         if 0 in column.shape:
             raise error(
@@ -241,7 +241,7 @@ def _require_values(columns: SlabColumns, error: type[CollectorError], maker: st
 
 
 def _given(env: EnvBase) -> list[Key]:
-    """Observations that a policy of tensors may be given."""
+    """Return the observations that a policy of tensors may get."""
     base = system_of(env)
     infos = () if base is None else base.info_keys
     keys = map(as_key, env.observation_spec.keys(True, True))
@@ -258,10 +258,10 @@ def make_driver(
     board: memoryview,
     run_lanes: int | None = None,
 ) -> LocalDriver:
-    """The way of driving that ``plan`` was made for.
+    """Make the driver that ``plan`` was made for.
 
-    ``run_lanes`` are those of the run, for each of which ``rng`` draws, so that every process that
-    has an equal one draws the same; None: only for those of ``env``.
+    ``rng`` draws for each of ``run_lanes``, the lanes of the run, so that every process with an
+    equal ``rng`` draws the same; with None it draws only for the lanes of ``env``.
     """
     columns = plan.arrivals or None
     if POLICY_ID in plan.layout and isinstance(policy, SeveralPolicies):
@@ -280,7 +280,7 @@ def make_driver(
 
 
 def in_place_layout(env: SystemEnv) -> dict[Key, SlabColumn]:
-    """Columns that a :class:`SystemEnv` fills."""
+    """Return the columns that a :class:`SystemEnv` fills."""
     layout: dict[Key, SlabColumn] = {}
     for key in env.observation_keys:
         layout[key] = _column(env.observation_spec[key], 1)
@@ -303,14 +303,14 @@ def in_place_layout(env: SystemEnv) -> dict[Key, SlabColumn]:
 
 
 def reset_layout(env: EnvBase) -> dict[Key, SlabColumn]:
-    """Columns of what each trajectory began from, where resets are given anything."""
+    """Return the columns of reset options and seeds, if resets get any."""
     base = system_of(env)
     resets = None if base is None else base.stepper.contexts.resets
     return {} if resets is None else resets.layout
 
 
 def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
-    """Columns that any TorchRL environment returns, from its specs."""
+    """Return the columns that a TorchRL environment returns, from its specs."""
     lead = len(env.batch_size)
     flags = {as_key(key) for key in env.done_spec.keys(True, True)}
     for name, spec in env.observation_spec.items(True, True):
@@ -364,7 +364,7 @@ def nested_dones(env: EnvBase) -> tuple[Key, ...]:
 
 
 def init_columns(env: EnvBase, layout: SlabColumns) -> tuple[Key, ...]:
-    """Columns that say where a trajectory begins; trackers of ``env`` may have other names."""
+    """Return the columns that mark where a trajectory begins, under any name of a tracker."""
     trackers = (each for each in env.modules() if isinstance(each, InitTracker))
     names = {IS_INIT, *(each.init_key for each in trackers)}
     return tuple(
@@ -375,7 +375,7 @@ def init_columns(env: EnvBase, layout: SlabColumns) -> tuple[Key, ...]:
 
 
 def _batch_dims(env: EnvBase, layout: SlabColumns, policy: Policy | None) -> dict[Key, int]:
-    """Batch dimensions of the specs; of TensorDicts that the policy alone writes, its own."""
+    """Return the batch dimensions of nested TensorDicts, from the specs or from the policy."""
     lead = len(env.batch_size)
     known = {key[:depth] for key in layout for depth in range(len(key))}
     own = {} if policy is None else policy.batch_dims
@@ -385,7 +385,7 @@ def _batch_dims(env: EnvBase, layout: SlabColumns, policy: Policy | None) -> dic
 
 
 def _declared_dims(env: EnvBase) -> dict[Key, int]:
-    """The same of a :class:`SystemEnv`, without zeros: tensordict imports pandas for them."""
+    """Return those of a :class:`SystemEnv`, without zeros, for which tensordict imports pandas."""
     found: dict[Key, int] = {}
     for spec in (env.observation_spec, env.full_action_spec, env.full_done_spec):
         found |= _dims_of_spec(spec, ())

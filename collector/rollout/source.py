@@ -1,4 +1,4 @@
-"""Sources of transitions: a collector gets blocks of them, and the counts of what happened.
+"""Sources of transitions: they hand blocks of transitions, and their counts, to a collector.
 
 A collector asks its source for one block after the other::
 
@@ -38,25 +38,25 @@ Sound = Callable[[Slab, int], int]
 
 
 class Giver(Protocol):
-    """The owner of a block's memory; the slots stay as they are until the next block."""
+    """The owner of a block's memory, which is valid until the next block."""
 
     def given(self, block: "Block") -> None:
-        """Leave the block's rows to the collector, which copied them unless they are kept."""
+        """Hand the block over: the collector copied its rows, unless they are kept."""
 
 
 class Keeper(Protocol):
-    """An owner of memory that can leave slots as they are for longer."""
+    """An owner of memory that can keep slots for longer."""
 
     def keeps(self) -> bool:
-        """Return whether the slots stay as they are until :meth:`released`."""
+        """Return whether the slots stay valid until :meth:`released`."""
 
     def released(self) -> None:
-        """Take the slots back: the kept rows of the block are no longer needed."""
+        """Reuse the slots: the rows of the block are no longer needed."""
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """The transitions of a slab that enter the batch. Rows are in order of lanes."""
+    """The transitions of a slab that enter the batch, lane by lane."""
 
     slab: Slab
     used: int
@@ -103,9 +103,9 @@ class Block:
         return self.taken.reshape(-1).cumsum(dtype=np.int64)[at]
 
     def keep(self, more: bool) -> bool:
-        """Ask for the slots to be left until :meth:`release`; return whether they are.
+        """Keep the slots until :meth:`release`, and return True, if their owner can.
 
-        ``more``: another block will be asked for before.
+        ``more``: another block is requested before.
         """
         if self.keeper is None:
             return self.giver is None or not more
@@ -113,7 +113,7 @@ class Block:
         return self.kept
 
     def release(self) -> None:
-        """Give kept slots back to their owner."""
+        """Return kept slots to their owner."""
         if self.kept and self.keeper is not None:
             self.keeper.released()
         self.kept = False
@@ -171,15 +171,15 @@ class TransitionSource(Protocol):
         """Number of transitions that an entry counted and no block has; computed at each access."""
 
     def still(self) -> AbstractContextManager[Sequence[Held]]:
-        """Return a context without steps, after those under way; it has what no block has.
+        """Return a context in which no step is made; it has the transitions that no block has.
 
-        In the order in which that is going to be given; of a lane nothing else was executed.
+        They come in the order in which blocks will have them.
         """
 
     def drawn_ahead(self, openings: Openings) -> Counts:
-        """Return how many of several policies' random actions at the start are in no block.
+        """Return how many random actions at the start of several policies are in no block.
 
-        Those of steps under way are among them.
+        Those of steps under way count too.
         """
 
     @property
@@ -187,24 +187,24 @@ class TransitionSource(Protocol):
         """True if no more blocks will come: the run was stopped, or its episodes are complete."""
 
     def discard(self, rewards: Sequence[Key]) -> Discarded:
-        """Discard all transitions that are in no block; ``rewards`` are the columns to sum up."""
+        """Discard all transitions that are in no block, and sum their ``rewards`` columns."""
 
     def restart_lanes(self, ledger: Ledger) -> None:
-        """Reset every lane before its next slot; no transition may be held then.
+        """Reset every lane before its next slot; no transition may be held.
 
-        ``ledger`` says what was delivered, and so what is left of a budget.
+        ``ledger`` has the counts of stored transitions, which say what is left of a budget.
         """
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
-        """Yield, after an error, at most ``most`` complete transitions of the ``sound`` slots.
+        """Yield at most ``most`` complete transitions of the ``sound`` slots after an error.
 
-        The rest is discarded, and counted in the last entry at the latest.
+        The source discards the others, and counts them in the last entry at the latest.
         """
 
     def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
-        """Return, after an error, the slot whose actions an environment may have refused.
+        """Return the slot whose actions an environment may have refused, after an error.
 
-        The flags ``[lane]`` mark the lanes whose action it would have executed.
+        The flags ``[lane]`` mark the lanes whose actions would have been executed.
         """
 
     def stop(self) -> None:
@@ -212,7 +212,7 @@ class TransitionSource(Protocol):
 
     @property
     def paused(self) -> bool:
-        """True if blocks are shorter than they may be, because a signal's handler waits."""
+        """True if blocks are shorter than possible, because a signal handler waits."""
 
     def go_on(self) -> None:
-        """Go on after the handler was called; this may take :meth:`stop` back."""
+        """Continue after the handler was called; this may undo :meth:`stop`."""

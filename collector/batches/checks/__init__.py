@@ -1,1 +1,1 @@
-"""Checks of what blocks hold: values, ranges, final observations."""
+"""Checks of blocks: values, ranges, final observations."""

@@ -1,4 +1,4 @@
-"""Blocks of transitions whose values are as declared, or the fault that says which one is not."""
+"""Validate the values in blocks of transitions."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from tallyroll.storage.rows.keys import Key
 
 
 class CheckedBlocks:
-    """Takes blocks from a source, and refuses those with values that are not as declared.
+    """Takes blocks from a source, and raises if a value is outside its declared space.
 
     Args:
         run: counts the events of each block.
         rollout: the source.
         checks: of values.
         rewards: columns of rewards.
-        in_place: whether the policy sees what is in a slab.
+        in_place: True if the slab holds the policy's observations.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class CheckedBlocks:
         self._rewards, self._has_warned = rewards, False
 
     def take(self, want: int, raised: BaseException | None = None) -> Block:
-        """Return the next block; ``raised`` is what a fill raised before, and is raised here.
+        """Return the next block, or raise ``raised``, an exception of an earlier fill.
 
-        The fault of an action is raised in the place of what its step raised.
+        If a step raised because of a wrong action, the error of that action is raised instead.
         """
         try:
             if raised is not None:
@@ -57,19 +57,19 @@ class CheckedBlocks:
             raise
 
     def check(self, block: Block) -> None:
-        """Count the events of ``block``, and raise if its values are not as declared."""
+        """Count the events of ``block``, and raise if a value is outside its space."""
         post(self._run.ledger, block.entry)
         bad = self._checks.first_violation(block.slab, block.used, self._run.lanes)
         if bad is not None:
             raise bad.error
-        for board in getattr(self._rollout, "boards", ()):  # sources of other packages have none
+        for board in getattr(self._rollout, "boards", ()):  # third-party sources have none
             if board[ROUNDED] > 0:
                 self._warn_of_rounding(block, board)
 
     def _warn_of_rounding(self, block: Block, board: Any) -> None:
-        """Warn, once a run, of the reward on ``board``, if its row is in ``block``.
+        """Warn once a run of the rounded reward on ``board``, if its row is in ``block``.
 
-        The row may be one of a later block, or of none if it was discarded.
+        The row may be in a later block, or in none if it was discarded.
         """
         noted, slab = rounding_on(board), block.slab
         assert noted is not None
@@ -93,19 +93,19 @@ class CheckedBlocks:
             board[ROUNDED] = 0
 
     def sound(self, slab: Slab, used: int) -> int:
-        """Return how many of the first ``used`` slots have values as declared."""
+        """Return how many of the first ``used`` slots are valid."""
         bad = self._checks.first_violation(slab, used, self._run.lanes)
         return used if bad is None else bad.slot
 
     def _culprit_of(self, error: Exception) -> Exception | None:
-        """Return the fault of the action or mask for which a step raised ``error``, if it had one.
+        """Return the error of the wrong action or mask that made a step raise ``error``, or None.
 
-        ``error`` gets the step of its trajectory, if it lacks that.
+        Add the step of the trajectory to ``error`` if it lacks it.
         """
         refused, lanes = self._rollout.refused(), self._run.lanes
         if refused and isinstance(error, ValueRefused):
             self._checks.place(error, *refused[:2], lanes)
         acted = not raised_by_policy(error)
         if not acted and not self._in_place:
-            return None  # what the policy saw is not in the slab
+            return None  # the slab does not hold the policy's observations
         return self._checks.bad_action(*refused, lanes, acted=acted) if refused else None

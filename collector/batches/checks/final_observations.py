@@ -1,4 +1,4 @@
-"""Detection, while collecting, of environments that return first observations as final ones."""
+"""Detect environments that return the first observation of the next episode as the final one."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ from tallyroll.storage.trajectories.self_resets import (
 
 
 class FinalsWarning(UserWarning):
-    """Final observations look as if the environment reset itself, and that is not certain."""
+    """Final observations look as if the environment reset itself; this is not certain."""
 
 
 class FinalsWatch:
-    """A watch of the rows of a run until it is decided whether its environment resets itself.
+    """Compares rows of a run until it is decided whether the environment resets itself.
 
     Args:
-        lanes: the lanes that are made here, numbered over the run.
+        lanes: the lanes of this collector, numbered over the run.
         keys: observations, at the root and under ``"next"``, that distinguish states; if there
             are none, nothing is compared.
         valid: columns that mark lost next observations of agents.
@@ -45,7 +45,7 @@ class FinalsWatch:
         return self._resets is not None and self._resets.curious
 
     def look(self, part: Part | SlabPart) -> None:
-        """Compare the rows of ``part``, which follow those of the call before."""
+        """Compare the rows of ``part``, which follow those of the last call."""
         if self._resets is None:
             return
         step, ended = _flat(part, STEP), _flat(part, DONE)
@@ -66,20 +66,20 @@ class FinalsWatch:
             self._resets, self.looks = None, False
 
     def _valid_of(self, part: Part | SlabPart) -> NDArray[np.bool_] | None:
-        """Return which rows have all of their next observation; None: all have."""
+        """Return the rows with a complete next observation; None if all have one."""
         found = [part.array(key) for key in (NEXT_VALID, *self._valid) if key in part]
         each = [column.reshape(len(column), -1).all(axis=1) for column in found]
         return np.logical_and.reduce(each) if each else None
 
     def forget(self, lanes: NDArray[np.bool_]) -> None:
-        """Forget the last rows of ``lanes``, flags of all of the run: no next ones follow them."""
+        """Drop the last rows of ``lanes`` (marks of all lanes), which have no successor."""
         if self._resets is not None:
             self._resets.forget(lanes[self._lanes.start : self._lanes.stop])
 
     def require_true(self, committed: Callable[[], str]) -> None:
-        """Raise if the environment resets itself; warn, once, if it may.
+        """Raise if the environment resets itself; warn once if it may.
 
-        ``committed`` says which rows of the run are stored already.
+        ``committed`` returns a sentence that says which rows of the run are stored.
 
         Raises:
             SilentReset: it resets itself.
@@ -94,7 +94,7 @@ class FinalsWatch:
             warnings.warn(f"{_seen(resets)}. {_UNCERTAIN}", FinalsWarning, stacklevel=2)
 
     def warn_at_end(self, committed: Callable[[], str]) -> None:
-        """Warn if too few episodes ended to be certain, and all point to a self-reset."""
+        """Warn if all ends of episodes point to a self-reset, but are too few to be certain."""
         resets, self._resets, self.looks = self._resets, None, False
         if resets is not None and resets.likely:
             text = f"{_seen(resets)}; these are too few to be certain. {_WAY_OUT}. {committed()}"

@@ -1,4 +1,4 @@
-"""Values that an environment declared, by column."""
+"""The ranges of values that an environment declares, by column."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ class Range:
     high: NDArray[Any]
     by_policy: bool
     first_lane: int | None = None
-    """Number of the first lane if the bounds are ``[lane, ...]``; None: all lanes are alike."""
+    """Number of the first lane if the bounds are ``[lane, ...]``; None if all lanes are alike."""
 
     def within(self, slab: Slab) -> "Range":
         """Return the range of the lanes of ``slab``."""
@@ -48,7 +48,7 @@ class Range:
         return self.by_policy and self.low.dtype.kind == "f"
 
     def numbers(self) -> "Range":
-        """Return the range of all numbers that a policy may give, however far it explores."""
+        """Return the range of all numbers, for a policy that explores beyond the bounds."""
         most = np.finfo(self.low.dtype).max
         low, high = (
             np.where(np.isfinite(b), s * most, b) for b, s in ((self.low, -1), (self.high, 1))
@@ -57,7 +57,7 @@ class Range:
         return Range(self.key, low.astype(kind), high.astype(kind), True, self.first_lane)
 
     def or_(self, other: "Range") -> "Range":
-        """The least range that holds both."""
+        """Return the smallest range that contains both."""
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
         return Range(self.key, low, high, self.by_policy)
 
@@ -79,7 +79,7 @@ class Range:
         return Range(self.key, low, high, self.by_policy, self.first_lane)
 
     def bad(self, values: NDArray[Any]) -> NDArray[np.bool_] | None:
-        """Return marks ``[time, lane]`` of values outside, or None if all are inside."""
+        """Return marks ``[time, lane]`` of values out of range, or None if all are in range."""
         if not values.size:
             return None
         if self.holds(values):
@@ -94,13 +94,13 @@ class Range:
 
     @cached_property
     def _within(self) -> tuple[Any, Any]:
-        """The bounds that every entry has."""
+        """The bounds that all entries share."""
         return self.low.max(), self.high.min()
 
     def holds(self, values: NDArray[Any]) -> bool:
-        """Return whether all ``values`` are within bounds that all entries share; the fastest way.
+        """Return whether all ``values`` are within bounds that all entries share (fast path).
 
-        A NaN becomes lowest and highest. The second look at a piece finds it in the cache.
+        A NaN becomes both minimum and maximum. The second pass over a piece finds it in the cache.
         """
         low, high = self._within
         is_below = high < np.inf
@@ -116,14 +116,14 @@ class Range:
 
 
 def values_of(slab: Slab, key: Key, start: int, stop: int) -> NDArray[Any]:
-    """A column ``[time, lane, ...]`` from slot ``start`` to ``stop``."""
+    """Return a column ``[time, lane, ...]`` from slot ``start`` to ``stop``."""
     if key in slab.flat:
         return slab.array(key)[start:stop]
     return np.asarray(slab.columns[key][start:stop].cpu().numpy())
 
 
 def _extremes(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Lowest and highest entry over time and lane; NaN where there is one."""
+    """Return the minimum and maximum over time and lane; NaN if there is one."""
     rows = values.reshape(-1, *values.shape[2:])
     # NumPy reduces wide rows many times faster than narrow ones: fold 64 rows into one.
     whole = len(rows) - len(rows) % _FOLD
@@ -138,12 +138,12 @@ _CACHED_NBYTES = 2**19
 
 
 def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool, first_lane: int = 0) -> list[Range]:
-    """The ranges that the specs of ``env`` declare, for the columns of its slab.
+    """Return the ranges that the specs of ``env`` declare for the columns of its slab.
 
     Args:
         env: batch size ``[]`` or ``[lanes]``.
-        policy: whether actions come from a policy and have to be checked too.
-        lost_finals: NaN marks final observations that are lost, which is no violation.
+        policy: True if actions come from a policy and are checked too.
+        lost_finals: True if NaN marks lost final observations, and is no violation.
         first_lane: the number of the first lane in the run.
     """
     found: list[Range] = []
@@ -167,7 +167,7 @@ def ranges_of(env: EnvBase, *, policy: bool, lost_finals: bool, first_lane: int 
 
 
 def _bounds_of_lanes(spec: TensorSpec) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """Lowest and highest values ``[lane, ...]``; None where all lanes have the same."""
+    """Return the bounds of each lane ``[lane, ...]``; None if all lanes have the same."""
     if not isinstance(spec, Bounded) or type(spec) is Categorical or spec.dtype is torch.bfloat16:
         return None
     low, high = (bound.cpu().numpy() for bound in (spec.low, spec.high))
@@ -177,7 +177,7 @@ def _bounds_of_lanes(spec: TensorSpec) -> tuple[NDArray[Any], NDArray[Any]] | No
 
 
 def _bounds(spec: TensorSpec, lead: int) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """Lowest and highest value of a column, or None where every value is allowed."""
+    """Return the bounds of a column, or None if every value is allowed."""
     if spec.dtype is torch.bfloat16 or spec.dtype.is_complex or spec.dtype is torch.bool:
         return None
     kind = torch.zeros(0, dtype=spec.dtype).numpy().dtype

@@ -1,4 +1,4 @@
-"""Checks of values against the spaces that the environment declared, by whole columns."""
+"""Check whole columns against the spaces that the environment declares."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +26,13 @@ class OutOfRangeWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Violation:
-    """The first value, in slot order, that is not as declared."""
+    """The first value, in slot order, outside its declared space."""
 
     slot: int
     what: str
     check: "Range | MaskRule"
     can_pass: bool
-    """True if ``validate`` decides whether it passes."""
+    """True if ``validate`` decides whether the run accepts it."""
 
     @property
     def error(self) -> Exception:
@@ -50,7 +50,7 @@ class RangeChecks:
         ranges: what is allowed; see :func:`ranges_of`.
         validate: see :data:`Validate`.
         masks: of legal actions.
-        at_random: some actions are drawn, and keep to masks; what a policy does is its own affair.
+        at_random: True if some actions are drawn, for which masks must be valid.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class RangeChecks:
         self._within: dict[Slab, list[Range]] = {}
         """The ranges of the lanes of each slab."""
         self.eased = 0
-        """Number of times that a violation was let pass from then on, which changed all tables."""
+        """Number of times that a kind of violation was accepted, which changes all tables."""
 
     def first_violation(self, slab: Slab, used: int, state: LaneState) -> Violation | None:
-        """The earliest transition in the first ``used`` slots that is not as declared."""
+        """Return the first violation in the first ``used`` slots, or None."""
         if not used:
             return None
         few = self._slot_checks.get(slab) or self._of_slots(slab)
@@ -96,9 +96,9 @@ class RangeChecks:
         return checks.table if checks.fit else None
 
     def masks_of(self, slab: Slab, used: int) -> Callable[[], bool] | None:
-        """Return a quick check of the masks in the first ``used`` slots; None: none is checked.
+        """Return a fast check of the masks in the first ``used`` slots; None if none is checked.
 
-        If it returns False, :meth:`first_violation` looks closer.
+        If the check returns False, call :meth:`first_violation`.
         """
         if not self._masks:
             return None
@@ -127,7 +127,7 @@ class RangeChecks:
         return found
 
     def _passes(self, found: Violation) -> bool:
-        """Return whether ``found`` and all violations like it are kept from here on."""
+        """Return whether the run accepts ``found`` and later violations of the same kind."""
         if not found.can_pass or self._validate not in ("noise", "warn"):
             return False
         if self._validate == "warn":
@@ -152,10 +152,10 @@ class RangeChecks:
         *,
         acted: bool = True,
     ) -> Exception | None:
-        """The fault of the actions in ``slot``, or of their masks, where a step of it raised.
+        """Return the error of an action or mask in ``slot``, whose step raised, or None.
 
-        ``acting`` are the lanes ``[lane]`` whose action the environment would have executed; the
-        slot has no actions yet unless ``acted``.
+        ``acting`` marks the lanes ``[lane]`` whose action would have been executed. The slot has
+        actions only if ``acted``.
         """
         for check in (each.within(slab) for each in self._declared) if acted else ():
             if check.by_policy and slot < slab.slots and slab.columns[check.key].dtype.is_signed:
@@ -169,9 +169,9 @@ class RangeChecks:
 
     @staticmethod
     def place(error: ValueRefused, slab: Slab, slot: int, state: LaneState) -> None:
-        """Let ``error``, which a step raised in ``slot``, say the step of its trajectory.
+        """Add the step of the trajectory to ``error``, which a step raised in ``slot``.
 
-        A worker may be slots ahead of what all have filled: then it is not known.
+        If a worker is ahead of the slots that all have filled, the step is unknown.
         """
         if error.lane is None or error.step is not None or slab.lane is not None:
             return
@@ -220,9 +220,9 @@ def _seen_before(ranges: Sequence[Range]) -> set[Key]:
 
 
 def _new_in(slab: Slab, used: int) -> tuple[NDArray[np.intp], ...]:
-    """Return slots and lanes whose observation was not under "next" in the slot before.
+    """Return the slots and lanes whose observation was not under "next" in the slot before.
 
-    These are the first ones, those that a reset returned, and those that follow no transition.
+    These are first observations, results of resets, and those that follow no transition.
     """
     new = np.ones((used, slab.lanes), np.bool_)
     new[1:] = ended_in(slab, 0, used - 1) | ~slab.transitions[: used - 1]
@@ -232,7 +232,7 @@ def _new_in(slab: Slab, used: int) -> tuple[NDArray[np.intp], ...]:
 def _bad_at(
     check: Range, values: NDArray[Any], at: tuple[NDArray[np.intp], ...]
 ) -> NDArray[np.bool_] | None:
-    """Return `Range.bad` of some slots and lanes; quicker if these are few."""
+    """Return `Range.bad` of some slots and lanes, which is faster if these are few."""
     if check.first_lane is not None or 2 * len(at[0]) > values.shape[0] * values.shape[1]:
         return check.bad(values)
     some = check.bad(values[at][None])
@@ -244,7 +244,7 @@ def _bad_at(
 
 
 def _of_numbers(ranges: Sequence[Range]) -> list[Range]:
-    """Return the checks that remain if values may be outside: actions are numbers."""
+    """Return the checks that remain if values may be out of range: actions are numbers."""
     return [each.numbers() for each in ranges if each.has_noise]
 
 
@@ -266,7 +266,7 @@ def _violation(check: Range, slab: Slab, slot: int, lane: int, state: LaneState)
 def _marks(
     rule: MaskRule, slab: Slab, start: int, stop: int
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """The mask and, where agents have one, which of them act ``[time, lane, ...]``."""
+    """Return the mask and, if agents have one, which of them act ``[time, lane, ...]``."""
     live = None if rule.live is None else values_of(slab, rule.live, start, stop)
     return values_of(slab, rule.mask, start, stop), live
 
@@ -291,7 +291,7 @@ def _fault_of(
     *,
     acted: bool,
 ) -> Exception | None:
-    """Return the fault of a mask, or of an action that it forbids, in a slot that raised."""
+    """Return the error of a mask, or of an action that it forbids, in a slot that raised."""
     marks, live = _marks(rule, slab, slot, slot + 1)
     wrong, wanted = rule.wrong(marks, live)
     if (wrong := wrong[0] & acting).any():
@@ -314,12 +314,12 @@ def _fault_of(
 
 
 def _exact(number: Any) -> str:
-    """A number in few digits, an integer in all of them."""
+    """Return a number in few digits, or an integer in all of its digits."""
     return f"{number:g}" if np.asarray(number).dtype.kind == "f" else str(number)
 
 
 def step_of(slab: Slab, slot: int, lane: int, state: LaneState) -> int:
-    """Step within its trajectory of the transition at ``slot`` and ``lane``."""
+    """Return the step within its trajectory of the transition at ``slot`` and ``lane``."""
     before = slab.transitions[:slot] & slab.of_lane(slot, lane)
     ends = np.nonzero((before & ended_in(slab, 0, slot)).any(axis=1))[0]
     count = before.sum(axis=1)

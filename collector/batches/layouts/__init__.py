@@ -1,1 +1,1 @@
-"""Layouts: how stored rows are laid out as the batch that is yielded."""
+"""Layouts of the batches that are yielded."""

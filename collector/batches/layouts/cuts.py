@@ -1,4 +1,4 @@
-"""Marks of the ends and beginnings of trajectories in batches; stored rows have none. Pure.
+"""Mark ends and beginnings of trajectories in batches; stored rows have no such marks. Pure.
 
 Value estimators step through time by ``done``: by the one at the root, or by that of a group of
 agents. So each of them is True at the last row that a batch has of a trajectory. At the root that
@@ -24,7 +24,7 @@ Rows = dict[Key, torch.Tensor]
 
 @dataclass(frozen=True)
 class OwnFlags:
-    """The environment's own flags in rows where a batch has others.
+    """The environment's own flags of rows whose flags a batch changed.
 
     ``traj_ids`` and ``step`` are those of all rows ``[row]``, ``at`` the rows that differ
     ``[mark]``.
@@ -37,7 +37,7 @@ class OwnFlags:
     """``[mark, ...]``, by key."""
 
     def put_into(self, rows: Rows) -> None:
-        """Replace the flags of those rows, wherever they are in ``rows`` ``[row]``.
+        """Restore the flags of these rows at their places in ``rows`` ``[row]``.
 
         Raises:
             ArgumentError: the rows cannot be identified, or a flag has another shape.
@@ -80,7 +80,7 @@ def _numbers(column: torch.Tensor) -> NDArray[np.int64]:
 
 
 def last_rows(rows: Rows) -> NDArray[np.bool_]:
-    """Return marks ``[row]`` of the last rows of trajectories, which come one after the other."""
+    """Return marks ``[row]`` of the last rows of trajectories, which are contiguous."""
     ids = rows[TRAJ_IDS].numpy()
     last = np.ones(len(ids), np.bool_)
     np.not_equal(ids[1:], ids[:-1], out=last[:-1])
@@ -88,7 +88,7 @@ def last_rows(rows: Rows) -> NDArray[np.bool_]:
 
 
 def first_rows(rows: Rows) -> NDArray[np.bool_]:
-    """``[row]``: no row of the same trajectory comes before."""
+    """Return marks ``[row]`` of the first rows of trajectories."""
     return np.roll(last_rows(rows), 1)
 
 
@@ -117,7 +117,7 @@ def _or(flag: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def own_flags(rows: Rows, dones: Sequence[Key], inits: Sequence[Key]) -> list[OwnFlags]:
-    """Copies of what a batch has otherwise, but for the done of the root."""
+    """Return copies of the flags that a batch changes, except ``done`` at the root."""
     marked = (last_rows, dones), (first_rows, inits)
     return [_own(rows, np.flatnonzero(find(rows)), keys) for find, keys in marked if keys]
 
@@ -132,7 +132,7 @@ def without_cuts(rows: Mapping[Key, torch.Tensor], own: Sequence[OwnFlags] = ())
     """Restore the environment's own flags, and drop columns that describe the batch.
 
     Raises:
-        ArgumentError: rows that a postproc changed so that ``own`` has no place in them.
+        ArgumentError: a postproc changed the rows so that flags cannot be restored.
     """
     cut = rows[CUT].reshape(-1, 1)
     kept = {key: column for key, column in rows.items() if key != CUT}

@@ -1,4 +1,4 @@
-"""Rows as they are stored, and the batch that is yielded of them."""
+"""Lay rows out for a storage, for a replay buffer, and as a batch."""
 
 from typing import NamedTuple
 
@@ -26,28 +26,28 @@ from tallyroll.storage.rows.keys import CUT, DONE, LANE, TRAJ_IDS, as_key, spell
 
 
 class LaidOut(NamedTuple):
-    """Rows to be stored, and the batch of them."""
+    """Rows to store, and the batch to yield."""
 
     rows: Rows
     large: Columns
-    """Further columns, which only a storage gets."""
+    """Large columns that only a storage gets."""
     shaped: list[TensorDictBase] | None
-    """Batches that a replay buffer gets in the place of ``rows``; None: it gets these."""
+    """Batches that a replay buffer gets instead of ``rows``; None if it gets ``rows``."""
     behind: Shapes
     """The batch size after the rows of each nested TensorDict that has one."""
     batch: TensorDictBase | None
-    """None if no batch is wanted."""
+    """None if no batch is yielded."""
 
 
 class LayingOut:
-    """Lays rows out for a storage, for a replay buffer, and as they are yielded.
+    """Lays rows out for a storage, for a replay buffer, and as batches.
 
     Args:
         options: of the run.
         source: makes rows of blocks.
-        lanes: the lanes that are made here, numbered over the run.
-        writer: where rows are stored.
-        torchrl: lays batches out where ``layout="torchrl"``.
+        lanes: the lanes of this collector, numbered over the run.
+        writer: stores the rows.
+        torchrl: lays batches out for ``layout="torchrl"``.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class LayingOut:
         self._options, self._source, self._lanes = options, source, lanes
         self.torchrl = torchrl
         self._shapes = torchrl is not None and writer.shapes
-        """True if a TorchRL buffer gets batches as they are laid out."""
+        """True if a TorchRL buffer gets batches in the layout of the run."""
         if torchrl is not None and self._shapes:
             items = options.postproc is None and writer.makes_items(torchrl.dims)
             torchrl.require_rectangles(items)
         self.arranges = options.layout.name != "rows"
-        """True if batches are not laid out as one row after the other."""
+        """True if batches have another layout than one row after the other."""
         self.marks = torchrl is None
         """True if done flags are True at the last row of a trajectory in a batch."""
         self.inits = source.plan.inits if torchrl is None else ()
@@ -82,7 +82,7 @@ class LayingOut:
         )
 
     def of(self, part: Part, flags: Flags, *, yields: bool) -> LaidOut:
-        """Lay ``part`` out; no batch is made unless it ``yields`` one."""
+        """Lay ``part`` out, with a batch if ``yields``."""
         rows, large = self._parted(part)
         shaped = None
         if self.torchrl is not None and self._shapes:
@@ -91,7 +91,7 @@ class LayingOut:
         return LaidOut(rows, large, shaped, self._source.behind, batch)
 
     def arranged(self, batch: TensorDictBase, flags: Flags) -> TensorDictBase:
-        """Return ``batch``, rows one after the other, in the layout of the run."""
+        """Return the rows of ``batch`` in the layout of the run."""
         if self.torchrl is not None:
             return self.torchrl(batch, flags)
         if self._options.layout.name == "lanes":
@@ -99,7 +99,7 @@ class LayingOut:
         return split_trajectories(batch) if self._options.layout.name == "trajectories" else batch
 
     def _parted(self, part: Part) -> tuple[Rows, Columns]:
-        """Return the rows that are yielded, and the large columns that are only stored."""
+        """Return the rows to yield, and the large columns that are only stored."""
         if not self._source.large:
             return part.rows, {}
         rows = dict(part.rows)
@@ -107,7 +107,7 @@ class LayingOut:
             copied = {key: rows.pop(key) for key in self._source.large if key in rows}
             return rows, {**part.large, **copied}
         if part.large:
-            # Memory that was used before costs a fifth of new memory.
+            # Reused memory costs a fifth of new memory.
             arrays = self._pool.arrays((len(part),))
             for (key, gathered), array in zip(part.large.items(), arrays, strict=True):
                 gathered.copy_to(array)
@@ -122,10 +122,10 @@ class LayingOut:
 
 
 class Processing(LayingOut):
-    """Lays rows out that ``postproc`` is applied to before they are stored and yielded.
+    """Applies ``postproc`` to rows before they are stored and yielded.
 
     Args:
-        postproc: is given a batch.
+        postproc: takes a batch.
         options, source, lanes, writer, torchrl: as for `LayingOut`.
     """
 
@@ -147,7 +147,7 @@ class Processing(LayingOut):
         """Lay out the result of the postproc, which always gets a batch.
 
         Raises:
-            ArgumentError: it lacks rows or columns that are stored.
+            ArgumentError: the result lacks rows or columns that are stored.
         """
         rows, _ = self._parted(part)
         own = own_flags(rows, self._marked, self.inits) if self._stores else []
@@ -178,7 +178,7 @@ class Processing(LayingOut):
 
 
 def _require_rows(stored: TensorDictBase, count: int) -> None:
-    """Refuse what a postproc returned unless it has ``count`` rows, and their numbers."""
+    """Refuse the result of a postproc unless it has ``count`` rows, and their numbers."""
     if not isinstance(stored, TensorDictBase) or stored.batch_size != torch.Size([count]):
         got = list(getattr(stored, "batch_size", [])) or type(stored).__name__
         raise ArgumentError(f"postproc: expected a TensorDict of batch size [{count}], got {got}")

@@ -1,4 +1,4 @@
-"""Batches of few slots, laid out at once from the columns of a slab."""
+"""Lay out batches of few slots from the columns of a slab."""
 
 from array import array
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ require_names("MARKS", MARKS)
 
 
 class SmallBatches:
-    """Lay rows of a slab out as they are yielded, with marks of cuts.
+    """Lays rows of a slab out as batches, with marks of cuts.
 
     Args:
         table: the columns.
         keys: keys of the yielded columns, in their order.
         dones: done keys below the root, which are also True at the last row of a trajectory.
         behind: further batch dimensions of nested TensorDicts, parents first.
-        marks: whether done is True at such last rows.
+        marks: True if done is True at these last rows.
         inits: keys that are also True at the first row of a trajectory.
     """
 
@@ -64,7 +64,7 @@ class SmallBatches:
         return table_of([*words, *_copy(0, 1, "cut")])
 
     def empty(self, count: int) -> tuple[bytes, Any, TensorDict]:
-        """Return a batch of ``count`` rows, any values, for `StepKernel.store_slots` to fill."""
+        """Return an uninitialised batch of ``count`` rows, which `StepKernel.store_slots` fills."""
         arrays, room = self._pool.room((count,))
         tensors = list(map(torch.from_numpy, arrays))
         if room.words is None:
@@ -91,7 +91,7 @@ class SmallBatches:
         index = part.index
         kernel = self._kernel
         if kernel is None:
-            for to, column in zip(arrays, self._columns, strict=False):  # the last one is of cuts
+            for to, column in zip(arrays, self._columns, strict=False):  # the last one marks cuts
                 some = slice(index.start, index.stop) if isinstance(index, range) else index
                 to[...] = column[some]
             return

@@ -1,1 +1,1 @@
-"""Rows of a batch: gathered from a slab, or numbered where they lie."""
+"""Rows of a batch: gathered from a slab, or numbered in place."""

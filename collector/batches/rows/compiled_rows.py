@@ -1,4 +1,4 @@
-"""Rows that lie in a slab, and that the extension numbers."""
+"""Rows in the memory of a slab that the extension numbers."""
 
 from collections.abc import Iterable
 from itertools import chain

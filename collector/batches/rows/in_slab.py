@@ -1,4 +1,4 @@
-"""Rows that a storage copies from the memory of a slab, and small batches made there."""
+"""Store rows, and lay out small batches, from the memory of a slab."""
 
 from tensordict import TensorDictBase
 
@@ -16,13 +16,13 @@ from tallyroll.storage.engine.columns import FixedRows
 
 
 class InSlab:
-    """Stores rows that stay in their slab, and lays small batches out from there.
+    """Stores rows that stay in their slab, and lays small batches out from it.
 
     Args:
         source: makes rows of blocks.
-        run: its storage copies them from a slab.
-        laying_out: knows what is yielded.
-        batches: whether small batches are laid out from a slab too.
+        run: the run, whose storage copies them.
+        laying_out: the layout of batches.
+        batches: True if small batches are laid out from a slab too.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class InSlab:
         self._small: dict[SlabRows, SmallBatches] = {}
 
     def takes(self, block: Block, *, yields: bool) -> bool:
-        """Return whether the rows of ``block`` stay in their slab, and are not gathered first."""
+        """Return whether the rows of ``block`` stay in their slab instead of being gathered."""
         return not yields or block.used <= self._most_slots
 
     def table_of(self, slab: Slab) -> SlabRows:
@@ -67,7 +67,7 @@ class InSlab:
         return batch if self._device is None else batch.to(self._device)
 
     def batches_of(self, table: SlabRows) -> SmallBatches:
-        """Return what lays rows of ``table`` out."""
+        """Return the `SmallBatches` of ``table``."""
         batches = self._small.get(table)
         if batches is None:
             laying_out, source = self._laying_out, self._source

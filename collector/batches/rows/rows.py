@@ -1,4 +1,4 @@
-"""From a filled slab to rows: gather, number, check, mark the cuts."""
+"""Gather rows from a filled slab, and number them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -67,15 +67,15 @@ class Part:
         return key in self.rows or key in self.large
 
     def array(self, key: Key) -> NDArray[Any]:
-        """A small column ``[row, ...]``, for a look."""
+        """Return a small column ``[row, ...]``; read only."""
         return np.asarray(self.rows[key].cpu().numpy())
 
     def column(self, key: Key) -> NDArray[Any]:
-        """A column ``[row, ...]``, copied if its rows are still in the slab."""
+        """Return a column ``[row, ...]``, copied if its rows are still in the slab."""
         return np.asarray(self.large[key]) if key in self.large else self.array(key)
 
     def at(self, key: Key, where: NDArray[np.intp]) -> NDArray[Any]:
-        """Entries of a column that has one number a row."""
+        """Return entries of a column that has one number a row."""
         return self.array(key).reshape(-1).take(where)
 
     def taker(self, key: Key) -> tuple[Callable[[NDArray[np.intp]], NDArray[Any]], int]:
@@ -84,11 +84,11 @@ class Part:
         return partial(_taken, column), column.nbytes // max(1, len(column))
 
     def first(self, count: int) -> "Part":
-        """The first rows of the small columns."""
+        """Return the first rows of the small columns."""
         return Part({key: column[:count] for key, column in self.rows.items()}, {})
 
     def split(self, count: int) -> "tuple[Part, Part]":
-        """The first rows, and the rest, which is copied from the slab."""
+        """Return the first rows and the rest, which is copied from the slab."""
         some, more = slice(None, count), slice(count, None)
         first, rest = (
             Part(
@@ -101,7 +101,7 @@ class Part:
         return first, rest
 
     def settle(self) -> None:
-        """Copy the rows that are still in the slab, which will be overwritten."""
+        """Copy the rows that are still in the slab, before it is overwritten."""
         for key, gathered in self.large.items():
             array = np.asarray(gathered)
             self.large[key] = RowRefs([array], np.arange(len(array)))
@@ -109,13 +109,13 @@ class Part:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Makes rows of the slabs of a plan."""
+    """Makes rows from the slabs of a plan."""
 
     plan: SlabPlan
 
     @cached_property
     def large(self) -> tuple[Key, ...]:
-        """Columns whose rows are large; rewards and flags, which are looked at, are not among."""
+        """Columns with large rows, without rewards and flags, which the run loop reads."""
         looked_at = {*self.plan.rewards, *self.plan.dones, DONE, TERMINATED, TRUNCATED}
         return tuple(
             key
@@ -126,7 +126,7 @@ class RowSource:
 
     @cached_property
     def unobserved(self) -> tuple[Key, ...]:
-        """Columns that look like observations, at the root and under ``"next"``, and are none."""
+        """Columns at the root and under ``"next"`` that are no observations."""
         return tuple(
             key
             for key, column in self.plan.layout.items()
@@ -135,7 +135,7 @@ class RowSource:
 
     @cached_property
     def no_rows(self) -> Rows:
-        """Every column, in order, without a row: its dtype and its shape."""
+        """All columns, in order, without rows, for their dtypes and shapes."""
         columns = dict(self.plan.layout)
         for key in (DONE, TERMINATED, TRUNCATED):
             columns[key] = SlabColumn(torch.bool, (1,))
@@ -152,13 +152,13 @@ class RowSource:
 
     @cached_property
     def _pools(self) -> dict[Key, BufferPool]:
-        """Buffers by column: a caller may keep a batch's rewards and drop its observations."""
+        """Buffers by column, because a caller may keep rewards and drop observations."""
         return {}
 
     def part(self, block: Block, state: LaneState, *, alone: bool = False) -> Part:
         """Gather the rows of ``block``, number them, and move ``state`` past them.
 
-        ``alone``: they are a batch by themselves, whose memory is used again when it was dropped.
+        ``alone``: they are a whole batch, whose memory is reused once the caller dropped it.
         """
         slab = block.slab
         large = {
@@ -190,7 +190,7 @@ class RowSource:
         return Part(rows, large, [numbers.begun], episodes)
 
     def _take_pooled(self, block: Block, key: Key) -> torch.Tensor:
-        """Take rows as :func:`take` does; large columns into memory that was used before."""
+        """Take rows as :func:`take` does; reuse memory for large columns."""
         column, index = block.slab.flat.get(key), block.index
         if column is None or len(index) * column[:1].nbytes < POOLED_NBYTES:
             return take(block, key)
@@ -208,7 +208,7 @@ class RowSource:
         return torch.from_numpy(out)
 
     def _rewards(self, rows: Rows) -> NDArray[np.float64]:
-        """One number a row: the sum over agents and objectives where there are several."""
+        """Return the reward of each row, summed over agents and objectives."""
         total: NDArray[np.float64] | float = 0.0
         for key in self.plan.rewards:
             reward = rows[key]
@@ -228,7 +228,7 @@ def _flags(rows: Rows) -> torch.Tensor:
 
 
 def take(block: Block, key: Key) -> torch.Tensor:
-    """The rows of ``block`` out of a column of its slab, copied."""
+    """Copy the rows of ``block`` from a column of its slab."""
     slab = block.slab
     if key in slab.flat:
         # NumPy's gather is up to 8 times faster than torch's on rows of uint8.
@@ -249,7 +249,7 @@ def _taken(column: torch.Tensor | RowRefs, rows: NDArray[np.intp]) -> NDArray[An
 
 
 def merge(parts: Sequence[Part]) -> Part:
-    """Parts that follow one another in time as one, lane by lane again."""
+    """Join parts that follow one another in time, and order their rows by lane."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
@@ -270,9 +270,9 @@ def behind_rows(rows: Rows, batch_dims: BatchDims) -> Shapes:
 def as_tensordict(
     rows: Mapping[Key, torch.Tensor], device: torch.device | None, behind: Shapes
 ) -> TensorDict:
-    """Rows as a TensorDict ``[row]`` on ``device``.
+    """Return rows as a TensorDict ``[row]`` on ``device``.
 
-    ``behind`` are further batch dimensions of nested ones, parents first.
+    ``behind`` are further batch dimensions of nested TensorDicts, parents first.
     """
     columns = list(rows.values())
     nest = Nest([(key, column.dtype) for key, column in rows.items()], behind)

@@ -1,7 +1,7 @@
-"""Rows in the memory of a slab, which a storage copies directly from there.
+"""Rows in the memory of a slab, from which a storage copies them directly.
 
-The columns that a collector adds to those of a slab (ids, steps, …) have the same slots. So all
-columns of a row have one index, and a storage copies them by address.
+The columns that a collector adds (ids, steps, …) have the same slots as those of the slab. So one
+index addresses all columns of a row, and a storage copies them by address.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class SlabRows:
         one = len(self._rewards) == 1 and self._rewards[0].shape[2] == 1
         self._payoff = self._rewards[0][..., 0] if one else None
         self.as_stored: FixedRows | None = None
-        """The columns as a storage takes them, once it was asked for."""
+        """The columns as a storage takes them; None before the first call of :meth:`fixed`."""
 
     def fixed(self, schema: Schema) -> FixedRows:
         """Return the columns as a storage of ``schema`` takes them."""
@@ -85,7 +85,7 @@ class SlabRows:
     def part(self, block: Block, state: LaneState, *, by_lane: bool) -> "SlabPart":
         """Number the rows of ``block``, and move ``state`` past them.
 
-        ``by_lane``: the rows come lane by lane, else slot by slot.
+        ``by_lane``: rows are ordered by lane, otherwise by slot.
         """
         used, slab = block.used, self.slab
         terminated, over = self._terminated[:used], self._slots[DONE][:used]
@@ -194,7 +194,7 @@ class SlabRows:
 
 @dataclass
 class SlabPart:
-    """Numbered rows of a slab. They are gathered when a caller reads them."""
+    """Numbered rows of a slab, gathered when a caller reads them."""
 
     table: SlabRows
     index: RowIndex
@@ -203,11 +203,11 @@ class SlabPart:
     begun: list[NDArray[np.intp]]
     """First rows of episodes, as indices into the columns of ``table``."""
     episodes: NDArray[np.void] | None
-    """Log entries of the episodes that ended; None: none did."""
+    """Log entries of the episodes that ended; None if none did."""
     ends: int
     """Number of episodes that ended."""
     next_id: int = 0
-    """One more than the largest id of trajectories that begin in it; 0 where none does."""
+    """One more than the largest id of trajectories that begin here; 0 if none begins."""
 
     def __len__(self) -> int:
         return self.count

@@ -1,1 +1,1 @@
-"""The state of a run: its counts and flags, seeds, provenance, and what is saved of it."""
+"""The state of a run: counts, phase, seeds, provenance, and saved states."""

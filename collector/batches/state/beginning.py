@@ -1,4 +1,4 @@
-"""Ledger, seeds and entry in the manifest that a run begins with, or goes on with."""
+"""Set up a run, new or resumed: its ledger, its seeds and its entry in the manifest."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -33,17 +33,17 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
 class Beginning:
-    """Give a run its ledger, a version to its policy's weights, and seeds to its lanes.
+    """Sets up the ledger of a run, the version of its policy, and the seeds of its lanes.
 
     Args:
         options: of the run.
-        policy: chooses actions; None: they are random.
-        writer: of the storage that may have a run to be continued.
-        lanes: how many there are here; a shard's run has more.
-        envs: has them, and seeds them.
+        policy: chooses actions; None draws random actions.
+        writer: writes to the storage, which may have a run to resume.
+        lanes: the number of lanes of this collector; a shard's run has more.
+        envs: the environments of these lanes.
 
     Raises:
-        StateError: the run to be continued has another seed, or other lanes.
+        StateError: the resumed run has another seed, or another number of lanes.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Beginning:
             )
         self.ledger.versions = versions()
         if policy is not None:
-            # Weights that a run goes on with may be others than those it ended with.
+            # A resumed run may continue with other weights than it ended with.
             last = writer.stored_run.last
             policy.begin_at(1 + (RANDOM_VERSION if last is None else newest_version(*last)))
             if isinstance(policy, SeveralPolicies):
@@ -79,19 +79,19 @@ class Beginning:
 
     @property
     def draws(self) -> bool:
-        """True if actions are random where a policy has others, which is counted."""
+        """True if some actions of a policy's run are random, which the ledger counts."""
         policy = self.policy
         return policy is not None and (self._options.init_random_frames > 0 or policy.draws)
 
     @property
     def random_frames(self) -> int:
-        """Transitions that still have random actions, where a policy has others."""
+        """Number of transitions of a policy's run that still have random actions."""
         if self.policy is None:
             return 0
         return max(0, self._options.init_random_frames - self.ledger.random)
 
     def rollout(self, driver: Driver, plan: SlabPlan) -> Rollout:
-        """Make a source of blocks that ``driver`` fills."""
+        """Make the `Rollout` of ``driver``."""
         gate, episodes = None, self._options.total_episodes
         if episodes is not None:
             gate = EpisodeBudget(episodes, self._lanes)
@@ -109,10 +109,9 @@ class Beginning:
     def state(
         self, environment: Mapping[str, Any], spaces: Mapping[str, Any], more: Mapping[str, Any]
     ) -> RunState:
-        """Return the state that the run begins in.
+        """Return the initial state of the run.
 
-        The ``environment``, the ``spaces`` of its columns and ``more`` of its call are kept as
-        provenance.
+        Provenance has the ``environment``, the ``spaces`` of its columns and ``more`` arguments.
         """
         self.ledger.versions = {**self.ledger.versions, **environment.get(VERSIONS, {})}
         self._classes = environment.get(CLASSES, [])
@@ -126,7 +125,7 @@ class Beginning:
 
     @property
     def other_classes(self) -> str:
-        """A sentence if the run that is continued had an environment of other classes; or empty."""
+        """A warning if the resumed run had an environment of other classes, otherwise empty."""
         last = self._writer.stored_run.last_run
         if last is None or not differ(last.classes, self._classes):
             return ""
@@ -138,7 +137,7 @@ class Beginning:
         )
 
     def provenance(self, lanes: LaneState) -> dict[str, Any]:
-        """Return the run's entry in the manifest, as of the seeds, ids and weights that it has."""
+        """Return the run's entry in the manifest, with its present seeds, ids and weights."""
         made = None if self._writer.storage is None else made_by(self.policy, self._classes)
         run = run_provenance(
             self._environment,
@@ -160,7 +159,7 @@ class Beginning:
 
     @cached_property
     def _hashes(self) -> Mapping[str, str | None]:
-        """The hashes of the policy, with the weights that it had when this began."""
+        """The hashes of the policy, with the weights that it had at set-up."""
         nothing = {"code": None, "weights": None}
         return nothing if self.policy is None else hashes_of(self.policy.source)
 

@@ -1,4 +1,4 @@
-"""Events of a run: calls that changed its environments, and the transitions that come after."""
+"""Events of a run: calls that changed its environments, and the first transitions after them."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tallyroll.collector.envs.reaching.asked import Asked
 from tallyroll.collector.rollout.source import Held
 
 _MOST_NBYTES = 4096
-"""Bytes of JSON of an event's arguments; larger ones are recorded by a part of their text."""
+"""Most bytes of JSON of an event's arguments; of larger ones, a part of the text is recorded."""
 _DEEPEST = 16
 _short = Repr()
 _short.maxstring = _short.maxother = 200
@@ -24,14 +24,14 @@ _short.maxstring = _short.maxother = 200
 def event_of(
     asked: Asked, run: RunState, held: Sequence[Held], done: Sequence[int], failed: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the event of a call that was done in the lanes ``done``.
+    """Return the event of a call that was made in the lanes ``done``.
 
     Args:
         asked: the call, of these lanes.
         run: the state of the run.
         held: transitions that were executed before it, and are not stored yet.
-        done: lanes, in the order in which values are given.
-        failed: lanes in which it raised.
+        done: lanes, in the order of the values.
+        failed: lanes in which the call raised.
     """
     every = list(done) == list(run.options.own_lanes(len(run.lanes.step)))
     event: dict[str, Any] = {
@@ -51,7 +51,7 @@ def event_of(
 
 
 def _after(lanes: LaneState, held: Sequence[Held]) -> LaneState:
-    """Return the state of all lanes after the transitions that they hold."""
+    """Return the state of all lanes after their held transitions."""
     arrays = ("traj_id", "step", "returns", "first_version", "length")
     state = replace(lanes, **{name: getattr(lanes, name).copy() for name in arrays})
     for each in held:
@@ -63,7 +63,7 @@ def _after(lanes: LaneState, held: Sequence[Held]) -> LaneState:
 
 
 def _arguments(asked: Asked) -> dict[str, Any]:
-    """Return the arguments as JSON values; ``args`` is None where they are none, or too many."""
+    """Return the arguments as JSON values; ``args`` is None if they are no JSON or too large."""
     args: list[Any] = list(asked.args)
     if asked.way == "env_set" and not args:
         args = [list(asked.values)]  # one a lane
@@ -74,7 +74,7 @@ def _arguments(asked: Asked) -> dict[str, Any]:
 
 
 def _is_json(value: Any, levels: int = _DEEPEST) -> bool:
-    """Return whether JSON gives back this very value: a tuple would become a list."""
+    """Return whether JSON preserves the value: a tuple would become a list."""
     kind = type(value)
     if kind is float:
         return bool(np.isfinite(value))

@@ -1,4 +1,4 @@
-"""The place, the time and the code that made a run: for its entry in a manifest."""
+"""Host, time and code that made a run, for its entry in a manifest."""
 
 import inspect
 import os
@@ -20,17 +20,17 @@ from tallyroll.collector.policies.several.policies import SeveralPolicies
 _GIT = ("git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch")
 _GIT_SECONDS = 0.8
 _MOST_NBYTES = 2**28
-"""Bytes of weights of which a hash is made: a fraction of a second."""
+"""Most bytes of weights that are hashed, which takes a fraction of a second."""
 _LIBRARIES = {"builtins", "functools", "stable_baselines3", "tallyroll", "tensordict", "torch"}
 _LIBRARIES |= {"torchrl"}
-"""Packages whose code says nothing about a policy."""
+"""Packages whose code is not hashed as the policy's."""
 
 
 def made_by(policy: Policy | None, classes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the time, the host, the commit of the working folder, and hashes of the policy.
 
     ``classes`` are those of the environment, and are left out if there are none.
-    A value that cannot be known is None; nothing here raises. No path is among them.
+    Unknown values are None; nothing raises. No value is a path.
     """
     found: dict[str, Any] = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -77,8 +77,7 @@ def git_of_folder() -> dict[str, Any] | None:
 def hashes_of(policy: Any) -> dict[str, str | None]:
     """Return SHA-256 of the files of a policy's classes and functions, and of its weights.
 
-    That of one file is the file's; of several it is that of their sorted hashes, one after the
-    other. Files of libraries are left out.
+    The hash of several files is the hash of their sorted hashes. Files of libraries are left out.
     """
     return {"code": _code_of(policy), "weights": _weights_of(policy)}
 

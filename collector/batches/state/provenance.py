@@ -17,13 +17,13 @@ from tallyroll.storage.rows.spaces import UNCHECKED, fitting
 
 MOST_SEEDS = 1024
 SHARD = "shard"
-"""The name, in a run's entry, of what says which part of a run it is."""
+"""The key, in a run's entry, of the part of a run that it is."""
 _OF_ONE_SHARD = frozenset(("frames_per_batch", "total_frames", "num_workers", "mode", "transport"))
-"""Arguments of a call that may differ from shard to shard, or that have a part of the whole."""
+"""Arguments that may differ between shards."""
 
 
 def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a collector's call is worth keeping, with ``more``; no empty lists."""
+    """Return the arguments of a collector to record, with ``more``, without empty lists."""
     kept = {
         "frames_per_batch": options.frames_per_batch,
         "total_frames": options.total_frames,
@@ -44,7 +44,7 @@ def call_of(options: Options, policy: Policy | None, more: Mapping[str, Any]) ->
 
 
 def _otherwise(options: Options) -> dict[str, Any]:
-    """Return the options that decide what an environment does, where they are not the defaults."""
+    """Return the options of the environment that are not the defaults."""
     found = {
         "max_frames_per_traj": options.max_frames_per_traj,
         "reset_at_each_iter": options.reset_at_each_iter or None,
@@ -59,7 +59,7 @@ def _otherwise(options: Options) -> dict[str, Any]:
 def spaces_said(
     spaces: Mapping[str, Any], options: Options, buffer: ReplayBuffer | None
 ) -> dict[str, Any]:
-    """Return what a run's entry says of spaces: those that fit, and why rows may not keep to them.
+    """Return the spaces for a run's entry: those that fit, and why rows may violate them.
 
     Actions beyond a box are stored with ``validate="noise"``, too: that is of all runs.
     """
@@ -73,7 +73,7 @@ def spaces_said(
 
 
 def common_id(run: Mapping[str, Any], part: ShardOfRun, policy: Mapping[str, Any]) -> str:
-    """Return the name of what all shards of a run have in common, of the entry of one: a hash.
+    """Return a hash of the properties that all shards of a run share, from the entry of one.
 
     The environment, the seed, the lanes, the budget, the number of shards, the arguments of the
     call that decide which rows there are, and the ``policy``: its code, and the weights that the
@@ -97,17 +97,16 @@ def run_provenance(
     policy_version: int,
     made: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The entry of a run in a manifest: JSON values.
+    """Return the entry of a run in a manifest, as JSON values.
 
-    ``call`` is what of the collector's call is worth keeping. ``lane_seeds`` are those of each
-    lane's first reset, none where the environment chose them; they are left out beyond
-    `MOST_SEEDS`, for they follow from the seed. ``policy_version`` is what the run, or what goes
-    on with it, begins with, at the entry's ``first_row``. ``made`` is of `made_by`; None: no
-    storage keeps it.
+    ``call`` has the recorded arguments of the collector. ``lane_seeds`` has the seed of each lane's
+    first reset; it is empty if the environment chose them, and left out beyond `MOST_SEEDS`,
+    because they follow from the run's seed. ``policy_version`` is the version at the entry's
+    ``first_row``. ``made`` is the result of `made_by`; None if no storage keeps it.
 
-    ``first_id`` is the lowest id that a trajectory may have. An entry with it is of a run whose
-    lanes skip an id where they lost transitions or were reset, even between two trajectories. So
-    two trajectories of a lane whose ids are ``lanes`` apart follow each other if the first ended.
+    ``first_id`` is the lowest id of a trajectory. In a run with this value, a lane skips an id when
+    it lost transitions or was reset, even between two trajectories. So if the ids of two
+    trajectories of a lane are ``lanes`` apart and the first ended, the second follows it directly.
     """
     run: dict[str, Any] = {
         "environment": environment,

@@ -24,12 +24,12 @@ _OURS = {
     "step": "iterate, or call collect(n)",
     "close": "shutdown() closes what was made here",
 }
-"""Methods by which an environment would go on without its collector, and the way out."""
+"""Methods that would drive an environment without its collector, and the alternative."""
 _SHOWN = 16
 
 
 class Reaching:
-    """A collector's way to its environments; they stand still between its batches."""
+    """Calls of a collector's environments, which do not step between batches."""
 
     _beginning: Beginning
     _run: RunState
@@ -42,21 +42,21 @@ class Reaching:
     ) -> list[Any]:
         """Call a method of each lane's own environment, between batches; return what they return.
 
-        Of a wrapped environment the outermost wrapper that has the name is called, as by
-        Gymnasium's ``get_wrapper_attr``. Every lane is called, whatever others raise.
+        In a wrapped environment the outermost wrapper that has the method is called, as by
+        Gymnasium's ``get_wrapper_attr``. All lanes are called, even if some raise.
 
-        Each lane's transitions that were executed before the call are before it, and all others
-        after it, in workers too: with ``mode="async"`` it waits for the steps under way. What a
-        lane observed last was observed before; a lane that ended has been reset already, so that
-        what a reset reads takes effect with the episode after. What was executed and waits for the
-        next batch is stored after the call: the event says for each lane what comes first after
-        it.
+        The call comes between two steps of each lane, in workers too: with ``mode="async"`` it
+        waits for the steps under way. The last observation of a lane was made before the call. A
+        lane whose episode ended has already been reset, so that a value which only ``reset`` reads
+        takes effect after the episode that has begun. Transitions that were executed before the
+        call and wait for the next batch are stored after it; the event has the first transition
+        after the call for each lane.
 
         Calls are recorded with the run, and listed in :attr:`events` and in ``storage.runs``,
-        unless the run is over. A worker that is replaced repeats them in its new environments,
-        before their first reset; after a resume the caller repeats them. Calls that change the
-        state within an episode make rows that do not follow from one another. Arguments and
-        results are pickled on their way to workers and back.
+        unless the run is over. A replacement worker repeats them in its new environments before
+        their first reset; after a resume the caller has to repeat them. A call that changes the
+        state within an episode breaks the sequence of its rows. Arguments and results are pickled
+        for workers.
 
         Args:
             name: of the method; not ``reset``, ``step`` or ``close``.

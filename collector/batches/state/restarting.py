@@ -1,4 +1,4 @@
-"""The state of a run as it is saved, and the ways to go on from it."""
+"""Save the state of a run, and continue from a saved state."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -20,12 +20,12 @@ from tallyroll.storage.stores.row_sink import RowSink
 
 
 class Restarting:
-    """Saves the state of a run, and goes on from one before the run collects.
+    """Saves the state of a run, and loads one before the run collects.
 
     Args:
         run: its state.
-        beginning: gave it its seeds and its policy.
-        rollout: where its transitions come from.
+        beginning: has its seeds and its policy.
+        rollout: the source of its transitions.
         publish: a method that hands the policy's weights to workers that act by copies.
     """
 
@@ -50,7 +50,7 @@ class Restarting:
         return self._run.writer.stored_run
 
     def saved(self) -> dict[str, Any]:
-        """Return the state, with copies of all that a later step would change."""
+        """Return the state, with copies of everything that a later step would change."""
         return saved_state(self._run, self._beginning, self._rollout)
 
     def require_fit(self, state: Mapping[str, Any], *, keep: bool) -> None:
@@ -73,7 +73,7 @@ class Restarting:
         self._try(state)
 
     def _try(self, state: Mapping[str, Any]) -> None:
-        """Raise `StateError` unless policy and environments can load ``state``; they stay."""
+        """Raise `StateError` unless policy and environments can load ``state``; change nothing."""
         policy, envs = self._beginning.policy, self._beginning.envs
         of_envs = deepcopy(envs.state())
         of_policy = {} if policy is None else deepcopy(policy.state_dict())
@@ -97,12 +97,12 @@ class Restarting:
                 envs.load(of_envs)
 
     def go_on_from(self, state: Mapping[str, Any], since: Since | None = None) -> None:
-        """Take over counts, ids, seeds, policy and generators, as `take_state_over`."""
+        """Load counts, ids, seeds, policy and generators; see `take_state_over`."""
         take_state_over(state, self._run, self._beginning, self._rollout, since)
         self._publish()
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Take over policy and transforms; counts, ids and seeds go on from the newest row."""
+        """Load policy and transforms only; counts, ids and seeds continue from the newest row."""
         policy = self._beginning.policy
         self._beginning.envs.load(state["env"])
         if policy is not None:

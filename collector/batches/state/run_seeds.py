@@ -1,4 +1,4 @@
-"""The seed of a run, and all that is seeded from it: generators, and the lanes."""
+"""The seed of a run, and the generators and lanes that are seeded from it."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,22 +17,22 @@ from tallyroll.collector.policies.slot_rng import SlotRng
 
 
 class Environments(Protocol):
-    """The environments of a run, wherever they are, as their seeds and states are asked for."""
+    """The environments of a run, in this process or in workers: seeds, states and calls."""
 
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        """Seed them; return the seed of each lane, none if they chose it.
+        """Seed all lanes, and return their seeds, or none if the environments chose them.
 
-        ``asked``: the caller wants this very seed.
+        ``asked``: the caller requested exactly this seed.
         """
 
     def state(self) -> Any:
         """Return their part of a saved state."""
 
     def load(self, state: Any) -> None:
-        """Take over a result of :meth:`state`, of these environments or of others."""
+        """Load a result of :meth:`state`, of these or other environments."""
 
     def reach(self, asked: Asked, lanes: Sequence[int]) -> list[Outcome]:
-        """Call the environments of ``lanes``; return what came of it in each.
+        """Call the environments of ``lanes``, and return the outcome in each.
 
         Raises:
             EnvironmentRefused, StateError: nothing was called.
@@ -40,13 +40,13 @@ class Environments(Protocol):
 
 
 class RunSeeds:
-    """The seeds of a run, by the seed and the incarnation of its ledger.
+    """Seeds a run by the seed and the incarnation of its ledger.
 
     Args:
         ledger: keeps the seed.
-        envs: whose lanes are seeded.
-        policy: whose streams of random numbers are begun, where it has several.
-        part: the shard whose lanes ``envs`` has; None: it has all lanes of the run.
+        envs: the environments to seed.
+        policy: the policy, whose random streams are seeded if it has several.
+        part: the shard whose lanes ``envs`` has; None if it has all lanes of the run.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RunSeeds:
         return found
 
     def load_generators(self, states: dict[str, Any]) -> None:
-        """Take over a result of :meth:`generators`."""
+        """Load a result of :meth:`generators`."""
         torch.set_rng_state(states["torch"])
         self.rng.state = states["actions"]
         if isinstance(self._policy, SeveralPolicies):
@@ -95,7 +95,7 @@ class RunSeeds:
 
 
 def _of_run(part: ShardOfRun, own: list[int], seed: int, incarnation: int) -> list[int]:
-    """Return a seed for each lane of the run, of which a shard has its ``own`` ones."""
+    """Return a seed for each lane of the run; a shard's own lanes have the seeds ``own``."""
     if part.run_lanes > MOST_SEEDS:
         return []
     every = lane_seeds(seed, part.run_lanes, incarnation)

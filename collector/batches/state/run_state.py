@@ -1,4 +1,4 @@
-"""The state of a run that its parts share: its phase, its counts, its lanes, and why it ended."""
+"""The state that the parts of a run share: phase, counts, lanes, and why the run ended."""
 
 from enum import Enum
 from typing import Any
@@ -19,7 +19,7 @@ EPISODES_KEPT = 50_000
 
 
 class Phase(Enum):
-    """The phases of a run. It may end in any of them, and then never begins again."""
+    """The phases of a run. A run may end in any of them, and does not begin again."""
 
     IDLE = "between two calls"
     COLLECTING = "within a call"
@@ -32,8 +32,8 @@ class RunState:
 
     Args:
         options: of the run.
-        writer: where rows are stored before they are yielded.
-        ledger: counted up with every batch.
+        writer: stores rows before they are yielded.
+        ledger: counts transitions.
         lanes: the trajectory and step of every lane.
         provenance: written with the schema.
     """
@@ -52,17 +52,17 @@ class RunState:
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
         self.phase = Phase.IDLE
         self.stopped = False
-        """True if the run is to end, or an error ended it: only its last rows still come."""
+        """True if the run ends after its last rows, on request or after an error."""
         self.at_safe_point = False
         """True while nothing is half done, so that an exception does not end the run."""
         self.outside: OutsideSteps | None = None
-        """Compares environments with what the last call left; None: they are not looked at."""
+        """Detects steps of environments outside of the collector; None if none are detected."""
         self.moved = ""
-        """The place where the program stepped or reset an environment since; empty: nowhere."""
+        """The place of a step or reset outside of the collector; empty if there was none."""
         self._yields = False
-        """True if the call under way is to yield the rows that it stores."""
+        """True if the call under way yields the rows that it stores."""
         self.ready: list[Any] = []
-        """Batches to be yielded next; more are made only when there are none."""
+        """The batches to yield next; more are made when there are none."""
         self._ready_before = 0
         """Number of batches that were ready when the call under way began."""
         self.foreseen: LaneState | None = None

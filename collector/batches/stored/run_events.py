@@ -1,4 +1,4 @@
-"""The calls of a run that changed its environments: listed, and kept with its rows."""
+"""The list of calls that changed the environments of a run, kept with its rows."""
 
 import warnings
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ class RunEvents:
     def __init__(self) -> None:
         self.all: list[dict[str, Any]] = []
         self.entry: Mapping[str, Any] | None = None
-        """The run's entry in the manifest, once it has one."""
+        """The run's entry in the manifest; None before it has one."""
 
     def at_beginning(self, at: int, row: int, run: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the entry ``run`` has of the events before the first row.
+        """Return the events before the first row, for the entry ``run``.
 
-        ``at``: transitions that the run has by then, ``row``: the number of its next row.
+        ``at`` is the number of transitions of the run, ``row`` the number of its next row.
         """
         for event in self.all:
             event["at"] = at
@@ -28,7 +28,7 @@ class RunEvents:
         return {EVENTS: made} if made else {}
 
     def add(self, event: dict[str, Any], storage: RowSink | None) -> None:
-        """Add an event; ``storage`` has the run, None where it keeps nothing of it."""
+        """Add an event; ``storage`` has the run, and is None if nothing is stored."""
         self.all.append(event)
         if self.entry is None or storage is None or storage.reader.closed:
             return  # the entry will have it

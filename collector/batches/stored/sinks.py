@@ -1,4 +1,4 @@
-"""Storages that rows go to: what a caller gives, and what is under a replay buffer."""
+"""Find the storage that rows are written to: given directly, or inside a replay buffer."""
 
 from typing import Any, TypeGuard, cast
 
@@ -16,10 +16,10 @@ from tallyroll.storage.stores.row_writer import RowWriter
 
 
 def sink_of(storage: object) -> RowSink:
-    """Return a storage that a caller gave, if it has all that a run needs.
+    """Return the given storage if it has all members that a run needs.
 
     Raises:
-        ArgumentError: it has not, and the message says what is missing; or it is read only.
+        ArgumentError: a member is missing, or the storage is read only.
     """
     missing = absent(RowSink, storage)
     if {"reader", "writer"} & {*missing}:
@@ -32,10 +32,10 @@ def sink_of(storage: object) -> RowSink:
 
 
 def sink_under(buffer: ReplayBuffer | None) -> RowSink | None:
-    """Return the storage of a replay buffer that takes rows; None if TorchRL's way is its own.
+    """Return the storage of a replay buffer if rows can be written to it directly, or None.
 
     Raises:
-        ArgumentError: it takes rows, and lacks what a run needs for that; or it is read only.
+        ArgumentError: it takes rows, and lacks a member that a run needs, or is read only.
     """
     found: Any = None if buffer is None else buffer.storage
     if not takes_rows(found):
@@ -44,7 +44,7 @@ def sink_under(buffer: ReplayBuffer | None) -> RowSink | None:
 
 
 def takes_rows(storage: object) -> bool:
-    """Return whether a TorchRL storage is a sink, too, which has a reader and a writer of rows."""
+    """Return whether a TorchRL storage is a `RowSink`, with a reader and a writer of rows."""
     return hasattr(storage, "writer") and hasattr(storage, "reader")
 
 
@@ -76,4 +76,4 @@ _READ = (
     *("path", "ring", "schema", "span", "manifest", "column", "initialised", "record"),
     *("head", "last_head", "closed", "require_open", "shown"),
 )
-"""Members of a `RowReader` that a run needs; it has more for those who read."""
+"""The members of a `RowReader` that a run needs."""
