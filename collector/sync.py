@@ -240,7 +240,7 @@ class SyncCollector(Collector):
         Raises:
             StateError: this one is stepping it.
         """
-        if not hasattr(self, "_loop"):
+        if not hasattr(self, "_guard"):
             return
         if self._guard.is_entered:
             raise StateError(f"a collector is stepping this environment; {OWN_INSTANCE}")

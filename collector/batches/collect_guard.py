@@ -1,4 +1,4 @@
-"""Guard around each call that collects: it completes, or it ends the run."""
+"""Guard of calls that collect: a call completes, or it ends the run."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +31,7 @@ class CollectGuard(deferred):
         self._fast_collect, self._kept = loop.fast_collect, False
         self._inner = self._outer = False
         self._thread: int | None = None
-        """The thread that entered the guard; None if no thread did."""
+        """The thread that is inside the guard; None if no thread is."""
 
     @property
     def is_entered(self) -> bool:
@@ -41,7 +41,7 @@ class CollectGuard(deferred):
     @property
     def refuses(self) -> bool:
         """True if :meth:`__enter__` raises `StateError`."""
-        return self.is_entered or self._run.phase is Phase.LOST
+        return self.is_entered or self._run.lost
 
     def __enter__(self) -> None:
         """Defer signal handlers, and keep the stand-ins for them until the run ends.
@@ -50,7 +50,7 @@ class CollectGuard(deferred):
             StateError: a call is under way, or another collector drives the environment.
         """
         run = self._run
-        if run.phase is Phase.LOST:
+        if run.lost:
             raise StateError(
                 "another collector drove the environment since, and what followed here would "
                 f"be rows that never were; {OWN_INSTANCE}"
@@ -60,9 +60,9 @@ class CollectGuard(deferred):
                 "the collector is collecting already: it was called from within, by its policy or "
                 "its environment, or from another thread; let the call under way return before"
             )
-        # An exception from here on ends this call, and no earlier one.
+        # If the run ends from here on, the message is about this call, not an earlier one.
         run.note_stored()
-        # __exit__ then calls the handlers even if the lines below are interrupted.
+        # Values of the last call, which __exit__ must not use if this call is interrupted here.
         self._inner, self._outer = False, False
         run.reach_safe_point()
         self._thread = get_ident()
@@ -116,21 +116,22 @@ class CollectGuard(deferred):
 
         An exception that is raised at any instruction, such as that of a thread that another one
         interrupts, can come before the interpreter calls :meth:`__exit__`. ``was_refused``: the
-        guard refused this call, and another one is under way.
+        guard refused this call, which changed nothing.
         """
         if was_refused:
             return
-        if self._run.outside is not None:  # steps of this call are not the program's
-            self._run.outside.remember()
-        if self._fast_collect is not None:
-            self._fast_collect.leave()
-        if self._thread == get_ident():
-            try:
+        try:
+            if self._run.outside is not None:  # steps of this call are not the program's
+                self._run.outside.remember()
+            if self._fast_collect is not None:
+                self._fast_collect.leave()
+            if self._thread == get_ident():
                 self.__exit__(type(error), error, error.__traceback__)
-            finally:
+            elif not self.is_left:
+                super().__exit__(type(error), error, error.__traceback__)
+        finally:
+            if self._thread == get_ident():
                 self._thread = None
-        elif not self.is_left:
-            super().__exit__(type(error), error, error.__traceback__)
 
     def make_ready(self) -> bool:
         """Make the next batch ready; return False if the run is over."""

@@ -1,7 +1,7 @@
 """Fast path for few slots, by ``collect(n)`` or as a batch: one C call stores their rows.
 
-It does what the run loop does, in few lines. Between the steps of an environment, and more so after
-a gradient step, the code has left the caches, and each line costs several times more.
+It does the work of the run loop in few lines. Between the steps of an environment, and more so
+after a gradient step, the code has left the caches, and each line costs several times more.
 """
 
 from collections.abc import Callable
@@ -143,7 +143,7 @@ class FastCollect:
         self._batches: list[TensorDictBase] = []
         """The batch that becomes ready when its rows are stored."""
         self._stored_then = 0
-        """Number of rows that the run has stored then."""
+        """Number of stored rows at which the batch in ``_batches`` is complete."""
         self._made: FastPath | None = None
         self.ready: FastPath | None = None
         """The path that the next call may take; None if the loop has to make the call."""
@@ -159,9 +159,9 @@ class FastCollect:
     def collect(self, want: int, *, yields: bool = False) -> bool:
         """Store ``want`` rows, also as a batch if ``yields``; return False if the loop has to.
 
-        An exception may be raised at any instruction. Before the C call that stores the rows,
-        :meth:`settle` keeps the slots for the next block. After it everything is done, except that
-        :meth:`settle` may have to make the batch ready.
+        An exception may be raised at any instruction. If it comes before the C call that stores
+        the rows, :meth:`settle` keeps the slots for the next block. If it comes after that call,
+        only the batch may be missing, and :meth:`settle` makes it ready.
         """
         path, total, run = self.ready, self._total, self._run
         if path is None or run.phase is not Phase.IDLE or want > FEW_SLOTS * self._lanes:
@@ -177,8 +177,8 @@ class FastCollect:
             return False  # the loop raises
         self._thread = get_ident()
         try:
-            run.begin_call()
             self._by_store, self._left = False, path
+            run.begin_call()
             if yields:
                 with self._rollout.interruptible:
                     path.fill(want)
@@ -204,7 +204,8 @@ class FastCollect:
         assert path.batches is not None
         batch = path.batches.empty(want)
         self._stored_then = self._ledger.stored + want
-        self._batches = [batch[2]]  # after the number that it becomes ready at
+        # Set last: until then `_stored_then` is the present count, and the batch would be yielded.
+        self._batches = [batch[2]]
         stored = path.store(want, self._finals, batch)
         self._hand_over()
         return stored
@@ -297,7 +298,7 @@ class _Guard(deferred):
 class FastCollectOfWorkers(FastCollect):
     """A `FastCollect` during which signal handlers wait until the step of workers is stored.
 
-    They would interrupt the step that workers are making.
+    In the base class they may interrupt a step. The step of workers goes on in other processes.
     """
 
     _guard: _Guard | None = None

@@ -165,7 +165,7 @@ class RunLoop:
         self._under_way = True
         rollout = self._rollout
         if self._run.options.reset_at_each_iter and self._iterations:
-            # Carried transitions belong to the trajectories that the reset cuts: store them before.
+            # Carried transitions belong to trajectories that the reset cuts: store them first.
             self._take(min(size, rollout.held), size)
             if not rollout.held:
                 self.restart_lanes()
@@ -225,7 +225,7 @@ class RunLoop:
             self._finals.warn_at_end(run.committed)
 
     def _take(self, want: int, size: int) -> None:
-        """Take one block of at most ``want`` rows for a batch of ``size`` rows, and validate it.
+        """Validate a block of at most ``want`` rows, and add it to a batch of ``size`` rows.
 
         After an error, the complete and valid rows are stored before it is raised.
         """
@@ -306,7 +306,7 @@ class RunLoop:
     def end(self) -> None:
         """End the run on request; store the rows of an interrupted batch first."""
         try:
-            if self._under_way and self._run.phase is not Phase.COLLECTING:
+            if self._under_way and self._run.phase is Phase.IDLE:
                 self._store_complete()
         finally:
             self.finish()

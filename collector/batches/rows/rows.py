@@ -115,7 +115,7 @@ class RowSource:
 
     @cached_property
     def large(self) -> tuple[Key, ...]:
-        """Columns with large rows, without rewards and flags, which the run loop reads."""
+        """Columns with large rows, except rewards and flags, which the run loop reads."""
         looked_at = {*self.plan.rewards, *self.plan.dones, DONE, TERMINATED, TRUNCATED}
         return tuple(
             key
@@ -126,7 +126,7 @@ class RowSource:
 
     @cached_property
     def unobserved(self) -> tuple[Key, ...]:
-        """Columns at the root and under ``"next"`` that are no observations."""
+        """Columns that look like observations, at the root and under ``"next"``, but are none."""
         return tuple(
             key
             for key, column in self.plan.layout.items()
@@ -175,7 +175,8 @@ class RowSource:
         rows[POLICY_VERSION] = torch.from_numpy(version)
         rows[LANE] = torch.from_numpy(block.lane)
         for computed in computed_columns(self.plan):
-            rows[computed.key] = torch.from_numpy(computed.compute(Part(rows, large).column))
+            values = computed.compute(Part(rows, large).column)
+            rows[computed.key] = torch.from_numpy(values).to(computed.dtype)
         at, returns, lengths, first = numbers.ended
         episodes = episodes_of(
             numbers.traj_ids[at],

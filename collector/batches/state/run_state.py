@@ -51,12 +51,14 @@ class RunState:
         self.budget = Budget(options.total_frames)
         self.episodes = EpisodeLog(None if options.total_episodes is not None else EPISODES_KEPT)
         self.phase = Phase.IDLE
+        self.lost = False
+        """True if another collector drives the environment, also after the end of the run."""
         self.stopped = False
-        """True if the run ends after its last rows, on request or after an error."""
+        """True if the run makes no more steps, on request or after an error; rows may follow."""
         self.at_safe_point = False
         """True while nothing is half done, so that an exception does not end the run."""
         self.outside: OutsideSteps | None = None
-        """Detects steps of environments outside of the collector; None if none are detected."""
+        """Detects steps of environments outside of the collector; None if nothing does."""
         self.moved = ""
         """The place of a step or reset outside of the collector; empty if there was none."""
         self._yields = False
@@ -93,7 +95,7 @@ class RunState:
         return self.phase is Phase.ENDED
 
     def begin_call(self) -> None:
-        """Begin a call that collects; a run that ended stays so."""
+        """Begin a call that collects; the phase of a run that ended does not change."""
         if self.phase is Phase.IDLE:
             self.phase = Phase.COLLECTING
 
@@ -101,6 +103,8 @@ class RunState:
         """End the call under way, if there is one."""
         if self.phase is Phase.COLLECTING:
             self.phase = Phase.IDLE
+        self.lost = False
+        """True if another collector drives the environment, also after the end of the run."""
 
     def end(self) -> None:
         """End the run."""
@@ -108,11 +112,12 @@ class RunState:
 
     def lose(self) -> None:
         """Let no further call collect: another collector drives the environment."""
-        if self.phase is not Phase.ENDED:
+        self.lost = True
+        if self.phase is Phase.IDLE:
             self.phase = Phase.LOST
 
     def stop(self) -> None:
-        """Let the run end after its last rows."""
+        """Let the run end as soon as the rows that it already has are stored."""
         self.stopped = True
 
     def reach_safe_point(self) -> None:
@@ -124,7 +129,7 @@ class RunState:
         self.at_safe_point = False
 
     def note_stored(self) -> None:
-        """Remember what is stored: an error says which rows came after it."""
+        """Remember the number of stored rows; an error message names the rows after them."""
         self._stored_before, self._yields = self.ledger.stored, False
 
     def note_ready(self, *, yields: bool) -> None:

@@ -27,14 +27,15 @@ def steps_and_ends(column: Any) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    column = ComputedColumn(KEY, torch.float64, steps_and_ends)
+    column = ComputedColumn(KEY, torch.float32, steps_and_ends)
     monkeypatch.setattr(
         computed_columns, "COMPUTED_COLUMNS", [*computed_columns.COMPUTED_COLUMNS, column]
     )
 
 
 def require_computed(rows: Any) -> None:
-    expected = steps_and_ends(lambda key: rows[key].numpy())
+    expected = steps_and_ends(lambda key: rows[key].numpy()).astype(np.float32)
+    assert rows[KEY].dtype is torch.float32
     assert rows[KEY].numpy().tobytes() == expected.tobytes()
 
 

@@ -105,6 +105,27 @@ def test_an_older_run_that_is_over_only_ends() -> None:
     finished.shutdown()
 
 
+@pytest.mark.parametrize("met", [True, False])
+def test_an_older_run_that_is_over_touches_the_environment_no_more(met: bool) -> None:
+    """Whether it ended before it lost the environment, or after that."""
+    env = vector()
+    older = SyncCollector(env, **BUDGET)
+    for _ in older:
+        if not met:
+            break
+    with SyncCollector(env, **BUDGET) as newer:
+        rows = [next(iter(newer)).clone()]
+        if not met:
+            older.shutdown()
+        for touch in (partial(older.set_seed, 3), partial(older.env_get, "spec")):
+            with pytest.raises(StateError, match="another collector drove the environment since"):
+                touch()
+        rows += [batch.clone() for batch in newer]
+        check_rows(torch.cat(rows), LENGTHS)
+    assert older.ledger.stored == (60 if met else 6)
+    older.shutdown()
+
+
 def test_a_newer_one_that_is_refused_takes_nothing() -> None:
     env = vector()
     collector = SyncCollector(env, **BUDGET)
