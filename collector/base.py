@@ -53,7 +53,7 @@ class Collector(Reaching, ABC):
     run: complete transitions are stored, and every later call raises `StateError`, which says
     which rows were not yielded and how to continue. Three kinds of handlers run in the middle of a
     step: those that waited for a second, those during ``collect(n)`` of few steps, and those of
-    SIGALRM, by which code limits its own time.
+    SIGALRM, by which code limits its own time. Their exceptions end the run.
 
     **Subclasses.** A `RunLoop` makes batches of the blocks of a `TransitionSource`. A subclass
     provides the source in three steps: :meth:`__init__` opens the storage, :meth:`_begin_run`

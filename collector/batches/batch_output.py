@@ -144,7 +144,7 @@ class BatchOutput:
         return self._laying_out.arranged(batch, flags)
 
     def left(self, goal: int) -> int:
-        """Return a number of rows that may be stored before the run has ``goal`` of them."""
+        """Return how many rows are certain to fit before the run has ``goal`` rows."""
         return self.within(goal - self._run.ledger.stored)
 
     def within(self, rows: int) -> int:

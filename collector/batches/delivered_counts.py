@@ -74,7 +74,7 @@ class DeliveredCounts:
         return agents
 
     def of_rows(self, count: int) -> LedgerEntry:
-        """Return the counts of ``count`` rows that do not depend on their values."""
+        """Return the counts of ``count`` rows, none of whose columns has to be read."""
         assert isinstance(self._ticks, int)
         return _delivered(count, 0, count * self._ticks, 0, count * self._agents)
 

@@ -267,7 +267,7 @@ for _name in COUNTS:
 def post(ledger: Ledger, entry: LedgerEntry) -> None:
     """Add ``entry`` atomically: no signal handler sees a part of it, or interrupts it.
 
-    While a run collects, only this function changes counts of transitions.
+    While a run collects, only this function and `StepKernel.store_slots` add to the counts.
     """
     if entry is not NOTHING:
         words = ledger.block.words

@@ -111,7 +111,7 @@ class Actor:
         self._lanes.acted(out, self._policy.writes)
 
     def act_both_ways(self, at: int, random_lanes: Mask, some: bool = True) -> None:
-        """Act at random in ``random_lanes``, whose states stay unchanged, else by the policy.
+        """Act at random in ``random_lanes``, whose states do not change; by the policy in others.
 
         ``random_lanes`` is ``[lane]``, or ``[policy, lane]`` if each group of agents has a policy.
         """
@@ -147,7 +147,7 @@ class Actor:
             self._slab.columns[key][at, lanes(key)] = at_random_value(key)
 
     def _lanes_of(self, random_lanes: Mask, key: Key) -> torch.Tensor:
-        """Return the lanes of ``random_lanes`` in which the policy did not write a column."""
+        """Return the lanes of ``random_lanes`` in which a column gets random values."""
         if isinstance(self._policy, SeveralPolicies):
             random_lanes = self._policy.of_key(key, random_lanes)
         return torch.from_numpy(random_lanes)

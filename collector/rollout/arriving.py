@@ -25,7 +25,7 @@ class ArrivingLanes(Lanes):
     The slab has a column for each arrival of a slot. A row is complete when its lane returns: until
     then, its observation, action and policy version wait here. Rows are in order of arrival. The
     random actions at the start of a run must be the first rows. So while random actions are under
-    way, lanes with actions of the policy wait, except as many as a call needs, and they come last
+    way, only as many lanes with actions of the policy step as a call needs. These lanes come last
     in their slot.
 
     Args:
@@ -66,7 +66,7 @@ class ArrivingLanes(Lanes):
         self._ready = np.zeros(0, np.int32)
         """Lanes that wait for an action, in the order of their arrival."""
         self._arrived = np.zeros(slab.slots, np.bool_)
-        """Number of slots in which lanes arrived; in others, lanes were only sent."""
+        """``[slot]``, marks slots in which lanes arrived; in the others, lanes were only sent."""
         self._resets = ResetColumns.of(env, slab, self._cursor)
         self._executed = np.zeros((slab.slots, slab.lanes), np.bool_)
 

@@ -1,4 +1,4 @@
-"""Drivers fill the slots of a slab: their interface, and the driver of this process."""
+"""The interface of drivers, which fill the slots of a slab, and the driver of this process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -43,7 +43,9 @@ class Driver(ABC):
     ends_tell = False
     """True if ends of episodes alone determine which slots are transitions."""
     pending: NDArray[np.bool_] | None = None
-    """``[lane]``, lanes whose next slot is a reset; None if none is, or if ends do not say so."""
+    """``[lane]``, lanes whose next slot is a reset.
+
+    None if there are no reset slots, or if ends of episodes do not determine them."""
 
     @property
     def boards(self) -> Sequence[Any]:
@@ -244,7 +246,7 @@ class LocalDriver(Driver):
                 self.stepped.step(at, at + 1)
                 if self.board[HALT]:
                     break
-        if place is not None and (filled := self.used) < stop:  # the other actions are drawn again
+        if place is not None and (filled := self.used) < stop:  # unused actions are drawn again
             self._random.return_to(place, filled - start)
 
     def given_steps(self, start: int, stop: int, lanes: int) -> None:

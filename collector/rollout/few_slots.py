@@ -30,7 +30,7 @@ class HeldRows:
         return self.marks if self.counts.rows else None
 
     def hold(self, lanes: NDArray[np.bool_] | None) -> None:
-        """Hold the rows of ``lanes``; None holds none."""
+        """Hold the rows of ``lanes``; if None, hold no rows."""
         self.counts.rows = 0 if lanes is None else int(np.count_nonzero(lanes))
         if lanes is not None:
             self.marks[:] = lanes
@@ -122,8 +122,8 @@ class FewSlots:
     def make_ready(self) -> bool:
         """Move the held rows to slot 0, and count the lanes that are reset next.
 
-        The other rows were handed over. If rows with random actions are held, which the loop has to
-        count, do nothing and return False.
+        The other rows were handed over. If a policy acts, and rows with random actions are held,
+        which the loop has to count, do nothing and return False.
         """
         driver, lanes, slab = self._driver, self.held.lanes, self._slab
         if lanes is not None and self._policy is not None:

@@ -60,7 +60,9 @@ class Lanes(ABC):
     fills_slab = False
     """True if the environment writes observations to the slab and reads actions there."""
     pending: NDArray[np.bool_] | None = None
-    """``[lane]``, lanes whose next slot is a reset; None if none is, or if ends do not say so."""
+    """``[lane]``, lanes whose next slot is a reset.
+
+    None if there are no reset slots, or if ends of episodes do not determine them."""
 
     def __init__(self, env: EnvBase, slab: Slab) -> None:
         self.env, self.slab = env, slab
@@ -131,7 +133,7 @@ class Lanes(ABC):
         return self.slab.columns[key].unbind(0)
 
     def seen_rows(self, key: Key) -> Sequence[torch.Tensor] | None:
-        """Return the slots of a column that the policy sees; None if it does not see it."""
+        """Return the slots of a column that the policy sees; None for other columns."""
         return self.rows(key) if key in self.slab.flowing else None
 
 

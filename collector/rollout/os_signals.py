@@ -72,7 +72,7 @@ _pause: Callable[[], None] | None = None
 
 
 class deferred:
-    """A context that defers handlers until its end.
+    """A context that defers handlers until its end, or until :func:`call_waiting`.
 
     Handlers run in the main thread only: in another thread it does nothing.
     """

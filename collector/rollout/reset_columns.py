@@ -1,4 +1,4 @@
-"""Columns with the reset options and seed of each trajectory, constant in its rows."""
+"""Columns with the context and the seed of each trajectory's reset, constant in its rows."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -13,7 +13,7 @@ from tallyroll.storage.rows.keys import Key
 
 
 class ResetColumns:
-    """Writes the reset options and seeds of the current trajectories to the slots of a slab.
+    """Writes the reset contexts and seeds of the current trajectories to the slots of a slab.
 
     If a step resets lanes, their next slots get the next values.
 

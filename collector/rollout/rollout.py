@@ -111,7 +111,7 @@ class Rollout:
         return self._take(want)
 
     def put_back(self) -> None:
-        """Make the slots that `few` filled the next block."""
+        """Make the slots that `few` filled the next block; after an error, `salvage` yields it."""
         assert self.few is not None
         self.few.write_version()
         self._filling.count(self.few.first, self.driver.used, self.lanes)
@@ -142,7 +142,7 @@ class Rollout:
 
     @property
     def paused(self) -> bool:
-        """True if the last block is shorter because a signal's handler waits."""
+        """True if the last block is shorter because a signal handler waits."""
         return self.driver.paused
 
     def go_on(self) -> None:

@@ -1,4 +1,4 @@
-"""Filling of slab slots by stepping all lanes, and the counts of their transitions."""
+"""Fill slots of a slab by stepping all lanes, and count their transitions."""
 
 from collections.abc import Callable, Sequence
 from math import ceil
@@ -59,7 +59,7 @@ class SlabFiller:
         self.lanes = self.slab.lanes
         self.gate, self.random_frames = gate, random_frames
         self.interruptible = driver.interruptible()
-        """A context in which signals' handlers are deferred while slots are filled."""
+        """A context in which signal handlers are deferred while slots are filled."""
         self._at_once, self._counted = at_once, counted
         self._surplus, self._extra = surplus, tuple(extra)
         self.entry = NOTHING

@@ -122,9 +122,9 @@ class SlabPlan:
         return np.ones((stop - start, slab.lanes), np.bool_)
 
     def slots(self, lanes: int, frames: int, slabs: int = 1) -> int:
-        """Return a number of slots for ``frames``, even if every second slot is a reset slot.
+        """Return enough slots for ``frames``, even if every second one is a reset slot.
 
-        It is at most `MOST_SLOTS`, and ``slabs`` slabs take at most about `SLAB_BYTES`.
+        A bound may make it fewer: `MOST_SLOTS`, and about `SLAB_BYTES` for ``slabs`` slabs.
         """
         row = sum(
             torch.empty((), dtype=column.dtype).element_size() * int(np.prod(column.shape))
@@ -303,7 +303,7 @@ def in_place_layout(env: SystemEnv) -> dict[Key, SlabColumn]:
 
 
 def reset_layout(env: EnvBase) -> dict[Key, SlabColumn]:
-    """Return the columns of reset options and seeds, if resets get any."""
+    """Return the columns of contexts and seeds, if resets get any."""
     base = system_of(env)
     resets = None if base is None else base.stepper.contexts.resets
     return {} if resets is None else resets.layout
@@ -364,7 +364,7 @@ def nested_dones(env: EnvBase) -> tuple[Key, ...]:
 
 
 def init_columns(env: EnvBase, layout: SlabColumns) -> tuple[Key, ...]:
-    """Return the columns that mark where a trajectory begins, under any name of a tracker."""
+    """Return the columns that mark where a trajectory begins; trackers may rename them."""
     trackers = (each for each in env.modules() if isinstance(each, InitTracker))
     names = {IS_INIT, *(each.init_key for each in trackers)}
     return tuple(

@@ -51,7 +51,7 @@ class Keeper(Protocol):
         """Return whether the slots stay valid until :meth:`released`."""
 
     def released(self) -> None:
-        """Reuse the slots: the rows of the block are no longer needed."""
+        """Release the slots: the rows of the block are no longer needed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -171,9 +171,10 @@ class TransitionSource(Protocol):
         """Number of transitions that an entry counted and no block has; computed at each access."""
 
     def still(self) -> AbstractContextManager[Sequence[Held]]:
-        """Return a context in which no step is made; it has the transitions that no block has.
+        """Wait for steps under way, and return a context in which no step is made.
 
-        They come in the order in which blocks will have them.
+        It has the transitions that are in no block, in the order in which blocks will have them.
+        The lanes executed no others.
         """
 
     def drawn_ahead(self, openings: Openings) -> Counts:

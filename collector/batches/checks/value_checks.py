@@ -50,7 +50,8 @@ class RangeChecks:
         ranges: what is allowed; see :func:`ranges_of`.
         validate: see :data:`Validate`.
         masks: of legal actions.
-        at_random: True if some actions are drawn, for which masks must be valid.
+        at_random: True if some actions are drawn. Only then are masks checked, because a policy
+            may ignore them.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class Beginning:
 
     @property
     def random_frames(self) -> int:
-        """Number of transitions of a policy's run that still have random actions."""
+        """Number of transitions to come with random actions; 0 if no policy acts."""
         if self.policy is None:
             return 0
         return max(0, self._options.init_random_frames - self.ledger.random)

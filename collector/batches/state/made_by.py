@@ -77,7 +77,8 @@ def git_of_folder() -> dict[str, Any] | None:
 def hashes_of(policy: Any) -> dict[str, str | None]:
     """Return SHA-256 of the files of a policy's classes and functions, and of its weights.
 
-    The hash of several files is the hash of their sorted hashes. Files of libraries are left out.
+    The hash of one file is the file's; of several, the hash of their sorted hashes, joined. Files
+    of libraries are left out.
     """
     return {"code": _code_of(policy), "weights": _weights_of(policy)}
 

@@ -17,7 +17,7 @@ from tallyroll.storage.rows.spaces import UNCHECKED, fitting
 
 MOST_SEEDS = 1024
 SHARD = "shard"
-"""The key, in a run's entry, of the part of a run that it is."""
+"""The key, in a run's entry, that says which shard of a run it is."""
 _OF_ONE_SHARD = frozenset(("frames_per_batch", "total_frames", "num_workers", "mode", "transport"))
 """Arguments that may differ between shards."""
 
