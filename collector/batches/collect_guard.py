@@ -96,7 +96,7 @@ class CollectGuard(deferred):
             if error is not None:
                 self._loop.leave()
             if error is not None and not run.at_safe_point:
-                for end in (partial(self._loop.end_by, error), self._release):
+                for end in (partial(self._end_run, error), self._release):
                     try:
                         if end is not None:
                             end()
@@ -110,6 +110,14 @@ class CollectGuard(deferred):
             super().__exit__(kind, error, trace)
         if error is not None and error is not original:
             raise error from original
+
+    def _end_run(self, error: BaseException) -> None:
+        """End the run because ``error`` was raised within it."""
+        try:
+            if not self._run.over:
+                self._loop.finish()
+        finally:
+            self._run.ended_by(error)
 
     def leave(self, error: BaseException, *, was_refused: bool) -> None:
         """Exit after ``error``, if it was raised between the guard and what it guards.

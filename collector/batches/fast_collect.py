@@ -166,7 +166,7 @@ class FastCollect:
         path, total, run = self.ready, self._total, self._run
         if path is None or run.phase is not Phase.IDLE or want > FEW_SLOTS * self._lanes:
             return False
-        if self._left is not None:
+        if run.lost or self._left is not None:
             return False
         if total is not None and self._ledger.stored + want >= total:
             return False

@@ -90,7 +90,7 @@ class RunLoop:
         """
         run, output = self._run, self._output
         output.lays_out = True
-        run.note_ready(yields=True)
+        run.expect_batch()
         most = sys.maxsize if self._apart else size or run.options.frames_per_batch
         size = run.budget.batch(run.counted, most)
         self._raise_pending(size)
@@ -306,18 +306,10 @@ class RunLoop:
     def end(self) -> None:
         """End the run on request; store the rows of an interrupted batch first."""
         try:
-            if self._under_way and self._run.phase is Phase.IDLE:
+            if self._under_way and self._run.phase is Phase.IDLE and not self._run.lost:
                 self._store_complete()
         finally:
             self.finish()
-
-    def end_by(self, error: BaseException) -> None:
-        """End the run because ``error`` was raised within it."""
-        try:
-            if not self._run.over:
-                self.finish()
-        finally:
-            self._run.ended_by(error)
 
     def finish(self) -> None:
         """End the run: discard carried transitions, and cut the open trajectories."""

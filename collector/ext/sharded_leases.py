@@ -296,14 +296,6 @@ class ShardedLeases(WithoutRows):
         """End the run at the caller's wish."""
         self.finish()
 
-    def end_by(self, error: BaseException) -> None:
-        """End the run because ``error`` was raised within it."""
-        try:
-            if not self._run.over:
-                self.finish()
-        finally:
-            self._run.ended_by(error)
-
     def finish(self) -> None:
         """End the run: hear of all leases, and cut the open trajectories."""
         run = self._run

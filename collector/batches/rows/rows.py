@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from tallyroll.collector.batches.rows.computed_columns import computed_columns
+from tallyroll.collector.batches.rows.computed_columns import ComputedColumn, computed_columns
 from tallyroll.collector.counting.episode_log import episodes_of
 from tallyroll.collector.counting.numbering import LaneState, number
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -141,7 +141,7 @@ class RowSource:
             columns[key] = SlabColumn(torch.bool, (1,))
         columns[TRAJ_IDS] = columns[STEP] = columns[POLICY_VERSION] = SlabColumn(torch.int64, ())
         columns[LANE] = SlabColumn(torch.int32, ())
-        for computed in computed_columns(self.plan):
+        for computed in self._computed:
             columns[computed.key] = SlabColumn(computed.dtype, ())
         return {key: torch.zeros((0, *c.shape), dtype=c.dtype) for key, c in columns.items()}
 
@@ -149,6 +149,10 @@ class RowSource:
     def behind(self) -> Shapes:
         """The batch size after the rows of each nested TensorDict that has one."""
         return behind_rows(self.no_rows, self.plan.batch_dims)
+
+    @cached_property
+    def _computed(self) -> Sequence[ComputedColumn]:
+        return computed_columns(self.plan)
 
     @cached_property
     def _pools(self) -> dict[Key, BufferPool]:
@@ -174,7 +178,7 @@ class RowSource:
         rows[STEP] = torch.from_numpy(numbers.step)
         rows[POLICY_VERSION] = torch.from_numpy(version)
         rows[LANE] = torch.from_numpy(block.lane)
-        for computed in computed_columns(self.plan):
+        for computed in self._computed:
             values = computed.compute(Part(rows, large).column)
             rows[computed.key] = torch.from_numpy(values).to(computed.dtype)
         at, returns, lengths, first = numbers.ended

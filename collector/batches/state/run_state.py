@@ -24,7 +24,6 @@ class Phase(Enum):
     IDLE = "between two calls"
     COLLECTING = "within a call"
     ENDED = "over"
-    LOST = "another collector drives the environment"
 
 
 class RunState:
@@ -113,8 +112,6 @@ class RunState:
     def lose(self) -> None:
         """Let no further call collect: another collector drives the environment."""
         self.lost = True
-        if self.phase is Phase.IDLE:
-            self.phase = Phase.LOST
 
     def stop(self) -> None:
         """Let the run end as soon as the rows that it already has are stored."""
@@ -132,9 +129,9 @@ class RunState:
         """Remember the number of stored rows; an error message names the rows after them."""
         self._stored_before, self._yields = self.ledger.stored, False
 
-    def note_ready(self, *, yields: bool) -> None:
-        """Remember how many batches are ready; the call under way makes another if it yields."""
-        self._ready_before, self._yields = len(self.ready), yields
+    def expect_batch(self) -> None:
+        """Remember how many batches are ready: the call under way makes another one."""
+        self._ready_before, self._yields = len(self.ready), True
 
     # --- trajectories, and why the run ended ------------------------------------------------------
 

@@ -536,13 +536,13 @@ def test_rows_after_a_missed_answer_of_a_worker_are_not_stored(tmp_path: Path) -
 
 
 def test_no_guard_is_left_on_where_its_end_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: Any) -> None:
+    def broken(*_: Any) -> None:
         raise KeyboardInterrupt
 
     policy = FailingPolicy(Failing(-1))
     with sync_collector(DISABLED, policy, frames_per_batch=BATCH, total_frames=BATCH) as collector:
         policy.fails.left = 1
-        monkeypatch.setattr(collector._loop, "end_by", broken)
+        monkeypatch.setattr(CollectGuard, "_end_run", broken)
         with pytest.raises(KeyboardInterrupt):
             next(iter(collector))
         assert_let_go()
