@@ -274,6 +274,8 @@ def load_for_ever(connection: Connection) -> None:
         before = version
         if count % 20 == 0:
             connection.send(None)
+        # The lock prefers no one: readers that never paused could keep the writer out for good.
+        time.sleep(0.001)
 
 
 def hold(connection: Connection, kind: str) -> None:
@@ -336,12 +338,17 @@ def test_no_weights_are_torn_and_no_lock_outlives_its_holder() -> None:
 def stop_as_holder(pid: int, weights: SharedWeights, dice: random.Random) -> None:
     """Stop a process at a random moment in which it holds the lock."""
     while True:
-        wait_for(lambda: pid in weights._lock._holders())
+        wait_for(lambda: pid in weights._lock._holders() or not alive(pid))
+        assert alive(pid), f"process {pid} ended by itself"
         time.sleep(dice.random() * 0.001)
         stop(pid)
         if pid in weights._lock._holders():
             return
         os.kill(pid, signal.SIGCONT)
+
+
+def alive(pid: int) -> bool:
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
