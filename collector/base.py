@@ -18,10 +18,10 @@ from tallyroll.collector.batches.collect_guard import CollectGuard, add_end_note
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.run_loop import make_run_loop
-from tallyroll.collector.batches.state.beginning import Beginning
-from tallyroll.collector.batches.state.reaching import Reaching
-from tallyroll.collector.batches.state.restarting import Restarting
+from tallyroll.collector.batches.state.env_calls import EnvCalls
+from tallyroll.collector.batches.state.restart import Restart
 from tallyroll.collector.batches.state.run_seeds import Environments
+from tallyroll.collector.batches.state.run_setup import RunSetup
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import BatchWriter, ClosedFirstWarning, StorageLike
@@ -45,7 +45,7 @@ from tallyroll.storage.files.manifest import UNVERSIONED
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
-class Collector(Reaching, ABC):
+class Collector(EnvCalls, ABC):
     """An iterable of batches, and a context manager that shuts down at its end.
 
     **Exceptions.** Signal handlers run at the end of the step under way. If a handler raises, no
@@ -65,7 +65,7 @@ class Collector(Reaching, ABC):
     _ticks: int | None
     """Simulator ticks of a transition, as the environment reports them; None: unknown."""
     _ledger: Ledger
-    _restarting: Restarting
+    _restarting: Restart
     _episodes: EpisodeLog
     _lanes: int
     _own_lanes: range
@@ -96,7 +96,7 @@ class Collector(Reaching, ABC):
     def _begin_run(self, lanes: int, envs: Environments) -> None:
         """Give the run its ledger, and seed ``lanes`` lanes of ``envs``."""
         self._lanes, self._own_lanes = lanes, self._options.own_lanes(lanes)
-        self._beginning = Beginning(self._options, self._policy, self._writer, lanes, envs)
+        self._beginning = RunSetup(self._options, self._policy, self._writer, lanes, envs)
         self._ledger = self._beginning.ledger
 
     def _drive(
@@ -127,7 +127,7 @@ class Collector(Reaching, ABC):
         if self._options.columns.frame_skip is None:
             call = {**call, "frame_skip": plan.ticks}
         self._run = self._beginning.state(description, plan.spaces, call)
-        self._restarting = Restarting(self._run, self._beginning, rollout, self._publish)
+        self._restarting = Restart(self._run, self._beginning, rollout, self._publish)
         self._loop = make_run_loop(
             self._run,
             source,
@@ -148,7 +148,7 @@ class Collector(Reaching, ABC):
     # --- attributes -------------------------------------------------------------------------------
 
     @property
-    def restarting(self) -> Restarting:
+    def restarting(self) -> Restart:
         """The state of the run, as `save_checkpoint` and `load_checkpoint` use it."""
         return self._restarting
 

@@ -20,12 +20,12 @@ from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.state.restarting import Restarting
+from tallyroll.collector.batches.state.restart import Restart
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
 from tallyroll.collector.counting.ledger import Budget
-from tallyroll.collector.envs.driven.statistics import judge_apart
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.setup.statistics import judge_apart
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.options import Postproc, Surplus
 from tallyroll.collector.options.objects import (
@@ -64,7 +64,7 @@ from tallyroll.collector.workers.messages import Job
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.startup.jobs import per_worker, pickled
-from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.startup.worker_startup import WorkerStartup
 from tallyroll.collector.workers.transport import Link, Place, Transport
 from tallyroll.collector.workers.worker_options import (
     ActorOptions,
@@ -295,7 +295,7 @@ class MultiprocessCollector(Collector):
         if self._options.sharded:
             from tallyroll.collector.ext.sharded_leases import GoesOnFromStorage
 
-            self._restarting = cast(Restarting, GoesOnFromStorage())
+            self._restarting = cast(Restart, GoesOnFromStorage())
 
     def _transport_call(self) -> dict[str, Any]:
         """Return what of the transport is kept as provenance."""

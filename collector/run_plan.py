@@ -5,7 +5,7 @@ traits of environment, policy, storage and options as plain values, and chooses.
 change while it runs are asked where they change; they are few:
 
 * a policy's module is hooked or changed, or newer weights arrive (`bare_call`, `Rollout.fill`);
-* someone replaces the step of a vector environment (`LanesInTurn.are_alone`);
+* someone replaces the step of a vector environment (`SequentialStep.are_alone`);
 * a value outside its space was let pass, so that bounds are others (`RangeChecks.eased`);
 * final observations are not judged yet (`FinalsWatch.curious`);
 * a call asks for more than few slots, or for other than whole ones (`FastCollect.collect`);

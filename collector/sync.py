@@ -17,13 +17,13 @@ from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.batches.stored.resume import Resume
 from tallyroll.collector.batches.stored.writer import StorageLike
-from tallyroll.collector.envs.driven.instances import take_over
-from tallyroll.collector.envs.driven.make import CreateEnv, Made, make_env
-from tallyroll.collector.envs.driven.outside_steps import OutsideSteps
-from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
+from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
+from tallyroll.collector.envs.calls.environments import reach_env
 from tallyroll.collector.envs.failures import env_code
-from tallyroll.collector.envs.reaching.asked import Asked, Outcome
-from tallyroll.collector.envs.reaching.environments import reach_env
+from tallyroll.collector.envs.setup.instances import take_over
+from tallyroll.collector.envs.setup.make import CreateEnv, ReadyEnv, make_env
+from tallyroll.collector.envs.setup.outside_steps import OutsideSteps
+from tallyroll.collector.envs.setup.prepare import first_reset, prepare_env, seed_env
 from tallyroll.collector.errors import EnvironmentRefused, StateError
 from tallyroll.collector.options import Options, Postproc, Surplus
 from tallyroll.collector.options.objects import (
@@ -182,7 +182,7 @@ class SyncCollector(Collector):
     def _environments(self, env: EnvBase) -> Environments:
         return OwnEnvironment(env, self._options)
 
-    def _prepare(self, policy: Any, made: Made) -> None:
+    def _prepare(self, policy: Any, made: ReadyEnv) -> None:
         given, lanes = given_policy(policy), self._env.batch_size.numel()
         self._env = prepare_env(self._env, given, self._options)
         self._policy = policy_of(given, self._options.policy_device, self.env.device)
@@ -268,7 +268,7 @@ class OwnEnvironment:
             state = next((each for each in state if each), {})
         self._env.load_state_dict(state)
 
-    def reach(self, asked: Asked, lanes: Sequence[int]) -> list[Outcome]:
+    def reach(self, asked: EnvCall, lanes: Sequence[int]) -> list[CallOutcome]:
         """Call the environments of ``lanes``; see `Environments`."""
         if self._env.is_closed:
             raise StateError(f"{asked}: the environment was closed, as by shutdown()")

@@ -106,10 +106,10 @@ def _ask_git_once() -> None:
 
     Commands and workers ask it each time, in their processes, and so do tests of provenance.
     """
-    from tallyroll.collector.batches.state import made_by
+    from tallyroll.collector.batches.state import host_info
 
-    asked = cache(lambda _, ask=made_by.git_of_folder: ask())
-    made_by.git_of_folder = wraps(made_by.git_of_folder)(lambda: asked(os.getcwd()))
+    asked = cache(lambda _, ask=host_info.git_of_folder: ask())
+    host_info.git_of_folder = wraps(host_info.git_of_folder)(lambda: asked(os.getcwd()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,7 +37,7 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from tallyroll.collector import MultiprocessCollector
-from tallyroll.collector.batches.stored.own_shard import Keep, Kept
+from tallyroll.collector.batches.stored.worker_shard import OpenShard, ShardCommit
 from tallyroll.collector.counting.episode_ring import EPISODE
 from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.slab.progress import COUNTED, FILLED, LEASE, counted_word
@@ -83,12 +83,12 @@ class SimLink:
         self.step = 0
         self.heard_at = 0.0
         """When its last answer comes."""
-        self.keep: Keep | None = None
+        self.keep: OpenShard | None = None
         """Where it would store its rows."""
         self.free_at = sim.clock + sim.draw.uniform(*START)
         self.dies_at = self.free_at + sim.draw.expovariate(1 / sim.mtbf)
         self.ended = self.doomed = False
-        sim.at(self.free_at, self, m.Made(1, sim.description))
+        sim.at(self.free_at, self, m.EnvReady(1, sim.description))
 
     def send(self, question: Any) -> None:
         with self.sim.apart():
@@ -102,7 +102,7 @@ class SimLink:
             answer: Any = replace(sim.planned, lane_seeds=[1 + self.index + 100_003 * self.life])
         elif isinstance(question, m.Bind):
             answer = sim.bound
-        elif isinstance(question, Keep):
+        elif isinstance(question, OpenShard):
             self.keep, answer = question, m.DONE
         else:
             assert isinstance(question, m.Lease), question
@@ -229,7 +229,7 @@ class Simulation:
             self.bound = self._real.bind(m.Bind(share, 0))
         return self.memory
 
-    def fill(self, link: SimLink, lease: m.Lease) -> m.Filled:
+    def fill(self, link: SimLink, lease: m.Lease) -> m.LeaseResult:
         """Write the rows of a lease, and say so."""
         index, frames = link.index, lease.frames
         key = index, lease.base // self.share.stride
@@ -254,9 +254,9 @@ class Simulation:
         self.made += frames
         self.count(index, lease, frames)
         entry = LedgerEntry(slots=frames, executed=frames)
-        return m.Filled(frames, entry, [0], 0)
+        return m.LeaseResult(frames, entry, [0], 0)
 
-    def kept(self, link: SimLink, lease: m.Lease) -> Kept:
+    def kept(self, link: SimLink, lease: m.Lease) -> ShardCommit:
         """Say that the rows of a lease are stored."""
         assert link.keep is not None
         frames = lease.frames
@@ -266,7 +266,7 @@ class Simulation:
         self.count(link.index, lease, frames)
         entry = LedgerEntry(slots=frames, executed=frames, stored=frames)
         next_id = link.keep.first_id + link.keep.run_lanes
-        return Kept(
+        return ShardCommit(
             f"{id(link):x}", link.step, entry, 0, 1, next_id, -1, np.zeros(0, EPISODE), "simulated"
         )
 

@@ -7,10 +7,10 @@ from tensordict import TensorDictBase
 
 from tallyroll.collector.batches.checks.final_observations import FinalsWatch
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
-from tallyroll.collector.batches.layouts.laying_out import LayingOut
+from tallyroll.collector.batches.layouts.batch_layout import BatchLayout
 from tallyroll.collector.batches.layouts.torchrl_layout import NO_FLAGS, Flags
-from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.rows.rows import Part, RowSource, merge
+from tallyroll.collector.batches.rows.slab_output import SlabOutput
 from tallyroll.collector.batches.rows.slab_rows import SlabPart
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.batches.stored.cut_items import CutItems
@@ -39,8 +39,8 @@ class BatchOutput:
         rollout: TransitionSource,
         counts: DeliveredCounts,
         finals: FinalsWatch,
-        laying_out: LayingOut,
-        in_slab: InSlab | None,
+        laying_out: BatchLayout,
+        in_slab: SlabOutput | None,
     ) -> None:
         self._run, self._source, self._rollout = run, source, rollout
         self._counts, self._finals = counts, finals

@@ -18,7 +18,7 @@ from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.layouts.small_batches import SmallBatches
 from tallyroll.collector.batches.rows.compiled_rows import CompiledRows
-from tallyroll.collector.batches.rows.in_slab import InSlab
+from tallyroll.collector.batches.rows.slab_output import SlabOutput
 from tallyroll.collector.batches.state.run_state import Phase, RunState
 from tallyroll.collector.batches.stored.sinks import stores_slots
 from tallyroll.collector.compat import set_gradients
@@ -28,7 +28,7 @@ from tallyroll.collector.counting.ledger import COUNTS, amounts
 from tallyroll.collector.counting.numbering import LaneState
 from tallyroll.collector.native.kernel import require_names
 from tallyroll.collector.native.slot_rows import SlotRows
-from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.policies.action_context import ActionContext
 from tallyroll.collector.rollout.few_slots import FewSlots
 from tallyroll.collector.rollout.os_signals import deferred, waits
 from tallyroll.collector.rollout.rollout import Rollout
@@ -54,7 +54,7 @@ class FastPath:
     episodes: EpisodeLog
     ring: EpisodeRing
     """The ring in which ``rows`` note episodes, and from which ``episodes`` takes them."""
-    acting: Acting
+    acting: ActionContext
     state: LaneState
     eased: int
     seed: int | None
@@ -126,11 +126,11 @@ class FastCollect:
         self,
         run: RunState,
         rollout: Rollout,
-        in_slab: InSlab,
+        in_slab: SlabOutput,
         counts: DeliveredCounts,
         checks: RangeChecks,
         finals: FinalsWatch,
-        acting: Acting,
+        acting: ActionContext,
         batch: int,
     ) -> None:
         self._run, self._ledger, self._total = run, run.ledger, run.budget.total

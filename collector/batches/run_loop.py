@@ -15,15 +15,15 @@ from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.fast_collect import FastCollect, FastCollectOfWorkers
-from tallyroll.collector.batches.layouts.laying_out import LayingOut, Processing
+from tallyroll.collector.batches.layouts.batch_layout import BatchLayout, Processing
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
-from tallyroll.collector.batches.rows.in_slab import InSlab
 from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.rows.slab_output import SlabOutput
 from tallyroll.collector.batches.state.run_state import Phase, RunState
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan, traits_of
 from tallyroll.collector.counting.ledger import Budget, LedgerEntry, post
 from tallyroll.collector.errors import EnvironmentRefused, LedgerError, SilentReset
-from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.policies.action_context import ActionContext
 from tallyroll.collector.rollout.os_signals import call_waiting, waits
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -61,7 +61,7 @@ class RunLoop:
         finals: FinalsWatch,
         output: BatchOutput,
         fast_collect: FastCollect | None,
-        acting: Acting,
+        acting: ActionContext,
         *,
         apart: bool,
     ) -> None:
@@ -366,7 +366,7 @@ def make_run_loop(
         return counting
     lanes = options.own_lanes(len(run.lanes.step))
     layout = (options, source, lanes, writer, torchrl)
-    laying_out = LayingOut(*layout)
+    laying_out = BatchLayout(*layout)
     if options.postproc is not None:
         laying_out = Processing(options.postproc, *layout)
     counts = DeliveredCounts(options, slabs, draws=draws)
@@ -377,14 +377,14 @@ def make_run_loop(
     watched = options.checks.finals == "check" and not slabs.lost_finals
     valid = next_valid_keys(slabs.layout)
     finals = FinalsWatch(lanes, slabs.observed if watched else (), valid)
-    acting = Acting(options.exploration_type)
+    acting = ActionContext(options.exploration_type)
     if options.postproc is None:
         writer.open(source.no_rows, run.provenance, source.behind)
     traits = traits_of(options, source, rollout, writer, counts, checks, torchrl)
     plan = StoringPlan.of(traits)
     in_slab = fast_collect = None
     if plan.rows.way == "slab":
-        in_slab = InSlab(source, run, laying_out, batches=plan.batches.way != "gathered")
+        in_slab = SlabOutput(source, run, laying_out, batches=plan.batches.way != "gathered")
         if plan.commits.way == "one call":
             assert isinstance(rollout, Rollout)  # others count lane by lane
             kind = FastCollectOfWorkers if rollout.driver.in_workers else FastCollect

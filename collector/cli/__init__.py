@@ -27,7 +27,7 @@ from tallyroll.collector.cli.output import (
 )
 from tallyroll.collector.cli.parser import make_parser
 from tallyroll.collector.errors import WorkerError
-from tallyroll.collector.workers.local.unblocked_output import output_dropped
+from tallyroll.collector.workers.local.nonblocking_stdio import output_dropped
 from tallyroll.storage.errors import InvalidExpression
 
 _READING = ("diff", "inspect", "replay", "report", "verify")

@@ -34,7 +34,7 @@ from tallyroll.collector.options.draws import parsed as parsed_draw
 from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.slab.info import parsed
 from tallyroll.collector.sync import SyncCollector
-from tallyroll.collector.workers.local.unblocked_output import (
+from tallyroll.collector.workers.local.nonblocking_stdio import (
     drop_output,
     output_dropped,
     wait_no_more,

@@ -25,7 +25,7 @@ PYGAMES = {"pygame", "pygame-ce"}
 
 
 @dataclass(frozen=True)
-class Found:
+class KnownSystem:
     """A system, and what can be said of it without importing what it needs."""
 
     name: str
@@ -61,15 +61,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if args.systems and not all(each.installed for each in found) else 0
 
 
-def look(name: str, distributions: Mapping[str, Sequence[str]]) -> Found:
+def look(name: str, distributions: Mapping[str, Sequence[str]]) -> KnownSystem:
     """Describe a system; ``distributions`` are those that have a package."""
     try:
         system = registry.load(name)
     except (MissingExtra, ArgumentError) as error:
-        return Found(name, installed=False, fault=str(error).removeprefix(f"{name}: "))
+        return KnownSystem(name, installed=False, fault=str(error).removeprefix(f"{name}: "))
     package = system.package.partition(".")[0]
     of_it = distributions.get(package, ())
-    return Found(
+    return KnownSystem(
         name,
         installed=not package or find_spec(package) is not None,
         package=system.package,
@@ -80,7 +80,7 @@ def look(name: str, distributions: Mapping[str, Sequence[str]]) -> Found:
     )
 
 
-def as_text(found: Sequence[Found], has_both: bool) -> str:
+def as_text(found: Sequence[KnownSystem], has_both: bool) -> str:
     """The list for people; ``has_both``: pygame and pygame-ce."""
     page = Page()
     page.print(_ABOVE)

@@ -174,7 +174,7 @@ class LaneState:
         return int((self.traj_id - np.arange(self.lanes)).max()) + self.lanes
 
 
-class Ended(NamedTuple):
+class EndedEpisodes(NamedTuple):
     """Episodes that ended, one entry each."""
 
     at: NDArray[np.intp]
@@ -192,7 +192,7 @@ class Numbers:
     step: Int64
     begun: NDArray[np.intp]
     """First rows of episodes."""
-    ended: Ended
+    ended: EndedEpisodes
 
 
 def number_slot(
@@ -203,7 +203,7 @@ def number_slot(
     version: Int64,
     traj_ids: Int64,
     step: Int64,
-) -> tuple[Mask | None, Ended | None]:
+) -> tuple[Mask | None, EndedEpisodes | None]:
     """Number the rows of one slot, and move ``state`` past them. All arrays are ``[lane]``.
 
     Args:
@@ -238,7 +238,7 @@ def number_slot(
     if not np.count_nonzero(ended):
         return begun, None
     at = ended.nonzero()[0]
-    over = Ended(at, state.returns[at], state.length[at], state.first_version[at])
+    over = EndedEpisodes(at, state.returns[at], state.length[at], state.first_version[at])
     state.traj_id[at] += state.lanes
     state.step[at] = 0
     state.returns[at] = 0.0
@@ -265,7 +265,7 @@ def number(
     rows = len(lane)
     if not rows:
         none = np.zeros(0, np.int64)
-        return Numbers(none, none, none, Ended(none, np.zeros(0), none, none))
+        return Numbers(none, none, none, EndedEpisodes(none, np.zeros(0), none, none))
     # A trajectory's part begins at a lane's first row, and after each row that ended one.
     begins = np.empty(rows, np.bool_)
     begins[1:] = ended[:-1]
@@ -289,7 +289,7 @@ def number(
         np.repeat(ids, size),
         row + np.repeat(offset - begin, size),
         begin[before == 0],
-        Ended(parts.until[closes], returns[closes], lengths[closes], first_version[closes]),
+        EndedEpisodes(parts.until[closes], returns[closes], lengths[closes], first_version[closes]),
     )
     # The last part of each lane is what the next block continues, unless it ended.
     parts.keep(ids + closes * state.lanes, state.traj_id)

@@ -25,7 +25,7 @@ from typing import Any, Final
 from weakref import WeakSet, ref
 
 from tallyroll.collector.compat import gym_like_info, is_waiting, lane_in, trace_of_process
-from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
+from tallyroll.collector.envs.gymnasium.sequential_step import SequentialStep
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import EnvironmentDied, EnvironmentRefused
 from tallyroll.collector.user_code import user_code
@@ -73,7 +73,7 @@ def lane_of(error: BaseException) -> int | None:
     """Return the lane of a vector environment that was stepped or reset in ``error``."""
     found = None
     for frame in _frames(error):
-        lane = lane_in(frame, LanesInTurn)
+        lane = lane_in(frame, SequentialStep)
         if lane is not None:
             found = lane
             if frame.f_code.co_name != "step_wait":  # of an AsyncVectorEnv: a call in it may differ

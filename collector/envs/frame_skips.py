@@ -13,7 +13,7 @@ import gymnasium
 import gymnasium.wrappers
 import numpy as np
 
-from tallyroll.collector.envs.reaching.asked import Asked, Outcome, Way
+from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall, Way
 
 _NAMES = (
     *("frame_skip", "_frame_skip", "frameskip", "_frameskip", "_n_sub_steps", "n_sub_steps"),
@@ -40,7 +40,7 @@ _KEEPING = {
 }
 """Classes of wrappers of Gymnasium and Stable-Baselines3 that skip no frames themselves."""
 
-Reached = Callable[[Asked, Sequence[int]], Iterable[Outcome]]
+Reached = Callable[[EnvCall, Sequence[int]], Iterable[CallOutcome]]
 
 
 def ticks_of_objects(envs: Iterable[object]) -> int | None:
@@ -61,8 +61,8 @@ def ticks_by_reaching(reached: Reached, lanes: int) -> int | None:
 
 
 def _ticks_of_reached(reached: Reached, lane: int) -> int | None:
-    def call(way: Way, name: str, *args: Any) -> Outcome:
-        (outcome,) = reached(Asked(way, name, args), [lane])
+    def call(way: Way, name: str, *args: Any) -> CallOutcome:
+        (outcome,) = reached(EnvCall(way, name, args), [lane])
         return outcome
 
     names = _classes(str(call("env_call", "__str__").value))

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torchrl.data import TensorSpec, Unbounded
 
+from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
+from tallyroll.collector.envs.calls.objects import objects_of
 from tallyroll.collector.envs.frame_skips import ticks_by_reaching, ticks_of_objects
-from tallyroll.collector.envs.reaching.asked import Asked, Outcome
-from tallyroll.collector.envs.reaching.objects import objects_of
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.info import Info
-from tallyroll.collector.slab.names import Named
+from tallyroll.collector.slab.names import NamedColumn
 from tallyroll.storage.rows.keys import Key
 
 Array: TypeAlias = Any
@@ -167,7 +167,7 @@ returned if that is all; the step, if the caller has to write it, or to complete
 """
 
 
-Reached: TypeAlias = Callable[[Asked, Sequence[int]], Iterable[Outcome]]
+Reached: TypeAlias = Callable[[EnvCall, Sequence[int]], Iterable[CallOutcome]]
 """Calls a method of each of some lanes' environments, or reads or sets an attribute, in order.
 
 It is called between steps. An exception of an environment is an outcome, and the other lanes are
@@ -302,9 +302,9 @@ class System(ABC):
         return {"id": None, "type": type(self).__name__}
 
     @property
-    def columns(self) -> Sequence[Named]:
+    def columns(self) -> Sequence[NamedColumn]:
         """The names of observations, in their order; some may be declared by the first reset."""
-        return [Named(key, key) for key in self.declares.observation]
+        return [NamedColumn(key, key) for key in self.declares.observation]
 
     @property
     def ticks(self) -> int | None:

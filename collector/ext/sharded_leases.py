@@ -13,19 +13,24 @@ from operator import add, attrgetter
 from typing import NoReturn, Self
 
 from tallyroll.collector.batches.state.run_state import RunState
-from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, Seen
 from tallyroll.collector.batches.stored.storing_plan import StoringPlan
+from tallyroll.collector.batches.stored.worker_shard import (
+    FindShards,
+    FoundShards,
+    OpenShard,
+    ShardCommit,
+)
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry, post
 from tallyroll.collector.counting.shards import first_id
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.rollout.os_signals import call_waiting, pausable, waits
-from tallyroll.collector.rollout.source import Held
+from tallyroll.collector.rollout.source import PendingTransitions
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_in
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import Event, WorkerPool
-from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.startup.worker_startup import WorkerStartup
 from tallyroll.storage.ext.sharded.acknowledged import SUMS, KeptShard
 from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage
 from tallyroll.storage.ext.sharded.sink import ShardedWriter
@@ -73,7 +78,7 @@ class WithoutRows:
         self._refuse("workers number their rows; give seed= to another collector")
 
     @contextmanager
-    def still(self) -> Iterator[Sequence[Held]]:
+    def still(self) -> Iterator[Sequence[PendingTransitions]]:
         """Refuse: a call between rows of several shards has no place among them."""
         self._refuse("calls of environments have no place among rows of several shards")
         yield ()
@@ -87,7 +92,7 @@ class WithoutRows:
 
 
 class GoesOnFromStorage:
-    """In the place of `Restarting`: a sharded run goes on from its storage alone."""
+    """In the place of `Restart`: a sharded run goes on from its storage alone."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise StateError(
@@ -194,7 +199,7 @@ class ShardedLeases(WithoutRows):
         # Ids that count are below it, and each lane has a remainder of its own.
         first = first_id(run.writer.stored_run.counts.next_id, lanes)
         path = str(self._sink.files.place_of(part.name))
-        own = Keep(path, member.lanes, lanes, first, run.provenance)
+        own = OpenShard(path, member.lanes, lanes, first, run.provenance)
         self._worker_pool.ask(member, own)
         return part
 
@@ -222,7 +227,7 @@ class ShardedLeases(WithoutRows):
         failed, kept = [], []
         for member, answer in events:
             self._hungry.add(member.index)
-            if isinstance(answer, Kept):
+            if isinstance(answer, ShardCommit):
                 kept.append((member, answer))
             elif isinstance(answer, Exception):
                 failed.append((member, answer))
@@ -234,7 +239,7 @@ class ShardedLeases(WithoutRows):
         self._run.ledger.publish()
         return failed
 
-    def _acknowledge(self, kept: Sequence[tuple[Member, Kept]]) -> None:
+    def _acknowledge(self, kept: Sequence[tuple[Member, ShardCommit]]) -> None:
         """Let rows count, whole leases of them."""
         run, stored_run, entry = self._run, self._run.writer.stored_run, NOTHING
         before, rows = run.ledger.stored, dict[str, KeptShard]()
@@ -324,7 +329,7 @@ def lost_since(startup: WorkerStartup, storage: object) -> list[str]:
     }
     if not names:
         return []
-    answers: list[Seen] = startup.ask_all(Look([*names]))
+    answers: list[FoundShards] = startup.ask_all(FindShards([*names]))
     return sink.lose_missing(
         (names[path], *found) for answer in answers for path, found in answer.shards.items()
     )

@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.policies.action_forms import Form
 from tallyroll.collector.policies.live_weights import LiveWeights
-from tallyroll.collector.policies.own_tensors import own_tensors, own_tensors_on, same_place
 from tallyroll.collector.policies.plain_modules import Inputs, around
 from tallyroll.collector.policies.sb3_models import Sb3Policy, as_policy
+from tallyroll.collector.policies.tensor_copies import own_tensors, own_tensors_on, same_place
 from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.rows.keys import Key
 

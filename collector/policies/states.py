@@ -9,9 +9,9 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.errors import PolicyError
-from tallyroll.collector.policies.own_tensors import own_tensors
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import action_keys
+from tallyroll.collector.policies.tensor_copies import own_tensors
 from tallyroll.collector.policies.trial import for_trial, generators_restored
 from tallyroll.storage.rows.keys import IS_INIT, NEXT, Key, as_key, spell
 

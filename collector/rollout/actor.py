@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.policies.bare_call import BareCall, traits_of
+from tallyroll.collector.policies.direct_forward import DirectForward, traits_of
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import Ahead, RandomActions, action_keys
 from tallyroll.collector.policies.several.policies import SeveralPolicies
@@ -62,9 +62,9 @@ class Actor:
         traits = None if policy is None else traits_of(policy, actions, lanes.seen_rows)
         self.decision = acting(traits, fills_slab=lanes.fills_slab, extra=self._extra)
         """The decision on acting, `RunPlan.acts`."""
-        self._bare: BareCall | None = None
+        self._bare: DirectForward | None = None
         if policy is not None and self.decision.way == "network":
-            self._bare = BareCall.of(policy, lanes.seen_rows)
+            self._bare = DirectForward.of(policy, lanes.seen_rows)
         arrays, columns = self._slab.arrays, self._slab.columns
         self._targets: list[Any] = [arrays.get(key, columns[key]) for key in random.drawn_keys]
         """Memory ``[slot, lane, ...]`` of drawn actions: arrays, or tensors on other devices."""

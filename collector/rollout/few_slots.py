@@ -14,7 +14,7 @@ from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import RANDOM_VERSION
 
 
-class HeldRows:
+class PendingRows:
     """Transitions of the last slot that begin the next block.
 
     Both the extension and Python change them: see `StepKernel.store_slots`.
@@ -48,7 +48,7 @@ class FewSlots:
     sound = True
     """True if all rows of the slots filled last are certain to be transitions."""
 
-    def __init__(self, driver: Driver, policy: Policy | None, held: HeldRows) -> None:
+    def __init__(self, driver: Driver, policy: Policy | None, held: PendingRows) -> None:
         self._driver, self._policy, self.held = driver, policy, held
         assert driver.board is not None  # as its caller looked
         self._slab, self._lanes, self.board = driver.slab, driver.slab.lanes, driver.board

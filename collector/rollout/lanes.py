@@ -1,8 +1,8 @@
 """The lanes that a driver steps: resets, observations and results of steps.
 
 The slab has the actions before a step. An environment over a `System` fills the slab itself
-(:class:`SystemLanes` here, `arriving.py` for lanes that return in any order). The results of any
-other environment are copied (`copying.py`).
+(:class:`SystemLanes` here, `arriving_lanes.py` for lanes that return in any order). The results
+of any other environment are copied (`copied_lanes.py`).
 """
 
 from abc import ABC, abstractmethod

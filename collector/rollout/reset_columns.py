@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.envs.driven.traits import system_of
+from tallyroll.collector.envs.setup.traits import system_of
 from tallyroll.collector.slab.slab import Cursor, Slab
 from tallyroll.storage.rows.keys import Key
 

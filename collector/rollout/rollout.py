@@ -20,9 +20,14 @@ from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.openings import Counts, Openings
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.rollout.driver import Driver
-from tallyroll.collector.rollout.few_slots import FewSlots, FewSlotsOfWorkers, HeldRows
+from tallyroll.collector.rollout.few_slots import FewSlots, FewSlotsOfWorkers, PendingRows
 from tallyroll.collector.rollout.slab_filler import SlabFiller, SlabFillerOfSeveral
-from tallyroll.collector.rollout.source import Block, Discarded, Held, Sound
+from tallyroll.collector.rollout.source import (
+    Block,
+    DiscardedTransitions,
+    PendingTransitions,
+    Sound,
+)
 from tallyroll.collector.run_plan import counting
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.storage.rows.keys import Key
@@ -60,7 +65,7 @@ class Rollout:
             driver, policy, extra=extra, surplus=surplus, random_frames=random_frames, gate=gate
         )
         self.interruptible = self._filling.interruptible
-        self._held = HeldRows(self.lanes)
+        self._held = PendingRows(self.lanes)
         self._given = True
         """True if all transitions in the slab were handed over, except the held ones."""
         self.counts = counting(
@@ -158,7 +163,7 @@ class Rollout:
         return openings.counted(self.slab, at, held[None])
 
     @contextmanager
-    def still(self) -> Iterator[Sequence[Held]]:
+    def still(self) -> Iterator[Sequence[PendingTransitions]]:
         """Return a context without steps; see `TransitionSource.still`."""
         used, held = self.driver.used, self._held.lanes
         first = used - 1 if self._given else 0
@@ -168,7 +173,7 @@ class Rollout:
         if not marks.any():
             yield ()
             return
-        yield (Held.of(self.slab, marks, self.driver.ended(first, used)),)
+        yield (PendingTransitions.of(self.slab, marks, self.driver.ended(first, used)),)
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
         """Yield at most ``most`` complete transitions after an error; see `TransitionSource`."""
@@ -208,7 +213,7 @@ class Rollout:
         """End the run after the step under way."""
         self.driver.stop()
 
-    def discard(self, rewards: Sequence[Key]) -> Discarded:
+    def discard(self, rewards: Sequence[Key]) -> DiscardedTransitions:
         """Discard the transitions that are in no block, and count them."""
         lanes = self.driver.run_lanes
         reward, ended = np.zeros(lanes), np.zeros(lanes, np.bool_)
@@ -217,7 +222,7 @@ class Rollout:
         discarded = self.discard_held()
         own, run = self.slab.first_lane, self._run_lanes
         arrays = (_over_run(each, own, run) for each in (discarded, reward, ended))
-        return Discarded(self._filling.take_entry(), *arrays)
+        return DiscardedTransitions(self._filling.take_entry(), *arrays)
 
     def discard_held(self) -> NDArray[np.bool_]:
         """Discard and count transitions that were not handed over; return the driver's lanes."""

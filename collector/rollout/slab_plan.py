@@ -14,11 +14,11 @@ from torchrl.envs import EnvBase, InitTracker
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.counting.transitions import Mask, next_step_transitions
-from tallyroll.collector.envs.driven.make import require_names_of
-from tallyroll.collector.envs.driven.observed import observed_keys
-from tallyroll.collector.envs.driven.spaces import spaces_of
-from tallyroll.collector.envs.driven.traits import fills_slabs, loses_finals, system_of, ticks_of
 from tallyroll.collector.envs.probes.known_faults import known_fault
+from tallyroll.collector.envs.setup.make import require_names_of
+from tallyroll.collector.envs.setup.observation_columns import observed_keys
+from tallyroll.collector.envs.setup.spaces import spaces_of
+from tallyroll.collector.envs.setup.traits import fills_slabs, loses_finals, system_of, ticks_of
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import (
     CollectorError,
@@ -34,8 +34,8 @@ from tallyroll.collector.policies.several.policies import SeveralPolicies, strea
 from tallyroll.collector.policies.slot_rng import SlotRng
 from tallyroll.collector.policies.states import refuse_states
 from tallyroll.collector.policies.trial import next_keys, settle_inputs, try_out
-from tallyroll.collector.rollout.arriving import ArrivingLanes
-from tallyroll.collector.rollout.copying import CopiedLanes
+from tallyroll.collector.rollout.arriving_lanes import ArrivingLanes
+from tallyroll.collector.rollout.copied_lanes import CopiedLanes
 from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.lanes import Lanes, SystemLanes, ended_in
 from tallyroll.collector.run_plan import FEW_REWARDS

@@ -37,14 +37,14 @@ Sound = Callable[[Slab, int], int]
 """Takes a slab and its number of filled slots; returns how many of these are as declared."""
 
 
-class Giver(Protocol):
+class BlockOwner(Protocol):
     """The owner of a block's memory, which is valid until the next block."""
 
     def given(self, block: "Block") -> None:
         """Hand the block over: the collector copied its rows, unless they are kept."""
 
 
-class Keeper(Protocol):
+class SlotKeeper(Protocol):
     """An owner of memory that can keep slots for longer."""
 
     def keeps(self) -> bool:
@@ -71,9 +71,9 @@ class Block:
     """Counts since the block before, this block's transitions included."""
     cuts: NDArray[np.bool_] | None = None
     """``[lane]``, lanes whose trajectories end, unfinished, after the block; None: no lane's."""
-    giver: Giver | None = None
+    giver: BlockOwner | None = None
     """The owner of the memory; None: the block owns it."""
-    keeper: Keeper | None = None
+    keeper: SlotKeeper | None = None
     """The owner, if it can leave the slots as they are when the next block is asked for."""
     kept: bool = False
 
@@ -119,7 +119,7 @@ class Block:
         self.kept = False
 
 
-class Discarded(NamedTuple):
+class DiscardedTransitions(NamedTuple):
     """Counts and lanes of transitions that a source discarded. All arrays are ``[lane]``."""
 
     entry: LedgerEntry
@@ -132,7 +132,7 @@ class Discarded(NamedTuple):
     """Lanes of which the last slot reported an end."""
 
 
-class Held(NamedTuple):
+class PendingTransitions(NamedTuple):
     """Transitions that were executed and are in no block, in the order of lanes and time."""
 
     lane: NDArray[np.int32]
@@ -143,7 +143,7 @@ class Held(NamedTuple):
     """``[lane]``, lanes whose trajectories are cut after these; None: no lane's."""
 
     @classmethod
-    def of(cls, slab: Slab, transitions: Mask, ended: Mask) -> "Held":
+    def of(cls, slab: Slab, transitions: Mask, ended: Mask) -> "PendingTransitions":
         """Return all ``transitions`` ``[used, lane]``; ``ended`` are the ends in these slots."""
         block = Block.of(slab, transitions, transitions.size)
         return cls(block.lane, ended.reshape(-1)[block.index])
@@ -170,7 +170,7 @@ class TransitionSource(Protocol):
     def held(self) -> int:
         """Number of transitions that an entry counted and no block has; computed at each access."""
 
-    def still(self) -> AbstractContextManager[Sequence[Held]]:
+    def still(self) -> AbstractContextManager[Sequence[PendingTransitions]]:
         """Wait for steps under way, and return a context in which no step is made.
 
         It has the transitions that are in no block, in the order in which blocks will have them.
@@ -187,7 +187,7 @@ class TransitionSource(Protocol):
     def dry(self) -> bool:
         """True if no more blocks will come: the run was stopped, or its episodes are complete."""
 
-    def discard(self, rewards: Sequence[Key]) -> Discarded:
+    def discard(self, rewards: Sequence[Key]) -> DiscardedTransitions:
         """Discard all transitions that are in no block, and sum their ``rewards`` columns."""
 
     def restart_lanes(self, ledger: Ledger) -> None:

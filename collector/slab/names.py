@@ -28,7 +28,7 @@ _MASKS = {"_reset", "_step"}
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedColumn:
     """A column of an environment, as it is called before ``rename`` is applied."""
 
     key: Key
@@ -83,7 +83,7 @@ def spelled_rename(rename: Mapping[Any, Key]) -> list[str]:
     return [f"{'/'.join(map(str, split(old)))}={'/'.join(new)}" for old, new in rename.items()]
 
 
-def renamed(columns: Sequence[Named], rename: Rename) -> list[Key]:
+def renamed(columns: Sequence[NamedColumn], rename: Rename) -> list[Key]:
     """Return the keys of ``columns`` after all of ``rename`` at once; a group includes its keys.
 
     An old name is that of an observation, or else of an info.
@@ -112,7 +112,7 @@ def renamed(columns: Sequence[Named], rename: Rename) -> list[Key]:
     return keys
 
 
-def _matches(columns: Sequence[Named], old: Any) -> list[tuple[int, int]]:
+def _matches(columns: Sequence[NamedColumn], old: Any) -> list[tuple[int, int]]:
     """Columns that ``old`` names, and how many parts of their path it takes."""
     forms = [(old,), split(old)] if isinstance(old, str) else [split(old)]
     for what in dict.fromkeys(column.what for column in columns):
@@ -124,7 +124,7 @@ def _matches(columns: Sequence[Named], old: Any) -> list[tuple[int, int]]:
 
 
 def _named(
-    columns: Sequence[Named], what: str, form: tuple[Any, ...], by_path: bool
+    columns: Sequence[NamedColumn], what: str, form: tuple[Any, ...], by_path: bool
 ) -> Iterable[tuple[int, int]]:
     size = len(form)
     for index, column in enumerate(columns):
@@ -156,7 +156,7 @@ class _Entry:
 
 
 def require_names(
-    observations: Sequence[Named],
+    observations: Sequence[NamedColumn],
     actions: Iterable[Key] = (("action",),),
     rewards: Iterable[Key] = (("reward",),),
     flags: Iterable[Key] = (),
@@ -228,7 +228,7 @@ def _flag(key: Key) -> str:
     return f"it is the name of {'the reward' if key[-1] == 'reward' else 'a flag of ends'}"
 
 
-def _by_rename(column: Named) -> str:
+def _by_rename(column: NamedColumn) -> str:
     old = column.key if all(isinstance(part, str) for part in column.path) else column.path
     return f"rename={{{spelled(old)}: {spelled(_proposal(column.key))}}}"
 

@@ -12,15 +12,15 @@ A worker may end, hang or raise at any instruction. From there on, in this order
 3. The source that asked counts as lost what the worker had executed and not handed over, and cuts
    the trajectories of its lanes: `lockstep.py` in the slots under way (`_mend`, `account`),
    `leases/source.py` in its leases, which `leases/budget.py` gives to others (`lose`).
-4. `WorkerStartup.allowed` (`startup/start_and_replace.py`) says whether another may take its place,
+4. `WorkerStartup.allowed` (`startup/worker_startup.py`) says whether another may take its place,
    by the options in `worker_options.py`; else it raises the error, and the run ends: rows that are
    complete are stored (`collector/batches/run_loop.py`).
 5. `WorkerStartup.replace` counts the new worker in the ledger, and with it an incarnation, from
    which its lanes get seeds that none had before; the steps to its readiness are a generator
    (`_getting_ready`): made, called as the one before it was by `env_call` and `env_set`
-   (`envs/reaching/repeating.py`), seeded, checked against the others, given the state of the
+   (`envs/calls/replay_calls.py`), seeded, checked against the others, given the state of the
    transforms, bound to the memory of the one before it.
-6. `startup/start_and_replace.py` leads it through these, answer by answer, as the pool hears them.
+6. `startup/worker_startup.py` leads it through these, answer by answer, as the pool hears them.
    Lockstep waits for that (`finish`), for none advances without the others; leases go on with the
    others, and the new worker gets one when it is ready. If it fails in turn, all begins again at 4.
 

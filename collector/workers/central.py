@@ -1,8 +1,8 @@
 """Actions that the parent chooses for lanes of many workers (``policy_placement="central"``).
 
-A worker that needs actions answers its question with :class:`~messages.Wanted`, and waits. The
-pool lets :class:`CentralPolicy` act for all workers that wait, in one call, and asks each
-:class:`~messages.Chosen`: it steps on with these actions, until it wants others or has the answer.
+A worker that needs actions answers its question with a :class:`~messages.ActionRequest`, and
+waits. The pool lets :class:`CentralPolicy` act for all waiting workers in one call, and sends each
+an :class:`~messages.ActionReply`. The worker continues until it needs other actions or is done.
 """
 
 import threading
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torchrl.envs.utils import ExplorationType
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.policies.action_context import ActionContext
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
 from tallyroll.collector.policies.trial import no_tensordict
@@ -57,9 +57,9 @@ class AskingPolicy(Policy):
         if self._channel is None:
             return super().__call__(td)
         lead = len(td.batch_size)
-        self._channel.send(m.Wanted(_seen(td), _levels(td)))
+        self._channel.send(m.ActionRequest(_seen(td), _levels(td)))
         chosen = self._channel.receive()
-        assert isinstance(chosen, m.Chosen)
+        assert isinstance(chosen, m.ActionReply)
         if chosen.values is None:
             raise NoActions
         self.version = chosen.version
@@ -113,7 +113,7 @@ class CentralPolicy:
     """
 
     def __init__(
-        self, policy: Policy, called: m.Called, exploration: ExplorationType, *, in_step: bool
+        self, policy: Policy, called: m.PolicyCall, exploration: ExplorationType, *, in_step: bool
     ) -> None:
         self.in_step = in_step
         self.calls = 0
@@ -121,23 +121,23 @@ class CentralPolicy:
         self.turn = threading.RLock()
         """Held while it acts, and by a thread that gives new weights."""
         self._policy, self._writes = policy, called.writes
-        self._acting = Acting(exploration)
+        self._acting = ActionContext(exploration)
         if called.inputs is not None:
             policy.takes(*called.inputs)
 
-    def choose(self, wanted: Sequence[m.Wanted]) -> list[m.Chosen]:
+    def choose(self, wanted: Sequence[m.ActionRequest]) -> list[m.ActionReply]:
         """Return the actions for the lanes of each of ``wanted``; all are chosen in one call.
 
         But for workers that begin, whose lanes see nothing yet that the policy wrote before.
         """
-        found: dict[int, m.Chosen] = {}
+        found: dict[int, m.ActionReply] = {}
         for keys in {frozenset(each.seen): None for each in wanted}:
             alike = [at for at, each in enumerate(wanted) if each.seen.keys() == keys]
             with self.turn:
                 found |= zip(alike, self._chosen([wanted[at] for at in alike]), strict=True)
         return [found[at] for at in range(len(wanted))]
 
-    def _chosen(self, wanted: Sequence[m.Wanted]) -> list[m.Chosen]:
+    def _chosen(self, wanted: Sequence[m.ActionRequest]) -> list[m.ActionReply]:
         sizes = [each.lanes for each in wanted]
         version = self._policy.version
         out = self._called(_joined(wanted, sum(sizes)))
@@ -148,7 +148,7 @@ class CentralPolicy:
             lanes = slice(start, start := start + size)
             # Copied, for it may be sent when the policy has acted again.
             own = {key: (array[lanes].copy(), dtype) for key, (array, dtype) in arrays.items()}
-            chosen.append(m.Chosen(version, own))
+            chosen.append(m.ActionReply(version, own))
         return chosen
 
     def _called(self, td: TensorDictBase) -> dict[Key, torch.Tensor]:
@@ -171,7 +171,7 @@ class CentralPolicy:
         return found
 
 
-def _joined(wanted: Sequence[m.Wanted], lanes: int) -> TensorDict:
+def _joined(wanted: Sequence[m.ActionRequest], lanes: int) -> TensorDict:
     """Inputs of the policy ``[lane, ...]`` of all that wait, in memory of its own."""
     td = TensorDict({}, [lanes])
     for level, dims in wanted[0].levels.items():

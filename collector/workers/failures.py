@@ -15,7 +15,7 @@ from tallyroll.collector.errors import (
 )
 from tallyroll.collector.rollout.actor import WHILE_ACTING
 from tallyroll.collector.workers.member import Member
-from tallyroll.collector.workers.messages import Raised
+from tallyroll.collector.workers.messages import ExceptionReport
 from tallyroll.collector.workers.transport import Gone
 
 _PROCESS = 'transport="process", whose workers can be ended and replaced'
@@ -23,7 +23,7 @@ _SHOWN = 16
 """Lanes whose seeds and actions a message shows."""
 
 
-def worker_error(member: Member, report: Raised) -> Exception:
+def worker_error(member: Member, report: ExceptionReport) -> Exception:
     """The error for an exception in a worker."""
     original = _unpickled(report.error)
     if isinstance(original, CollectorError):

@@ -11,7 +11,7 @@ from tallyroll.collector.rollout.driver import LocalDriver
 from tallyroll.collector.rollout.slab_filler import SLOTS_AT_ONCE, SlabFiller, SlabFillerOfSeveral
 from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
 from tallyroll.collector.workers.central import NoActions
-from tallyroll.collector.workers.messages import Filled, Lease
+from tallyroll.collector.workers.messages import Lease, LeaseResult
 from tallyroll.storage.rows.keys import Key
 
 
@@ -88,7 +88,7 @@ class LeasedRollout:
             filling.gate.total += lease.tickets
         self._fill(lease, base + slots)
 
-    def take_filled(self) -> Filled | None:
+    def take_filled(self) -> LeaseResult | None:
         """Return what the lease brought, once; None if not all slots that it filled are counted.
 
         After an error these are the slots that were complete before it.
@@ -98,7 +98,7 @@ class LeasedRollout:
         if lease is None or driver.board[COUNTED] != counted_word(driver.used, entry.executed):
             return None
         completed = 0 if filling.gate is None else filling.gate.completed - self._completed
-        return Filled(driver.used - lease.base, entry, self.random_frames, completed)
+        return LeaseResult(driver.used - lease.base, entry, self.random_frames, completed)
 
     def _fill(self, lease: Lease, limit: int) -> None:
         """Fill slots up to ``limit``, until there are as many transitions as the lease is for."""

@@ -18,7 +18,7 @@ from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import WorkerPool
-from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.startup.worker_startup import WorkerStartup
 from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 

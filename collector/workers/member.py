@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from tallyroll.collector.slab.progress import FILLED, new_board
-from tallyroll.collector.workers.messages import Filled, Wanted
+from tallyroll.collector.workers.messages import ActionRequest, LeaseResult
 from tallyroll.collector.workers.transport import Board, Link
 
 
@@ -34,13 +34,13 @@ class Member:
     """Whether it has all it needs to step."""
     failed: Exception | None = None
     """Why it will never answer again."""
-    complete: Filled | None = field(default=None, repr=False)
+    complete: LeaseResult | None = field(default=None, repr=False)
     """The complete part of the lease in which it raised, until that is counted."""
     asked: int = 0
     """Questions that it has not answered yet."""
     since: float = 0.0
     """When it was asked, or made progress last."""
-    wants: Wanted | None = field(default=None, repr=False)
+    wants: ActionRequest | None = field(default=None, repr=False)
     """The lanes that wait for actions, before its answer."""
     filled: tuple[int, int] = field(default=(0, 0), repr=False)
 

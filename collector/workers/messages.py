@@ -1,27 +1,27 @@
-"""Messages between a parent and its workers: small, for rows lie in the place of the transport.
+"""Messages between a parent and its workers. They are small: rows stay in the transport's memory.
 
-The parent asks, a worker answers each question once, in their order::
+The parent asks; a worker answers each question once, in order::
 
-    Job    -> Made       make the environment                   (with the process)
-    Seed   -> Planned    seed it, reset it, try the policy out
-    Bind   -> Bound      this is the memory, and where your lanes lie in it
-    Steps  -> Done       mode="sync":  fill these slots
-    Begin  -> Done       mode="sync":  reset every lane
-    Lease  -> Filled     mode="async": so many transitions, into that segment
-    Look   -> Seen       sharded: which of these shards are on your node?
-    Keep   -> Done       sharded: store rows yourself, there (`batches/stored/own_shard.py`)
-    Lease  -> Kept       sharded: so many transitions, of which the shard has the rows
-    Load   -> Done       the state of the environment's transforms
-    Reach  -> Reached    call methods, or attributes, of lanes' environments
-    Close  ->            the end
+    Job         -> EnvReady       create the environment              (sent with the process)
+    Seed        -> SlabRequest    seed it, reset it, call the policy once on trial
+    Bind        -> Bound          attach the memory, at the offsets of the worker's lanes
+    Steps       -> Done           mode="sync":  fill these slots
+    Begin       -> Done           mode="sync":  reset every lane
+    Lease       -> LeaseResult    mode="async": fill a segment with this many transitions
+    FindShards  -> FoundShards    sharded: which of these shards are on this node?
+    OpenShard   -> Done           sharded: store rows in a shard (`batches/stored/worker_shard.py`)
+    Lease       -> ShardCommit    sharded: this many transitions are committed to the shard
+    Load        -> Done           restore the state of the environment's transforms
+    CallRequest -> CallReply      call methods of lanes' environments, or read attributes
+    Close       ->                exit
 
-Any question may be answered by :class:`Raised` instead, and none is answered after that; for a
-:class:`Lease` it has the part that was filled before, whose rows lie in their place. Where the
-parent acts (``policy_placement="central"``), :class:`Steps` and :class:`Lease` have other answers
-before their own, and nothing else is asked meanwhile::
+A worker may answer any question with an :class:`ExceptionReport`, and answers none after that. For
+a :class:`Lease` the report carries what was filled before the exception; those rows are in their
+place. Where the parent acts (``policy_placement="central"``), :class:`Steps` and :class:`Lease`
+have intermediate answers, and the parent asks nothing else meanwhile::
 
-    Steps, Lease -> Wanted                   these lanes need actions
-    Chosen       -> Wanted, Done or Filled   here they are: step on
+    Steps, Lease -> ActionRequest                        these lanes need actions
+    ActionReply  -> ActionRequest, Done or LeaseResult   continue with these actions
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from torchrl.data import TensorSpec
 from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.counting.ledger import LedgerEntry
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.envs.reaching.travelling import Answer
+from tallyroll.collector.envs.calls.serialization import PickledOutcome
 from tallyroll.collector.options import Options
 from tallyroll.collector.policies.plain_modules import Inputs
 from tallyroll.collector.rollout.slab_plan import SlabPlan
@@ -63,7 +63,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Made:
+class EnvReady:
     """The environment stands."""
 
     lanes: int
@@ -85,7 +85,7 @@ class Seed:
 
 
 @dataclass(frozen=True)
-class Called:
+class PolicyCall:
     """The way to call a policy, as a trial found it."""
 
     inputs: tuple[Inputs, Sequence[Key], int] | None
@@ -95,7 +95,7 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Planned:
+class SlabRequest:
     """The slab that the environment and the policy need, and the values they allow."""
 
     plan: SlabPlan
@@ -110,7 +110,7 @@ class Planned:
     """State of the environment's transforms; None where there is none."""
     statistics: Sequence[str] = ()
     """Transforms that keep statistics of this worker alone."""
-    called: Called | None = None
+    called: PolicyCall | None = None
     """The way to call the policy; None: there is none."""
 
 
@@ -188,7 +188,7 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Filled:
+class LeaseResult:
     """A lease comes back."""
 
     used: int
@@ -208,7 +208,7 @@ Values = Mapping[Key, Value]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ActionRequest:
     """Actions are wanted for all lanes of the worker; the question is not answered yet."""
 
     seen: Values = field(repr=False)
@@ -223,7 +223,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ActionReply:
     """The actions that were wanted."""
 
     version: int
@@ -232,7 +232,7 @@ class Chosen:
     """``[lane, ...]``: what the policy writes; None: answer the question without another step."""
 
 
-NOTHING_CHOSEN = Chosen(-1, None)
+NOTHING_CHOSEN = ActionReply(-1, None)
 
 
 @dataclass(frozen=True)
@@ -243,18 +243,18 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Reach:
+class CallRequest:
     """Call a method, or an attribute, of the environments of some lanes, between steps."""
 
     content: bytes = field(repr=False)
-    """The call; see `envs.reaching.travelling.packed`."""
+    """The call; see `envs.calls.serialization.packed`."""
 
 
 @dataclass(frozen=True)
-class Reached:
+class CallReply:
     """The outcomes of that, one for each of these lanes."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[PickledOutcome]
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class Close:
 
 
 @dataclass(frozen=True)
-class Raised:
+class ExceptionReport:
     """Code in the worker raised."""
 
     kind: str
@@ -276,5 +276,5 @@ class Raised:
     """The policy was choosing actions."""
     error: bytes | None = field(repr=False)
     """The exception itself, where it can be pickled."""
-    filled: Filled | None = field(default=None, repr=False)
+    filled: LeaseResult | None = field(default=None, repr=False)
     """The part of a lease that was complete before the error; None: no lease was begun."""

@@ -198,12 +198,12 @@ class WorkerPool:
             member.failed = failures.died(member, answer)
             return member, member.failed
         member.since = time.monotonic()
-        if isinstance(answer, m.Wanted):
+        if isinstance(answer, m.ActionRequest):
             member.wants = answer
             return None
         self._changed |= member.asked == 1
         member.asked -= 1
-        if isinstance(answer, m.Raised):
+        if isinstance(answer, m.ExceptionReport):
             self._changed, member.asked = True, 0
             member.failed = failures.worker_error(member, answer)
             member.complete = answer.filled

@@ -17,14 +17,21 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import set_exploration_type
 
 from tallyroll.collector.batches.checks.ranges import Range, ranges_of
-from tallyroll.collector.batches.stored.own_shard import Keep, Kept, Look, OwnShard, Seen, seen_at
+from tallyroll.collector.batches.stored.worker_shard import (
+    FindShards,
+    FoundShards,
+    OpenShard,
+    ShardCommit,
+    WorkerShard,
+    seen_at,
+)
 from tallyroll.collector.counting.numbering import driver_seed
-from tallyroll.collector.envs.driven.instances import take_over
-from tallyroll.collector.envs.driven.make import make_env
-from tallyroll.collector.envs.driven.prepare import first_reset, prepare_env, seed_env
-from tallyroll.collector.envs.driven.statistics import StatisticsWatch
+from tallyroll.collector.envs.calls.serialization import answers_of
 from tallyroll.collector.envs.failures import env_code, lane_of
-from tallyroll.collector.envs.reaching.travelling import answers_of
+from tallyroll.collector.envs.setup.instances import take_over
+from tallyroll.collector.envs.setup.make import make_env
+from tallyroll.collector.envs.setup.prepare import first_reset, prepare_env, seed_env
+from tallyroll.collector.envs.setup.statistics import StatisticsWatch
 from tallyroll.collector.errors import CollectorError, EnvironmentRefused, UserStopIteration
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import RandomActions, lane_actions
@@ -119,11 +126,11 @@ class Worker:
         self._first_lane = 0
         self._has_state = False
         self._statistics: list[str] = []
-        self._shard: OwnShard | None = None
+        self._shard: WorkerShard | None = None
 
-    def made(self) -> m.Made:
+    def made(self) -> m.EnvReady:
         """The environment stands."""
-        return m.Made(self.lanes, self.description)
+        return m.EnvReady(self.lanes, self.description)
 
     def serve(self) -> None:
         """Answer until :class:`~messages.Close` comes."""
@@ -133,15 +140,15 @@ class Worker:
             m.Begin: self.begin,
             m.Steps: self.steps,
             m.Lease: self.lease,
-            Keep: self.keep,
-            Look: self.look,
+            OpenShard: self.keep,
+            FindShards: self.look,
             m.Load: self.load,
-            m.Reach: self.reach,
+            m.CallRequest: self.reach,
         }
         with torch.no_grad(), set_exploration_type(self.options.exploration_type):
             answer: object = None
             while not isinstance(message := self._channel.receive(), m.Close):
-                if isinstance(answer, m.Raised):
+                if isinstance(answer, m.ExceptionReport):
                     continue  # whatever else is asked, what raised is not to be trusted
                 self.doing = ""
                 try:
@@ -152,7 +159,7 @@ class Worker:
 
     # --- getting ready ----------------------------------------------------------------------------
 
-    def seed(self, message: m.Seed) -> m.Planned:
+    def seed(self, message: m.Seed) -> m.SlabRequest:
         """Seed everything; the first time, also find out what a slab looks like."""
         self.doing = "resetting the environment"
         words = driver_seed(message.seed, message.incarnation, message.worker).generate_state(3)
@@ -182,7 +189,7 @@ class Worker:
         ranges = self._ranges(lost)
         drawn = RandomActions(self.env, self.rng).block_drawn
         policy = self.policy
-        return m.Planned(
+        return m.SlabRequest(
             self.plan,
             ranges,
             seeds,
@@ -190,7 +197,7 @@ class Worker:
             drawn,
             self._state(),
             self._statistics,
-            None if policy is None else m.Called(policy.inputs, policy.writes),
+            None if policy is None else m.PolicyCall(policy.inputs, policy.writes),
         )
 
     def bind(self, message: m.Bind) -> m.Bound:
@@ -230,10 +237,10 @@ class Worker:
         self.env.load_state_dict(cloudpickle.loads(message.state))
         return m.Done()
 
-    def reach(self, message: m.Reach) -> m.Reached:
+    def reach(self, message: m.CallRequest) -> m.CallReply:
         """Call the environments of lanes, between steps; what they raise is an answer."""
         self.doing = "calling the environment"
-        return m.Reached(answers_of(self.env, message.content))
+        return m.CallReply(answers_of(self.env, message.content))
 
     def _state(self) -> bytes | None:
         """The state of the environment's transforms; None where there is none."""
@@ -268,20 +275,22 @@ class Worker:
                 driver.policy_steps(start, stop, message.random_lanes)
         return m.Done(self._state()) if self._has_state else m.DONE
 
-    def keep(self, message: Keep) -> m.Done:
+    def keep(self, message: OpenShard) -> m.Done:
         """Begin a shard: rows of later leases stay here."""
         assert self.plan is not None
         self.doing = "beginning a shard"
         lost = self.plan.lost_finals
         ranges = self._ranges(lost)
-        self._shard = OwnShard(message, self.options, self.policy, self.driver, self.plan, ranges)
+        self._shard = WorkerShard(
+            message, self.options, self.policy, self.driver, self.plan, ranges
+        )
         return m.DONE
 
     def _ranges(self, lost: bool) -> list[Range]:
         by_policy, first = self.policy is not None, self._first_lane
         return ranges_of(self.env, policy=by_policy, lost_finals=lost, first_lane=first)
 
-    def lease(self, message: m.Lease) -> m.Filled | m.Raised | Kept:
+    def lease(self, message: m.Lease) -> m.LeaseResult | m.ExceptionReport | ShardCommit:
         """Fill a segment with as many transitions as the lease is for, or store so many."""
         self.doing = "stepping"
         if self._shard is not None:
@@ -295,7 +304,7 @@ class Worker:
         assert filled is not None
         return replace(filled, state=self._state())
 
-    def look(self, message: Look) -> Seen:
+    def look(self, message: FindShards) -> FoundShards:
         """Look for shards on the disks of this node."""
         self.doing = "looking for shards"
         return seen_at(message.paths)
@@ -324,7 +333,7 @@ class Worker:
                 self.env.close(raise_if_closed=False)
 
 
-def report_of(error: BaseException, doing: str) -> m.Raised:
+def report_of(error: BaseException, doing: str) -> m.ExceptionReport:
     """The report of an exception to the parent."""
     frames, acting = "".join(traceback.format_exception(error)), raised_by_policy(error)
     if isinstance(error, UserStopIteration) and error.__cause__ is not None:
@@ -337,4 +346,4 @@ def report_of(error: BaseException, doing: str) -> m.Raised:
     kind = type(error).__qualname__
     if isinstance(error, CollectorError):
         doing = ""
-    return m.Raised(kind, str(error), frames, doing, lane_of(error), acting, pickled)
+    return m.ExceptionReport(kind, str(error), frames, doing, lane_of(error), acting, pickled)

@@ -37,7 +37,7 @@ def moved_names(package: str, module: str, *names: str) -> Callable[[str], Any]:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Asked last, for modules that no other finder knows."""
+    """EnvCall last, for modules that no other finder knows."""
 
     def __init__(self, table: Mapping[str, str]) -> None:
         self._table = table

@@ -46,7 +46,7 @@ from tallyroll.collector import (
     WorkerRaised,
 )
 from tallyroll.collector.ext.ray import transport as connection
-from tallyroll.collector.ext.ray.actor import Lanes
+from tallyroll.collector.ext.ray.actor import ActorLanes
 from tallyroll.storage import open_storage, verify
 from tallyroll.storage.rows.spaces import space_of
 
@@ -273,7 +273,7 @@ def test_a_long_lease_is_no_hanging_one(tmp_path: Path) -> None:
 @inside
 def test_the_server_keeps_nothing_of_a_call() -> None:
     """Heartbeats and leases go on for days; 4 KB of each made 400 MB."""
-    actor = Lanes.options(num_cpus=1).remote()  # type: ignore[attr-defined]
+    actor = ActorLanes.options(num_cpus=1).remote()  # type: ignore[attr-defined]
     ray.get(actor.facts.remote())
     (server,) = (each for each in psutil.Process().children() if each.name() == "gcs_server")
     before = server.memory_full_info().uss

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.batches.rows.computed_columns import computed_columns
 from tallyroll.collector.counting.episode_log import episodes_of
-from tallyroll.collector.counting.numbering import Ended, LaneState, number, number_slot
+from tallyroll.collector.counting.numbering import EndedEpisodes, LaneState, number, number_slot
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
@@ -34,7 +34,7 @@ from tallyroll.storage.rows.keys import (
 from tallyroll.storage.rows.schema import Schema
 
 Array = NDArray[Any]
-Numbered = tuple[list[NDArray[np.intp]], list[Ended]]
+Numbered = tuple[list[NDArray[np.intp]], list[EndedEpisodes]]
 """First rows of episodes, and episodes that ended, by the slots of a slab."""
 
 
@@ -131,7 +131,7 @@ class SlabRows:
 
     # --- numbers ----------------------------------------------------------------------------------
 
-    def _episodes(self, block: Block, ended: list[Ended]) -> NDArray[np.void] | None:
+    def _episodes(self, block: Block, ended: list[EndedEpisodes]) -> NDArray[np.void] | None:
         """Return the log entries of ``ended`` episodes of ``block``; None if there are none."""
         if not ended:
             return None
@@ -178,7 +178,7 @@ class SlabRows:
         at, returns, lengths, first = numbers.ended
         at = index[at]
         order = np.argsort(at)
-        ended = Ended(at[order], returns[order], lengths[order], first[order])
+        ended = EndedEpisodes(at[order], returns[order], lengths[order], first[order])
         return [index[numbers.begun]], [ended]
 
     def _reward(self, used: int) -> Array:

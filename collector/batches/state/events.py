@@ -11,8 +11,8 @@ import numpy as np
 
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.numbering import LaneState, number
-from tallyroll.collector.envs.reaching.asked import Asked
-from tallyroll.collector.rollout.source import Held
+from tallyroll.collector.envs.calls.env_call import EnvCall
+from tallyroll.collector.rollout.source import PendingTransitions
 
 _MOST_NBYTES = 4096
 """Most bytes of JSON of an event's arguments; of larger ones, a part of the text is recorded."""
@@ -22,7 +22,11 @@ _short.maxstring = _short.maxother = 200
 
 
 def event_of(
-    asked: Asked, run: RunState, held: Sequence[Held], done: Sequence[int], failed: Sequence[int]
+    asked: EnvCall,
+    run: RunState,
+    held: Sequence[PendingTransitions],
+    done: Sequence[int],
+    failed: Sequence[int],
 ) -> dict[str, Any]:
     """Return the event of a call that was made in the lanes ``done``.
 
@@ -50,7 +54,7 @@ def event_of(
     return event
 
 
-def _after(lanes: LaneState, held: Sequence[Held]) -> LaneState:
+def _after(lanes: LaneState, held: Sequence[PendingTransitions]) -> LaneState:
     """Return the state of all lanes after their held transitions."""
     arrays = ("traj_id", "step", "returns", "first_version", "length")
     state = replace(lanes, **{name: getattr(lanes, name).copy() for name in arrays})
@@ -62,7 +66,7 @@ def _after(lanes: LaneState, held: Sequence[Held]) -> LaneState:
     return state
 
 
-def _arguments(asked: Asked) -> dict[str, Any]:
+def _arguments(asked: EnvCall) -> dict[str, Any]:
     """Return the arguments as JSON values; ``args`` is None if they are no JSON or too large."""
     args: list[Any] = list(asked.args)
     if asked.way == "env_set" and not args:

@@ -9,7 +9,7 @@ from tallyroll.collector.batches.state.provenance import MOST_SEEDS
 from tallyroll.collector.compat import generator_states
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import driver_seed, lane_seeds
-from tallyroll.collector.envs.reaching.asked import Asked, Outcome
+from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
 from tallyroll.collector.options.sharding import ShardOfRun
 from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.several.policies import SeveralPolicies
@@ -31,7 +31,7 @@ class Environments(Protocol):
     def load(self, state: Any) -> None:
         """Load a result of :meth:`state`, of these or other environments."""
 
-    def reach(self, asked: Asked, lanes: Sequence[int]) -> list[Outcome]:
+    def reach(self, asked: EnvCall, lanes: Sequence[int]) -> list[CallOutcome]:
         """Call the environments of ``lanes``, and return the outcome in each.
 
         Raises:

@@ -10,7 +10,7 @@ from tallyroll.collector.batches.stored.writer import BatchWriter
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.ledger import Budget, Ledger
 from tallyroll.collector.counting.numbering import LaneState
-from tallyroll.collector.envs.driven.outside_steps import OutsideSteps
+from tallyroll.collector.envs.setup.outside_steps import OutsideSteps
 from tallyroll.collector.errors import StateError
 from tallyroll.collector.options import Options
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tallyroll.collector.batches.state.beginning import Beginning
+from tallyroll.collector.batches.state.run_setup import RunSetup
 from tallyroll.collector.batches.state.run_state import RunState
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.numbering import LaneState
@@ -15,7 +15,7 @@ from tallyroll.collector.rollout.source import TransitionSource
 _ENTRIES = {"ledger", "seed", "next_id", "open", "policy", "env", "generators"}
 
 
-def saved_state(run: RunState, beginning: Beginning, rollout: TransitionSource) -> dict[str, Any]:
+def saved_state(run: RunState, beginning: RunSetup, rollout: TransitionSource) -> dict[str, Any]:
     """Return the state of ``run``, with copies of all that a later step would change."""
     policy = beginning.policy
     state = None if policy is None else policy.state_dict()
@@ -49,7 +49,7 @@ class Since:
 def take_state_over(
     state: Mapping[str, Any],
     run: RunState,
-    beginning: Beginning,
+    beginning: RunSetup,
     rollout: TransitionSource,
     since: Since | None = None,
 ) -> None:
@@ -86,7 +86,7 @@ def take_state_over(
 
 
 def require_fit(
-    state: Mapping[str, Any], run: RunState, beginning: Beginning, *, resumed: bool = False
+    state: Mapping[str, Any], run: RunState, beginning: RunSetup, *, resumed: bool = False
 ) -> None:
     """Raise `StateError` unless ``run`` can go on from ``state``.
 

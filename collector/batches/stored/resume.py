@@ -10,7 +10,7 @@ import numpy as np
 
 from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.collector.envs.driven.make import NOT_JSON
+from tallyroll.collector.envs.setup.make import NOT_JSON
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.options.sharding import Shard
 from tallyroll.collector.policies.several.openings import Counts

@@ -315,7 +315,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _complete_shards(args: argparse.Namespace) -> "list[Path]":
     """Return the storages of all shards, waited for where asked; raise for what is missing."""
-    from tallyroll.collector.cli.datasets.waiting import Looked, waited_for
+    from tallyroll.collector.cli.datasets.shard_states import ShardStates, waited_for
     from tallyroll.collector.cli.output import CommandError, emit
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage.ext.aside import require_free
@@ -327,7 +327,7 @@ def _complete_shards(args: argparse.Namespace) -> "list[Path]":
     quiet = args.quiet or not args.wait
     with shown_progress("collected", quiet, "{:,} rows".format) as progress:
 
-        def show(found: Looked) -> None:
+        def show(found: ShardStates) -> None:
             rows = sum(each.rows for each in found.shards.values())
             done = len(found.shards) - len(found.unfinished)
             progress(rows, found.asked or rows, lambda: [f"{done} of {args.shards} shards"])

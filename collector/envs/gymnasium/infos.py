@@ -30,13 +30,13 @@ from tallyroll.collector.envs.gymnasium.info_entries import (
 )
 from tallyroll.collector.envs.gymnasium.info_merge import install, takes
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, drawn_from, mask_in
-from tallyroll.collector.envs.probes.throwaway import throwaway
+from tallyroll.collector.envs.probes.trial_env import throwaway
 from tallyroll.collector.errors import ArgumentError, TransitionError
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.collector.slab.info import GIVEN, Info
 from tallyroll.collector.slab.lossless import cast
-from tallyroll.collector.slab.names import Named
+from tallyroll.collector.slab.names import NamedColumn
 from tallyroll.storage.rows.keys import Key
 
 Array = NDArray[Any]
@@ -109,14 +109,14 @@ class InfoColumns:
         self.shown = self.infos
 
     @property
-    def columns(self) -> list[Named]:
+    def columns(self) -> list[NamedColumn]:
         """The columns, each in front of the one that says where it was given."""
-        found: list[Named] = []
+        found: list[NamedColumn] = []
         for info in self.shown:
             keys = [info.key]
             if info.fill is not None:
                 keys.append((*info.key[:-1], info.key[-1] + GIVEN))
-            found += [Named(key, key, "info") for key in keys]
+            found += [NamedColumn(key, key, "info") for key in keys]
         return found
 
     def specs(self) -> list[Unbounded]:
@@ -366,9 +366,9 @@ def _leave_out(row: Array, given: Array, fill: Any, lanes: Mask | None) -> None:
         given[lanes] = False
 
 
-def named(leaves: Sequence[Leaf], infos: InfoColumns) -> list[Named]:
+def named(leaves: Sequence[Leaf], infos: InfoColumns) -> list[NamedColumn]:
     """The columns of observations and infos, also of those that are not declared yet."""
-    return [*(Named(leaf.key, leaf.path) for leaf in leaves), *infos.columns]
+    return [*(NamedColumn(leaf.key, leaf.path) for leaf in leaves), *infos.columns]
 
 
 def observations(leaves: Sequence[Leaf], infos: InfoColumns) -> dict[Key, TensorSpec]:

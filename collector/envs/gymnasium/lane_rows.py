@@ -13,7 +13,7 @@ from tallyroll.collector.envs.gymnasium.lane_values import part_of, row_of
 from tallyroll.collector.envs.gymnasium.spaces import Leaf
 from tallyroll.collector.envs.probes.probe import overwrites_itself, single_env
 from tallyroll.collector.envs.probes.reuse import share_memory
-from tallyroll.collector.envs.probes.throwaway import distinct
+from tallyroll.collector.envs.probes.trial_env import distinct
 from tallyroll.collector.errors import EnvironmentRefused
 
 Rows = list[NDArray[Any]]

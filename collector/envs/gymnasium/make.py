@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from tallyroll.collector.compat import mend_joint_types
 from tallyroll.collector.envs import registry
-from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.close import closing_on_error
 from tallyroll.collector.envs.gymnasium.infos import discovered
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.errors import ArgumentError, MissingExtra

@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 from torchrl.data import Unbounded
 
 from tallyroll.collector.compat import own_observations
+from tallyroll.collector.envs.calls.vectors import reached_vector
 from tallyroll.collector.envs.exact import terminated_of, truncated_of
 from tallyroll.collector.envs.failures import watch_processes
 from tallyroll.collector.envs.frame_skips import product, ticks_of_layer
-from tallyroll.collector.envs.gymnasium.given_resets import KEPT, GivenResets, takes_resets
 from tallyroll.collector.envs.gymnasium.info_masks import InfoMasks, masks_declared
 from tallyroll.collector.envs.gymnasium.info_merge import install
 from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns, named, observations
 from tallyroll.collector.envs.gymnasium.lane_rows import LaneRows, Rows, refuse_overwriting
 from tallyroll.collector.envs.gymnasium.lane_values import CANNOT_TAKE, LaneValues
-from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn
+from tallyroll.collector.envs.gymnasium.seeded_resets import KEPT, SeededResets, takes_resets
+from tallyroll.collector.envs.gymnasium.sequential_step import SequentialStep
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.gymnasium.vector_rules import (
     FORGETS,
@@ -30,18 +31,17 @@ from tallyroll.collector.envs.gymnasium.vector_rules import (
     rewards_of,
     wrappers_of,
 )
-from tallyroll.collector.envs.gymnasium.within_wrappers import (
+from tallyroll.collector.envs.gymnasium.wrapper_step import (
     ThroughWrappers,
     WithinWrappers,
     stepping_of,
 )
-from tallyroll.collector.envs.reaching.vectors import reached_vector
 from tallyroll.collector.envs.system import Declares, Into, Mask, Step, System
 from tallyroll.collector.errors import EnvironmentRefused, ValueRefused
 from tallyroll.collector.options.objects import ResetSlots
 from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.collector.slab.info import Info
-from tallyroll.collector.slab.names import Named
+from tallyroll.collector.slab.names import NamedColumn
 
 _ended: WeakKeyDictionary[VectorEnv, Mask] = WeakKeyDictionary()
 """Lanes that ended in the last step, of vectors that forget resets."""
@@ -94,12 +94,12 @@ class GymnasiumSystem(System):
         if self.infos:
             install(env, {info.key[-1] for info in self.infos.infos})
         *self._takes, self.why_no_resets = takes_resets(env, rules)
-        self._given = GivenResets(self, env.unwrapped)
+        self._given = SeededResets(self, env.unwrapped)
         self._infoless, self._infos_of_step = not self.infos, Rows()
         self._after_end = RESET_SLOT if rules.at_end == "reset_slot" else 0
         first = self._rows.leaves[0]
         self._plain = len(self._rows.leaves) == 1 and not (first.path or first.text)
-        self._in_turn: LanesInTurn | None = None  # from the first reset on
+        self._in_turn: SequentialStep | None = None  # from the first reset on
         self._into: Into | None = None
         self._within: WithinWrappers | None = None
         self._masks: InfoMasks | None = None
@@ -130,7 +130,7 @@ class GymnasiumSystem(System):
         return cls(made) if isinstance(made, VectorEnv) else None
 
     @property
-    def columns(self) -> Sequence[Named]:
+    def columns(self) -> Sequence[NamedColumn]:
         """Observations, and infos, also those that the first reset will declare."""
         return named(self._rows.leaves, self.infos)
 
@@ -207,7 +207,7 @@ class GymnasiumSystem(System):
         how: Any = {"reset_slots": self._after_end == RESET_SLOT, "given": given}
         how["rewards"] = self.reward_dtype
         if self.stepped_by.way == "in turn" and isinstance(self.env, SyncVectorEnv):
-            self._in_turn = LanesInTurn(self.env, self.infos or None, **how)
+            self._in_turn = SequentialStep(self.env, self.infos or None, **how)
             if self._in_turn.fills_slots and type(self).step is GymnasiumSystem.step:
                 self._into = self._step_into
         elif self.stepped_by.way == "through":
@@ -284,7 +284,7 @@ class GymnasiumSystem(System):
         return None if "step" in vars(self) else self._into
 
     def _step_into(self, action: NDArray[Any], row: NDArray[Any], slot: bytes) -> Step | None:
-        """Step all lanes, and write the results to a slot; see `LanesInTurn.step_into`."""
+        """Step all lanes, and write the results to a slot; see `SequentialStep.step_into`."""
         turn = self._in_turn
         if turn is None or not turn.are_alone:
             return self.step((action,))

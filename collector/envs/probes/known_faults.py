@@ -8,7 +8,7 @@ from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.transforms import Compose, Transform
 
-from tallyroll.collector.envs.probes.throwaway import distinct, throwaway
+from tallyroll.collector.envs.probes.trial_env import distinct, throwaway
 from tallyroll.collector.errors import EnvironmentRefused
 
 Fault = Callable[[EnvBase, int | None, bool], str | None]

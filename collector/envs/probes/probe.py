@@ -20,15 +20,15 @@ from torchrl.envs import EnvBase
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from tallyroll.collector.compat import step_mdp, steps_in_buffers
-from tallyroll.collector.envs.driven.traits import chain, loses_finals
 from tallyroll.collector.envs.gymnasium.spaces import drawn_from, mask_in
 from tallyroll.collector.envs.probes.reuse import contents, overlap, places
-from tallyroll.collector.envs.probes.throwaway import distinct, throwaway
+from tallyroll.collector.envs.probes.trial_env import distinct, throwaway
+from tallyroll.collector.envs.setup.traits import chain, loses_finals
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import EnvironmentRefused
-from tallyroll.collector.policies.own_tensors import own_tensors
 from tallyroll.collector.policies.random_actions import RandomActions
 from tallyroll.collector.policies.slot_rng import SlotRng
+from tallyroll.collector.policies.tensor_copies import own_tensors
 
 MOST_STEPS = 32
 MOST_SECONDS = 0.1

@@ -133,7 +133,7 @@ class FarPlace:
 
     def given(self, worker: int, question: object) -> tuple[int | None, Rows]:
         """The slots that are filled, where this process decides that, and rows of a question."""
-        if self._share.segments or isinstance(question, m.Chosen):
+        if self._share.segments or isinstance(question, m.ActionReply):
             return None, {}
         rows: Rows = {}
         if isinstance(question, m.Steps):

@@ -54,7 +54,7 @@ class Ended(NamedTuple):
     how: str
 
 
-class _OwnPlace:
+class _WorkerMemory:
     """Memory of one worker, laid out as its part of the parent's.
 
     Args:
@@ -111,7 +111,7 @@ class _Channel:
     def __init__(self) -> None:
         self.questions: SimpleQueue[Any] = SimpleQueue()
         self.answers: SimpleQueue[Any] = SimpleQueue()
-        self.own: _OwnPlace | None = None
+        self.own: _WorkerMemory | None = None
         self._binding: m.Bind | None = None
         self._changed = threading.Condition()
         self._halt = 0, 0
@@ -128,9 +128,9 @@ class _Channel:
     def send(self, answer: object) -> None:
         self.answers.put(answer)
 
-    def place(self, share: Share, plan: SlabPlan, module: object) -> _OwnPlace:
+    def place(self, share: Share, plan: SlabPlan, module: object) -> _WorkerMemory:
         assert self._binding is not None
-        own = _OwnPlace(share, self._binding.worker, plan, module)
+        own = _WorkerMemory(share, self._binding.worker, plan, module)
         with self._changed:
             self.own = own
             own.board(0)[HALT] = self._halt[1]
@@ -198,12 +198,12 @@ class _Channel:
     def answered(self, question: object, given: Given, content: object) -> Answer:
         """The answer, with the rows that it is about."""
         own = self.own
-        filled = content.filled if isinstance(content, m.Raised) else content
-        if own is None or filled is None or isinstance(filled, (m.Wanted, Ended)):
+        filled = content.filled if isinstance(content, m.ExceptionReport) else content
+        if own is None or filled is None or isinstance(filled, (m.ActionRequest, Ended)):
             return Answer(content)
         if isinstance(content, m.Bound):
             return Answer(m.Bound({**content.decisions, "sends": own.sends}))
-        if isinstance(question, m.Lease) and isinstance(filled, m.Filled):
+        if isinstance(question, m.Lease) and isinstance(filled, m.LeaseResult):
             first, stop = question.base, question.base + filled.used
         elif isinstance(question, (m.Begin, m.Steps)):
             assert given.filled is not None
@@ -239,7 +239,7 @@ class FarWorker:
             return Answer(Ended("ended"))
         self._channel.prepare(question, given)
         self._channel.questions.put(question)
-        if not isinstance(question, m.Chosen):
+        if not isinstance(question, m.ActionReply):
             self._about = question, given
         return self._channel.answered(*self._about, self._next().content)
 

@@ -29,7 +29,7 @@ class Facts(NamedTuple):
     enable_task_events=False,  # Ray's server would keep 4 KB of each call, of 100,000 calls
     concurrency_groups={"questions": 1, "orders": 1},
 )
-class Lanes:
+class ActorLanes:
     """A worker; orders reach it while it answers a question."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from ray.exceptions import OutOfMemoryError, RayError
 from tallyroll.collector.ext.far.far_place import FarPlace
 from tallyroll.collector.ext.far.far_worker import Answer, Ended, Given
 from tallyroll.collector.ext.ray.actor import Facts
-from tallyroll.collector.ext.ray.due import Due
+from tallyroll.collector.ext.ray.ready_links import ReadyLinks
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.transport import Gone
@@ -43,7 +43,7 @@ class RayLink:
         start: Callable[[int, bool], tuple[Any, Any, Any]],
         place: Callable[[], FarPlace],
         weights: Callable[[], tuple[int, Any]],
-        due: Due[Any],
+        due: ReadyLinks[Any],
     ) -> None:
         self.index, self._start, self._place, self._weights = index, start, place, weights
         self._due = due

@@ -15,10 +15,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.far.far_place import FarPlace
-from tallyroll.collector.ext.ray.actor import Lanes
-from tallyroll.collector.ext.ray.due import Due
-from tallyroll.collector.ext.ray.heart import Heart
+from tallyroll.collector.ext.ray.actor import ActorLanes
+from tallyroll.collector.ext.ray.heartbeat import Heart
 from tallyroll.collector.ext.ray.links import RayLink
+from tallyroll.collector.ext.ray.ready_links import ReadyLinks
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.worker_options import Actors
@@ -125,7 +125,7 @@ class RayTransport:
         self._frozen: set[str] = set()
         """Nodes that are not to get any more."""
         self.links: dict[int, RayLink] = {}
-        self._due = Due[RayLink]()
+        self._due = ReadyLinks[RayLink]()
         self._weights: tuple[int, Any] = (-1, None)
         self._made_place: FarPlace | None = None
         self._in_lease = False
@@ -161,7 +161,7 @@ class RayTransport:
             if fit := [node for node in alive if node not in self._frozen]:
                 node = fit[len(self._spares) % len(fit)]
                 options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
-        return Lanes.options(**options).remote()  # type: ignore[attr-defined]
+        return ActorLanes.options(**options).remote()  # type: ignore[attr-defined]
 
     def _spare(self) -> tuple[Any, Any] | None:
         """An actor that waits, one that is ready before others; never waits for it."""

@@ -15,32 +15,32 @@ import torch
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.envs.driven.make import CreateEnv
-from tallyroll.collector.envs.driven.packages import version_here
+from tallyroll.collector.envs.setup.make import CreateEnv
+from tallyroll.collector.envs.setup.packages import version_here
 from tallyroll.collector.envs.system import System
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.replay.calls import Call, calls_of, with_ids_moved
-from tallyroll.collector.ext.replay.comparing import Comparison
-from tallyroll.collector.ext.replay.filming import Film
-from tallyroll.collector.ext.replay.given_draws import give_draws
+from tallyroll.collector.ext.replay.comparison import Comparison
 from tallyroll.collector.ext.replay.makers import makers_of
-from tallyroll.collector.ext.replay.planning import (
-    Group,
-    History,
-    Line,
-    Plan,
-    calls_around,
-    plan_of,
-)
-from tallyroll.collector.ext.replay.recovering import (
-    Recovered,
+from tallyroll.collector.ext.replay.recovered_env import (
+    RecoveredEnv,
     made,
     options_for,
     recovered,
 )
+from tallyroll.collector.ext.replay.replay_plan import (
+    Group,
+    History,
+    Line,
+    ReplayPlan,
+    calls_around,
+    plan_of,
+)
+from tallyroll.collector.ext.replay.replayed_draws import give_draws
 from tallyroll.collector.ext.replay.report import ReplayReport
 from tallyroll.collector.ext.replay.rounds import Lane, Round, StoredRows
 from tallyroll.collector.ext.replay.stage import Stage
+from tallyroll.collector.ext.replay.video import EpisodeVideo
 from tallyroll.collector.options.draws import Constant
 from tallyroll.collector.options.resets import Resets
 from tallyroll.collector.policies.trial import generators_restored
@@ -130,7 +130,7 @@ def replay(
         torch.no_grad(),
         ExitStack() as closed,
     ):
-        film = None if video is None else closed.enter_context(Film(fspath(video)))
+        film = None if video is None else closed.enter_context(EpisodeVideo(fspath(video)))
         run = _Replay(storage, create_env_fn, env_kwargs, resets, atol, film)
         run.choose(trajectories, sample)
         run.carry_out(progress)
@@ -186,7 +186,7 @@ class _Replay:
         kwargs: Mapping[str, Any] | None,
         resets: Resets | None,
         atol: float,
-        film: Film | None,
+        film: EpisodeVideo | None,
     ) -> None:
         self._storage, self._film = storage, film
         self._create, self._kwargs, self._resets = create, kwargs, resets
@@ -210,7 +210,7 @@ class _Replay:
             _losses_of(storage),
         )
         self._rows = StoredRows(storage, table)
-        self._plan = Plan()
+        self._plan = ReplayPlan()
         self._left_out: dict[str, int] = {}
         self._notes: dict[str, None] = {}
         self._versions: dict[str, tuple[str, str]] = {}
@@ -282,7 +282,7 @@ class _Replay:
             if found != version:
                 self._versions[name] = (str(version), found)
 
-    def _from_own_seeds(self, group: Group, found: Recovered, tell: Callable[[], None]) -> None:
+    def _from_own_seeds(self, group: Group, found: RecoveredEnv, tell: Callable[[], None]) -> None:
         firsts = np.array([self._rows.of(line.trajectories[0])[0] for line in group.lines])
         seeds = self._rows.take(RESET_SEED, firsts)
         contexts = {name: self._rows.take(key, firsts) for name, key in self._contexts.items()}
@@ -334,7 +334,7 @@ class _Replay:
         for places, before in alike.values():
             yield places, before, []
 
-    def _from_run(self, group: Group, found: Recovered, tell: Callable[[], None]) -> None:
+    def _from_run(self, group: Group, found: RecoveredEnv, tell: Callable[[], None]) -> None:
         entry = self._history.makers[group.maker].entry
         if found.unknown_sampler:
             raise ArgumentError(
@@ -372,7 +372,7 @@ class _Replay:
         every = next(each for each in plan.groups if each.maker == group.maker)
         return [asked.get(line.lane, line) for line in every.lines if line.lane in lanes]
 
-    def _stage(self, found: Recovered, lanes: int, resets: Resets) -> _Staged:
+    def _stage(self, found: RecoveredEnv, lanes: int, resets: Resets) -> _Staged:
         return _Staged(lambda: Stage(made(found, lanes, resets), options_for(found, None, resets)))
 
     def _round(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tallyroll.collector.ext.replay.comparing import Difference
+from tallyroll.collector.ext.replay.comparison import Difference
 
 
 @dataclass(frozen=True)

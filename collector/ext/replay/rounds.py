@@ -10,10 +10,10 @@ import numpy as np
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.replay.calls import Call
-from tallyroll.collector.ext.replay.comparing import Comparison, differing_rows
-from tallyroll.collector.ext.replay.filming import Film
-from tallyroll.collector.ext.replay.planning import Line, Table
+from tallyroll.collector.ext.replay.comparison import Comparison, differing_rows
+from tallyroll.collector.ext.replay.replay_plan import Line, Table
 from tallyroll.collector.ext.replay.stage import BeforeStep, Stage
+from tallyroll.collector.ext.replay.video import EpisodeVideo
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.rows.keys import (
     COLLECTOR,
@@ -155,7 +155,7 @@ class Round:
         stored: StoredRows,
         lanes: Sequence[Lane],
         comparison: Comparison,
-        film: Film | None,
+        film: EpisodeVideo | None,
     ) -> None:
         self._stage, self._stored, self._lanes = stage, stored, lanes
         self._comparison, self._film = comparison, film

@@ -11,10 +11,10 @@ import torch
 from torchrl.envs import EnvBase
 
 from tallyroll.collector.counting.numbering import driver_seed
-from tallyroll.collector.envs.driven.prepare import first_reset, seed_env
-from tallyroll.collector.envs.driven.traits import system_of
-from tallyroll.collector.envs.reaching.asked import Asked
-from tallyroll.collector.envs.reaching.environments import reach_env
+from tallyroll.collector.envs.calls.env_call import EnvCall
+from tallyroll.collector.envs.calls.environments import reach_env
+from tallyroll.collector.envs.setup.prepare import first_reset, seed_env
+from tallyroll.collector.envs.setup.traits import system_of
 from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.ext.replay.calls import Call
 from tallyroll.collector.options import Options
@@ -223,9 +223,9 @@ class Stage:
         Raises:
             EnvironmentRefused: it raises, or the environment is not reached.
         """
-        asked = Asked("env_set", call.name, values=call.args)
+        asked = EnvCall("env_set", call.name, values=call.args)
         if call.way == "env_call":
-            asked = Asked("env_call", call.name, call.args, call.kwargs)
+            asked = EnvCall("env_call", call.name, call.args, call.kwargs)
         for outcome in reach_env(self.env, asked, [lane]):
             if outcome.error is not None:
                 raise EnvironmentRefused(

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.ext.report.curves import Curve, grid, group_curve, mean_of_last
-from tallyroll.collector.ext.report.grouping import NOTHING, value_of
-from tallyroll.collector.ext.report.reading import Run
+from tallyroll.collector.ext.report.group_fields import NOTHING, value_of
+from tallyroll.collector.ext.report.run_reader import Run
 from tallyroll.collector.ext.report.statistics import (
-    Estimate,
+    IntervalEstimate,
     Scores,
     estimate,
     interquartile_mean,
@@ -36,8 +36,8 @@ class Group:
     """Its returns are scaled: those of several environments."""
     scores: Mapping[str, float]
     """The return of each run by its path: the mean of its last episodes, scaled or not."""
-    mean: Estimate | None
-    interquartile_mean: Estimate | None
+    mean: IntervalEstimate | None
+    interquartile_mean: IntervalEstimate | None
     curve: Curve | None
     """None where a number is not known of any run."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.ext.report.files import MARK
 from tallyroll.collector.ext.report.groups import Group
-from tallyroll.collector.ext.report.statistics import CONFIDENCE, Estimate
+from tallyroll.collector.ext.report.statistics import CONFIDENCE, IntervalEstimate
 from tallyroll.storage.package.versions import versions
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ def _lines(group: Group) -> Mapping[str, Any]:
     return {"value": group.curve.value, "low": group.curve.low, "high": group.curve.high}
 
 
-def number(value: float | Estimate | None) -> str:
+def number(value: float | IntervalEstimate | None) -> str:
     """Return a number with four digits, or all of its whole part."""
-    value = value.value if isinstance(value, Estimate) else value
+    value = value.value if isinstance(value, IntervalEstimate) else value
     if value is None:
         return "-"
     if isinstance(value, int) or abs(value) >= 1000:
@@ -153,7 +153,7 @@ def number(value: float | Estimate | None) -> str:
     return f"{value:#.4g}".removesuffix(".")
 
 
-def interval(found: Estimate | None) -> str:
+def interval(found: IntervalEstimate | None) -> str:
     """Return the ends of an interval, or that there is none."""
     if found is None or found.low is None:
         return "-"

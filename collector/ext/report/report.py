@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.report.files import write_report
-from tallyroll.collector.ext.report.finding import distinct, storages_at
-from tallyroll.collector.ext.report.grouping import (
+from tallyroll.collector.ext.report.group_fields import (
     DEFAULT,
     checked_fields,
     require_known,
@@ -25,7 +24,8 @@ from tallyroll.collector.ext.report.grouping import (
 )
 from tallyroll.collector.ext.report.groups import Group, Scale, groups_of, score_of
 from tallyroll.collector.ext.report.page import render
-from tallyroll.collector.ext.report.reading import COUNTS, Run, read_runs
+from tallyroll.collector.ext.report.run_reader import COUNTS, Run, read_runs
+from tallyroll.collector.ext.report.storage_search import distinct, storages_at
 from tallyroll.collector.ext.report.stored_runs import part, whole_number
 from tallyroll.storage.errors import StorageError
 from tallyroll.storage.ext.joined.shards import SHARD, shard_said

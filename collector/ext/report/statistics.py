@@ -29,7 +29,7 @@ Statistic = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class IntervalEstimate:
     """A number, and its interval: None where a stratum has one run alone."""
 
     value: float
@@ -83,9 +83,9 @@ def bounds(
     return np.asarray(found.low, np.float64), np.asarray(found.high, np.float64)
 
 
-def estimate(statistic: Statistic, strata: Sequence[Scores]) -> Estimate:
+def estimate(statistic: Statistic, strata: Sequence[Scores]) -> IntervalEstimate:
     """Return a statistic of scores, one array [run] a stratum, with its interval."""
     value = float(statistic(*strata))
     if (found := bounds(statistic, strata)) is None:
-        return Estimate(value)
-    return Estimate(value, float(found[0]), float(found[1]))
+        return IntervalEstimate(value)
+    return IntervalEstimate(value, float(found[0]), float(found[1]))

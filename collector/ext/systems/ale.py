@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.close import closing_on_error
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.system import Mask

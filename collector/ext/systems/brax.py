@@ -9,7 +9,7 @@ from torchrl.data import Bounded, TensorSpec
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 from tallyroll.collector.ext.systems.kinds.functional import Functional
-from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, Outcome
+from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, StepOutcome
 from tallyroll.collector.ext.systems.kinds.functional_specs import contexts, made, refuse_bare
 
 Vary = Callable[[Any, Context], Any]
@@ -66,7 +66,7 @@ class BraxSystem(Functional):
         state = self._varied(self._env, context).reset(key)
         return (state, 0), state.obs
 
-    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> Outcome:
+    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> StepOutcome:
         """See `Functional.advance`."""
         before, steps = state
         after = self._varied(self._env, context).step(before, action[0])
@@ -75,7 +75,7 @@ class BraxSystem(Functional):
         terminated = done & ~cut
         if self._length is not None:
             cut |= ~terminated & (steps >= self._length)
-        return Outcome((after, steps), after.obs, [after.reward], terminated, cut)
+        return StepOutcome((after, steps), after.obs, [after.reward], terminated, cut)
 
     def _varied(self, env: Any, context: Context) -> Any:
         """``env`` with parameters that are arguments of the compiled call."""

@@ -8,7 +8,7 @@ from torchrl.data import TensorSpec
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.systems.kinds.functional import Functional
-from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, Outcome
+from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, StepOutcome
 from tallyroll.collector.ext.systems.kinds.functional_specs import (
     actions,
     contexts,
@@ -67,7 +67,7 @@ class GymnaxSystem(Functional):
         observation, state = self._env.reset_env(key, self._params.replace(**context))
         return state, observation
 
-    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> Outcome:
+    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> StepOutcome:
         """See `Functional.advance`."""
         params = self._params.replace(**context)
         step = self._env.step_env
@@ -78,7 +78,7 @@ class GymnaxSystem(Functional):
             terminated = (
                 done & step(key, state, action[0], params.replace(**{_LIMIT: 2**31 - 1}))[3]
             )
-        return Outcome(state_after, observation, [reward], terminated, done & ~terminated)
+        return StepOutcome(state_after, observation, [reward], terminated, done & ~terminated)
 
     def describe(self) -> dict[str, Any]:
         """Provenance, with the parameters."""

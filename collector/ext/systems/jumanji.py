@@ -8,7 +8,7 @@ from torchrl.data import Categorical, TensorSpec, Unbounded
 
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.ext.systems.kinds.functional import Functional
-from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, Outcome
+from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, StepOutcome
 from tallyroll.collector.ext.systems.kinds.functional_specs import (
     actions,
     made,
@@ -53,11 +53,11 @@ class JumanjiSystem(Functional):
         state, step = self._env.reset(key)
         return state, step.observation
 
-    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> Outcome:
+    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> StepOutcome:
         """See `Functional.advance`."""
         state, step = self._env.step(state, action[0])
         last, dead = step.last(), (step.discount == 0).all()
-        return Outcome(state, step.observation, [step.reward], last & dead, last & ~dead)
+        return StepOutcome(state, step.observation, [step.reward], last & dead, last & ~dead)
 
     def describe(self) -> dict[str, Any]:
         """Provenance."""

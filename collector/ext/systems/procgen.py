@@ -8,16 +8,16 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.close import closing_on_error
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.info_system import InfoSystem
 from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
-from tallyroll.collector.envs.gymnasium.told import TellingSystem
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
 
 
-class ProcgenSystem(TellingSystem):
+class ProcgenSystem(InfoSystem):
     """A ``gym3.Env``.
 
     It shows the first observation of the next episode where one ended, the final one nowhere, and

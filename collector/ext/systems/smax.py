@@ -8,7 +8,7 @@ from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.system import AgentFlags
 from tallyroll.collector.ext.systems.kinds.functional import Functional
-from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, Outcome
+from tallyroll.collector.ext.systems.kinds.functional_lanes import Context, StepOutcome
 from tallyroll.collector.ext.systems.kinds.functional_specs import made, refuse_bare
 from tallyroll.storage.rows.keys import Key
 
@@ -67,7 +67,7 @@ class SmaxSystem(Functional):
         observation, state = self._env.reset(key)
         return state, self._observed(observation, state)
 
-    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> Outcome:
+    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> StepOutcome:
         """See `Functional.advance`."""
         before = self._alive(state)
         chosen: dict[str, Any] = {}
@@ -77,7 +77,7 @@ class SmaxSystem(Functional):
         alive, done = self._alive(state), dones["__all__"]
         lost = ~alive["allies"].any() | ~alive["enemies"].any()
         terminated, truncated = done & lost, done & ~lost
-        return Outcome(
+        return StepOutcome(
             state,
             self._observed(observation, state),
             [self._stacked(agents, reward) for agents in self._teams.values()],

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tallyroll.collector.envs.reaching.asked import Asked
+from tallyroll.collector.envs.calls.env_call import EnvCall
 from tallyroll.collector.envs.stepping.arrays import as_flags
 from tallyroll.collector.envs.system import Mask
 from tallyroll.collector.ext.testing.hand import stepped
@@ -53,7 +53,7 @@ class AbilityContract(SystemCase):
         if reached is None or one.d.arrivals:
             return self.close(one.system, other.system)
         for lanes in ([self.lanes - 1], list(range(self.lanes))[::-1]):
-            outcomes = list(reached(Asked("env_get", "an_attribute_that_no_one_has"), lanes))
+            outcomes = list(reached(EnvCall("env_get", "an_attribute_that_no_one_has"), lanes))
             assert len(outcomes) == len(lanes), "reached: an outcome for each lane that is asked"
             for outcome in outcomes:
                 missing = isinstance(outcome.error, AttributeError)

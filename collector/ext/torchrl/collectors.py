@@ -13,8 +13,8 @@ from torchrl.modules import RandomPolicy
 
 from tallyroll.collector.batches.state.run_seeds import Environments
 from tallyroll.collector.compat import service_backend
-from tallyroll.collector.envs.driven.make import Made
-from tallyroll.collector.envs.driven.traits import system_of
+from tallyroll.collector.envs.setup.make import ReadyEnv
+from tallyroll.collector.envs.setup.traits import system_of
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.torchrl.arguments import REFUSED_OF_MANY, resolve, whole
 from tallyroll.collector.ext.torchrl.names import TorchRLNames
@@ -239,7 +239,7 @@ class Collector(TorchRLNames, SyncCollector):
         self.requested_frames_per_batch = self._options.frames_per_batch
         self._frames_per_batch = -(-self.requested_frames_per_batch // self.lanes)
 
-    def _prepare(self, policy: PolicyFn | None, made: Made) -> None:
+    def _prepare(self, policy: PolicyFn | None, made: ReadyEnv) -> None:
         if isinstance(self._given, RandomPolicy):
             self._given.set_action_spec_from_env(self.env)
         super()._prepare(policy, made)

@@ -10,7 +10,7 @@ import torch
 
 from tallyroll.collector.errors import ArgumentError, StateError
 from tallyroll.collector.ext.torchrl.arguments import Wishes
-from tallyroll.collector.ext.torchrl.updating import Updating
+from tallyroll.collector.ext.torchrl.weight_updates import WeightUpdates
 from tallyroll.collector.options.checks import one_of
 
 _OURS = "tallyroll"
@@ -40,7 +40,7 @@ REFUSED_NAMES: Mapping[str, str] = {
 """Attributes and methods of TorchRL's collectors that raise AttributeError, with the way out."""
 
 
-class TorchRLNames(Updating):
+class TorchRLNames(WeightUpdates):
     """A collector of ours with TorchRL's names for its attributes and methods."""
 
     verbose: ClassVar[bool] = False

@@ -22,7 +22,7 @@ from tallyroll.collector.policies.several.joint import (
     opening_of,
     put,
 )
-from tallyroll.collector.policies.several.part import Part, whose
+from tallyroll.collector.policies.several.policy_part import PolicyPart, whose
 from tallyroll.collector.policies.trial import settle_inputs, try_out
 from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
 from tallyroll.storage.package.near_names import did_you_mean
@@ -36,7 +36,7 @@ class JointByGroup(Joint):
         parts: the policies; their ids are names of groups.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[PolicyPart]) -> None:
         super().__init__(parts)
         self.relative: list[bool] = []
         """``[part]``: it gets the TensorDict of its group, and else all of them."""
@@ -46,7 +46,7 @@ class JointByGroup(Joint):
         """The part whose column a key is."""
         self.lanes = 0
 
-    def remade(self, parts: Sequence[Part]) -> "JointByGroup":
+    def remade(self, parts: Sequence[PolicyPart]) -> "JointByGroup":
         """Return such a module of other ``parts``."""
         made = type(self)(parts)
         made.relative, made.actions, made.owner = self.relative, self.actions, self.owner
@@ -108,7 +108,7 @@ class JointByGroup(Joint):
                 self.batch_dims[(group,)] = len(inner) - trial.lead
 
     def _tried(
-        self, number: int, part: Part, policy: Policy, trial: Trial
+        self, number: int, part: PolicyPart, policy: Policy, trial: Trial
     ) -> tuple[SlabColumns, Mapping[Key, int]]:
         """Try a policy out on the TensorDict of its group, or on all of it."""
         group = str(part.id)

@@ -21,7 +21,7 @@ from tallyroll.collector.policies.several.joint import (
     put,
 )
 from tallyroll.collector.policies.several.lane_sets import LaneSet, in_words, lanes_of_each
-from tallyroll.collector.policies.several.part import Part, whose
+from tallyroll.collector.policies.several.policy_part import PolicyPart, whose
 from tallyroll.collector.policies.trial import settle_inputs, try_out
 from tallyroll.collector.slab.slab import SlabColumns
 from tallyroll.storage.rows.keys import POLICY_VERSION, RANDOM_VERSION, Key
@@ -35,7 +35,7 @@ class JointByLane(Joint):
         sets: the lanes of each, as callers name them.
     """
 
-    def __init__(self, parts: Sequence[Part], sets: Sequence[LaneSet]) -> None:
+    def __init__(self, parts: Sequence[PolicyPart], sets: Sequence[LaneSet]) -> None:
         super().__init__(parts)
         self.sets = list(sets)
         self.lanes: list[tuple[int, ...]] = []
@@ -45,7 +45,7 @@ class JointByLane(Joint):
         self.rows: list[Rows | None] = []
         """``[part]``: its rows of the TensorDicts of the environment; None: it has none there."""
 
-    def remade(self, parts: Sequence[Part]) -> "JointByLane":
+    def remade(self, parts: Sequence[PolicyPart]) -> "JointByLane":
         """Return such a module of other ``parts``."""
         made = type(self)(parts, self.sets)
         made.lanes, made.of_lane, made.rows = self.lanes, self.of_lane, self.rows
@@ -110,7 +110,7 @@ class JointByLane(Joint):
         return random_lanes
 
     def _tried(
-        self, number: int, part: Part, policy: Policy, trial: Trial
+        self, number: int, part: PolicyPart, policy: Policy, trial: Trial
     ) -> tuple[SlabColumns, Mapping[Key, int]]:
         """Try a policy out, here also one that acts in lanes of other workers alone."""
         own = self.rows[number]

@@ -19,7 +19,7 @@ from tallyroll.collector.policies.several.entries import (
     OnePolicy,
     device_of,
 )
-from tallyroll.collector.policies.several.part import Part, PolicyId, whose
+from tallyroll.collector.policies.several.policy_part import PolicyId, PolicyPart, whose
 from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
 from tallyroll.storage.rows.keys import Key, as_key, spell
 
@@ -58,7 +58,7 @@ class Joint(nn.Module):
     versions: torch.Tensor
     """``[part]``: numbers of updates of the weights of each, which travel with the weights."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[PolicyPart]) -> None:
         super().__init__()
         self.parts = list(parts)
         modules = {str(at): part.module for at, part in enumerate(parts)}
@@ -122,7 +122,7 @@ class Joint(nn.Module):
         self._idle = np.logical_and.reduce(~self.acts_in | random_lanes, axis=1)
 
     @abstractmethod
-    def remade(self, parts: Sequence[Part]) -> Self:
+    def remade(self, parts: Sequence[PolicyPart]) -> Self:
         """Return such a module of other ``parts``."""
 
     def placed(self, device: torch.device | None, env_device: torch.device | None) -> Self:
@@ -185,7 +185,7 @@ class Joint(nn.Module):
 
     @abstractmethod
     def _tried(
-        self, number: int, part: Part, policy: Policy, trial: Trial
+        self, number: int, part: PolicyPart, policy: Policy, trial: Trial
     ) -> tuple[SlabColumns, Mapping[Key, int]]:
         """Try ``policy`` out, which is that of ``part``.
 
@@ -193,7 +193,7 @@ class Joint(nn.Module):
             The columns that it writes, and the batch sizes below them, as keys of a whole lane.
         """
 
-    def _add(self, part: Part, columns: SlabColumns, dims: Mapping[Key, int]) -> None:
+    def _add(self, part: PolicyPart, columns: SlabColumns, dims: Mapping[Key, int]) -> None:
         for key, column in columns.items():
             if self.columns.setdefault(key, column) != column:
                 raise PolicyError(
@@ -214,25 +214,27 @@ class Joint(nn.Module):
         return out
 
 
-def part_of(id: PolicyId, one: OnePolicy) -> Part:
+def part_of(id: PolicyId, one: OnePolicy) -> PolicyPart:
     """Make a part of a policy as a caller gave it."""
     policy = None
     with naming(whose(id)):
         if one.policy is not None:
             policy = Policy(one.policy, None, None)
         device_of(one)  # this machine has it
-    return Part(id, policy, one)
+    return PolicyPart(id, policy, one)
 
 
-def _placed(part: Part, device: torch.device | None, env_device: torch.device | None) -> Part:
+def _placed(
+    part: PolicyPart, device: torch.device | None, env_device: torch.device | None
+) -> PolicyPart:
     if part.policy is None:
-        return Part(part.id, None, part.one)
-    return Part(
+        return PolicyPart(part.id, None, part.one)
+    return PolicyPart(
         part.id, Policy(part.one.policy, device_of(part.one) or device, env_device), part.one
     )
 
 
-def _given(part: Part) -> tuple[PolicyId, OnePolicy]:
+def _given(part: PolicyPart) -> tuple[PolicyId, OnePolicy]:
     """A part as it travels: a policy that was compiled as what it was made of."""
     source = None if part.policy is None else part.policy.source
     return part.id, replace(part.one, policy=source)
@@ -246,12 +248,12 @@ def _arrived(
     return made
 
 
-def opening_of(part: Part) -> dict[str, int]:
+def opening_of(part: PolicyPart) -> dict[str, int]:
     """Return the opening of a policy, for a manifest; empty where it has none."""
     return {"init_random_frames": part.opening} if part.opening else {}
 
 
-def named(part: Part) -> str | None:
+def named(part: PolicyPart) -> str | None:
     """Return the name of a policy's class; None: it draws random actions."""
     return None if part.policy is None else type(part.policy.source).__qualname__
 
@@ -267,7 +269,7 @@ def naming(whose: str) -> Iterator[None]:
 
 
 def put(
-    part: Part, out: TensorDictBase, rows: Rows | None, found: Mapping[Key, torch.Tensor]
+    part: PolicyPart, out: TensorDictBase, rows: Rows | None, found: Mapping[Key, torch.Tensor]
 ) -> None:
     """Write the values of a part to its ``rows`` of ``out``; None: to all of them."""
     lead = len(out.batch_size)
@@ -289,5 +291,5 @@ def put(
             full[rows] = value
 
 
-def _of_whom(part: Part) -> str:
+def _of_whom(part: PolicyPart) -> str:
     return f"policy {part.id}" if isinstance(part.id, int) else part.id

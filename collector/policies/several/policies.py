@@ -23,7 +23,7 @@ from tallyroll.collector.policies.several.entries import (
 )
 from tallyroll.collector.policies.several.joint import Joint, Trial, part_of
 from tallyroll.collector.policies.several.openings import Openings
-from tallyroll.collector.policies.several.part import Part, PolicyId
+from tallyroll.collector.policies.several.policy_part import PolicyId, PolicyPart
 from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.rows.keys import Key
 
@@ -84,7 +84,7 @@ class SeveralPolicies(Policy):
         return self._joint.described
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[PolicyPart]:
         """The policies."""
         return self._joint.parts
 

@@ -169,7 +169,7 @@ class LeaseBudget:
 
     # --- leases that come back --------------------------------------------------------------------
 
-    def take_back(self, member: Member, filled: m.Filled) -> Segment:
+    def take_back(self, member: Member, filled: m.LeaseResult) -> Segment:
         """Take back what the oldest lease left over; its segment is free if nothing is in it."""
         tally = self._tallies[member.index]
         segment = tally.leased.popleft()

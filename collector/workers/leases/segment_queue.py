@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.counting.ledger import NOTHING, LedgerEntry
 from tallyroll.collector.rollout.lanes import ended_in
-from tallyroll.collector.rollout.source import Block, Held, Sound
+from tallyroll.collector.rollout.source import Block, PendingTransitions, Sound
 from tallyroll.collector.workers.leases.segment import Emptied, Segment, SegmentGiver
 
 
@@ -54,16 +54,16 @@ class SegmentQueue:
         """Segments that wait."""
         return [each for each in self.waiting if isinstance(each, Segment)]
 
-    def all_held(self) -> list[Held]:
+    def all_held(self) -> list[PendingTransitions]:
         """Return the transitions that wait, and the lanes that are cut between them."""
         none = np.zeros(0, np.int32)
         found = []
         for each in self.waiting:
             if isinstance(each, Segment):
                 ended = ended_in(each.slab, 0, each.used)
-                found.append(Held.of(each.slab, each.transitions, ended))
+                found.append(PendingTransitions.of(each.slab, each.transitions, ended))
             else:
-                found.append(Held(none, none.astype(np.bool_), self._flags(each)))
+                found.append(PendingTransitions(none, none.astype(np.bool_), self._flags(each)))
         return found
 
     # --- what is given ----------------------------------------------------------------------------

@@ -11,7 +11,12 @@ from tallyroll.collector.counting.ledger import Ledger
 from tallyroll.collector.errors import LedgerError, WorkerError
 from tallyroll.collector.policies.several.openings import Counts, Openings
 from tallyroll.collector.rollout.os_signals import pausable, waits
-from tallyroll.collector.rollout.source import Block, Discarded, Held, Sound
+from tallyroll.collector.rollout.source import (
+    Block,
+    DiscardedTransitions,
+    PendingTransitions,
+    Sound,
+)
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab
 from tallyroll.collector.workers import messages as m
@@ -21,7 +26,7 @@ from tallyroll.collector.workers.leases.segment_queue import SegmentQueue
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import Event, WorkerPool
 from tallyroll.collector.workers.share import Share
-from tallyroll.collector.workers.startup.start_and_replace import WorkerStartup
+from tallyroll.collector.workers.startup.worker_startup import WorkerStartup
 from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import Key
 
@@ -156,7 +161,7 @@ class Leases(LeasedAtRandom):
         failed = []
         for member, answer in events:
             self._hungry.add(member.index)
-            failure = None if isinstance(answer, m.Filled) else answer
+            failure = None if isinstance(answer, m.LeaseResult) else answer
             filled, member.complete = member.complete if failure else answer, None
             if filled is not None:
                 self._queue.came(self._budget.take_back(member, filled), filled.entry)
@@ -199,7 +204,7 @@ class Leases(LeasedAtRandom):
         return self._queue.held
 
     @contextmanager
-    def still(self) -> Iterator[Sequence[Held]]:
+    def still(self) -> Iterator[Sequence[PendingTransitions]]:
         """Let workers end the steps under way; they go on after the context."""
         out, failed = self._budget.out, self._settle()
         if not (self._stopping or self._budget.complete):
@@ -217,14 +222,14 @@ class Leases(LeasedAtRandom):
         ends = self._stopping or self._budget.complete
         return ends and not self._budget.out and not self._queue.waiting
 
-    def discard(self, rewards: Sequence[Key]) -> Discarded:
+    def discard(self, rewards: Sequence[Key]) -> DiscardedTransitions:
         """Throw away all that no block gave. Lanes have no slot in common: nothing is summed up."""
         self._settle()
         for segment in self._queue.segments:
             self._budget.take_back_random(segment)
             self._hungry.add(segment.member)
         lanes, none = self._queue.discard(), np.zeros(self._lanes)
-        return Discarded(self._queue.take_entry(), lanes, none, none.astype(np.bool_))
+        return DiscardedTransitions(self._queue.take_entry(), lanes, none, none.astype(np.bool_))
 
     def restart_lanes(self, ledger: Ledger) -> None:
         """Reset every lane before its next slot."""

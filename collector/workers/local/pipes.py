@@ -24,7 +24,7 @@ _AGAIN = bytes(_LENGTH_NBYTES)
 """The length of a message that is the same object as the one before it: nothing follows."""
 
 
-class Stalled(EOFError):
+class PipeStalled(EOFError):
     """The other end gives, or takes, no more of a large message."""
 
 
@@ -103,7 +103,7 @@ def _read(file: int, nbytes: int, seconds: float | None = None) -> bytes:
         waits.register(file, select.POLLIN)
     while nbytes:
         if waits is not None and not waits.poll(1000 * (seconds or 0)):
-            raise Stalled
+            raise PipeStalled
         parts.append(part := os.read(file, min(nbytes, 2**20)))
         if not part:
             raise EOFError
@@ -124,7 +124,7 @@ def _write(file: int, content: bytes, seconds: float | None = None) -> None:
     try:
         while left:
             if not waits.poll(1000 * seconds):
-                raise Stalled
+                raise PipeStalled
             with suppress(BlockingIOError):
                 left = left[os.write(file, left) :]
     finally:
@@ -145,7 +145,7 @@ class HasSources(Protocol):
 L = TypeVar("L", bound=HasSources)
 
 
-class Waiting(Generic[L]):
+class LinkPoller(Generic[L]):
     """Waits for links. The system is given each of them once, and names those that are ready."""
 
     def __init__(self) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from tallyroll.collector.compat import run_exit_functions
 from tallyroll.collector.workers.local.lifetime import end_with_parent
 from tallyroll.collector.workers.local.memory import Arena
+from tallyroll.collector.workers.local.nonblocking_stdio import drop_output
 from tallyroll.collector.workers.local.pipes import PipeChannel
-from tallyroll.collector.workers.local.unblocked_output import drop_output
 from tallyroll.collector.workers.worker import work
 
 

@@ -24,16 +24,16 @@ from tallyroll.collector.workers.local.fork_server import (
 from tallyroll.collector.workers.local.lifetime import kill_group, kill_when_closed
 from tallyroll.collector.workers.local.limits import UNGUARDED, limits_named
 from tallyroll.collector.workers.local.memory import Arena
+from tallyroll.collector.workers.local.nonblocking_stdio import drops_output
 from tallyroll.collector.workers.local.pipes import (
     PARTS_SECONDS,
+    LinkPoller,
     PipeChannel,
+    PipeStalled,
     SharedPlace,
-    Stalled,
-    Waiting,
 )
 from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.local.process_main import main
-from tallyroll.collector.workers.local.unblocked_output import drops_output
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
 
@@ -84,7 +84,7 @@ class ProcessLink:
         """Send a question; a process that is dead is heard of later."""
         try:
             self.channel.send(question)
-        except Stalled:  # it has a part of a message: nothing more can be asked
+        except PipeStalled:  # it has a part of a message: nothing more can be asked
             self._stalled = True
             self.kill()
         except OSError:
@@ -96,7 +96,7 @@ class ProcessLink:
         try:
             if says or self.channel.connection.poll():
                 return self.channel.receive()
-        except Stalled:
+        except PipeStalled:
             self._stalled = True
         except (EOFError, ConnectionError):
             pass
@@ -161,7 +161,7 @@ class ProcessTransport:
         with limits_named(len(jobs)):
             self._jobs = [_in_memory(job) for job in jobs]
         self._threads, self._place = threads, SharedPlace()
-        self._waiting = Waiting[ProcessLink]()
+        self._waiting = LinkPoller[ProcessLink]()
         method = start_method or default_start_method()
         self._kind = process_kind(method)
         # A spawned process inherits the state, and a ForkedProcess sends it itself.

@@ -16,7 +16,7 @@ from tallyroll.collector.compat import explore_apart
 from tallyroll.collector.policies.trial import leave_generators
 from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.workers.local.limits import limits_named
-from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace, Waiting
+from tallyroll.collector.workers.local.pipes import LinkPoller, PipeChannel, SharedPlace
 from tallyroll.collector.workers.local.placement import Blocks
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
@@ -134,7 +134,7 @@ class ThreadTransport:
 
     def __init__(self, jobs: Sequence[bytes]) -> None:
         self._jobs, self._place = jobs, SharedPlace()
-        self._waiting = Waiting[ThreadLink]()
+        self._waiting = LinkPoller[ThreadLink]()
         self._started: set[int] = set()
 
     def start(self, index: int) -> ThreadLink:

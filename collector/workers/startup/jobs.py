@@ -8,7 +8,7 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
-from tallyroll.collector.envs.driven.make import require_no_env_kwargs
+from tallyroll.collector.envs.setup.make import require_no_env_kwargs
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.options import Options
 from tallyroll.collector.options.checks import at_most

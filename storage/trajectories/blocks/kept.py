@@ -20,15 +20,15 @@ from tallyroll.storage.trajectories.blocks.state import BlockState, empty_shelf,
 from tallyroll.storage.trajectories.blocks.tail import Tail
 from tallyroll.storage.trajectories.by_lane import MOST_LANES, NOBODY, RowChunk, extended
 
-Asked = ParamSpec("Asked")
+EnvCall = ParamSpec("EnvCall")
 Found = TypeVar("Found")
 
 
-def _told(method: Callable[Concatenate[Any, Asked], Found]) -> Any:
+def _told(method: Callable[Concatenate[Any, EnvCall], Found]) -> Any:
     """Raise `CorruptStorage` where the method finds that what was kept is damaged."""
 
     @functools.wraps(method)
-    def call(self: KeptBlocks, *args: Asked.args, **keywords: Asked.kwargs) -> Found:
+    def call(self: KeptBlocks, *args: EnvCall.args, **keywords: EnvCall.kwargs) -> Found:
         try:
             return method(self, *args, **keywords)
         except IndexError as error:

@@ -27,7 +27,7 @@ from tallyroll.collector.cli import foreign_traceback, main
 from tallyroll.collector.cli.collect import Signals
 from tallyroll.collector.cli.output import CommandError, shortened
 from tallyroll.collector.cli.progress import shown_progress
-from tallyroll.collector.workers.local.unblocked_output import unblocked
+from tallyroll.collector.workers.local.nonblocking_stdio import unblocked
 from tallyroll.storage import MemmapStorage, open_storage, ways
 from tallyroll.storage.files.manifest import exported
 
@@ -1469,9 +1469,9 @@ def test_after_a_signal_no_write_waits_for_room(monkeypatch: pytest.MonkeyPatch)
             waited.append(milliseconds)
             return []
 
-    monkeypatch.setattr("tallyroll.collector.workers.local.unblocked_output.select.poll", Poll)
+    monkeypatch.setattr("tallyroll.collector.workers.local.nonblocking_stdio.select.poll", Poll)
     monkeypatch.setattr(
-        "tallyroll.collector.workers.local.unblocked_output._patience_seconds", 0.25
+        "tallyroll.collector.workers.local.nonblocking_stdio._patience_seconds", 0.25
     )
     end, pipe = os.pipe()
     with os.fdopen(end), os.fdopen(pipe, "w") as stream:

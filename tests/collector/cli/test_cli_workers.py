@@ -16,8 +16,8 @@ import pytest
 
 from tallyroll.collector import MultiprocessCollector
 from tallyroll.collector.cli import main, without_ours
+from tallyroll.collector.cli.inspection.inspect import as_text, examine
 from tallyroll.collector.cli.plan import Plan
-from tallyroll.collector.cli.reading.inspect import as_text, examine
 from tallyroll.storage import open_storage
 
 from warm_cli import Command, WarmServer

@@ -19,9 +19,9 @@ from rich.table import Table
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
+from tallyroll.collector.cli.inspection import verify
 from tallyroll.collector.cli.output import emit, pasteable, visible
 from tallyroll.collector.cli.page import Page
-from tallyroll.collector.cli.reading import verify
 from tallyroll.storage import MemmapStorage
 
 from formats_kit import KINDS

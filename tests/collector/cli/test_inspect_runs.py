@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
-from tallyroll.collector.cli.reading import trajectories
+from tallyroll.collector.cli.inspection import trajectories
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.files.manifest import sealed
 

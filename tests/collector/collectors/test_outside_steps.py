@@ -15,7 +15,7 @@ from torchrl.envs import SerialEnv, StepCounter, TransformedEnv
 from torchrl.envs.libs.gym import GymWrapper
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.collector.envs.driven.outside_steps import state_names
+from tallyroll.collector.envs.setup.outside_steps import state_names
 from tallyroll.collector.errors import StateError
 from tallyroll.storage import MemmapStorage
 
@@ -123,7 +123,7 @@ def test_the_lane_that_was_stepped_or_reset_is_named(name: str, step: str, way: 
 
 
 def test_a_lane_that_begins_an_episode_shows_another_reset_by_what_it_draws() -> None:
-    class Drawn(gym.Env[Any, Any]):
+    class NextStarts(gym.Env[Any, Any]):
         observation_space = gym.spaces.Box(0, 2, (1,), np.float64)
         action_space = gym.spaces.Discrete(2)
 
@@ -136,7 +136,7 @@ def test_a_lane_that_begins_an_episode_shows_another_reset_by_what_it_draws() ->
             self.t += 1
             return self.at + self.t / 8, 0.0, self.t == 4, False, {}
 
-    env = SyncVectorEnv([Drawn] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    env = SyncVectorEnv([NextStarts] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
     run = Run(env, "iterating", frames_per_batch=8)  # all lanes begin an episode after each
     run.go_on()
     lane_of(env).reset()

@@ -12,7 +12,7 @@ import pytest
 from torchrl.data import ReplayBuffer
 
 from tallyroll.collector.base import Collector
-from tallyroll.collector.torchrl import Collector as Named
+from tallyroll.collector.torchrl import Collector as NamedColumn
 from tallyroll.storage import MemmapStorage, open_storage, verify
 
 from worker_kit import (
@@ -93,7 +93,7 @@ def test_it_goes_on_in_other_ways(way: str, tmp_path: Path) -> None:
             given["replay_buffer"] = ReplayBuffer(storage=given.pop("storage"), batch_size=4)
         make: Any = KINDS["alone"]
         if way == "named":
-            make = partial(Named, factory(DISABLED, 0, LANES))
+            make = partial(NamedColumn, factory(DISABLED, 0, LANES))
         with make(Versioned().set_to(1), **given) as collector:
             assert collector.policy_version == 4
             if way == "killed":  # before it had a row, and again

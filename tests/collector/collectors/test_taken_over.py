@@ -12,7 +12,7 @@ import torch
 from torchrl.envs import Compose, TransformedEnv
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector, evaluate
-from tallyroll.collector.envs.driven import instances
+from tallyroll.collector.envs.setup import instances
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, StateError
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.batches.state import made_by
+from tallyroll.collector.batches.state import host_info
 from tallyroll.storage import MemmapStorage, open_storage
 from tallyroll.storage.files.manifest import exported
 
@@ -29,7 +29,7 @@ from worker_kit import DISABLED, LANES, factory
 @pytest.fixture(autouse=True)
 def git_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of what conftest.py puts there for all tests."""
-    monkeypatch.setattr(made_by, "git_of_folder", made_by.git_of_folder.__wrapped__)
+    monkeypatch.setattr(host_info, "git_of_folder", host_info.git_of_folder.__wrapped__)
 
 
 def git(folder: Path, *words: str) -> str:
@@ -56,7 +56,7 @@ def collect(path: Path, policy: Any = None) -> list[dict[str, Any]]:
 
 def test_what_made_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(made_by, "_GIT_SECONDS", 60)
+    monkeypatch.setattr(host_info, "_GIT_SECONDS", 60)
     git(tmp_path, "init", "-q")
     (file := tmp_path / "x.py").write_text("1")
     git(tmp_path, "add", "x.py")
@@ -82,29 +82,29 @@ def test_what_made_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_no_git_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert made_by.git_of_folder() is None, "no repository"
+    assert host_info.git_of_folder() is None, "no repository"
     git(tmp_path, "init", "-q")
-    assert made_by.git_of_folder() is None, "no commit"
+    assert host_info.git_of_folder() is None, "no commit"
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert made_by.git_of_folder() is None, "no git"
+    assert host_info.git_of_folder() is None, "no git"
     (slow := tmp_path / "bin" / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     slow.chmod(0o755)
     began = time.monotonic()
-    assert made_by.git_of_folder() is None, "a slow one"
+    assert host_info.git_of_folder() is None, "a slow one"
     assert time.monotonic() - began < 10
 
 
 def test_the_hash_of_weights_is_of_their_values() -> None:
     torch.manual_seed(0)
     one, other = nn.Linear(2, 3), nn.Linear(2, 3)
-    first = made_by.hashes_of(one)
-    assert first["weights"] != made_by.hashes_of(other)["weights"]
+    first = host_info.hashes_of(one)
+    assert first["weights"] != host_info.hashes_of(other)["weights"]
     other.load_state_dict(one.state_dict())
-    assert made_by.hashes_of(other) == first
+    assert host_info.hashes_of(other) == first
     assert first["code"] is None, "a library's"
-    assert made_by.hashes_of(nn.LazyLinear(3))["weights"] is None
-    assert made_by.hashes_of(one.bfloat16())["weights"] != first["weights"]
+    assert host_info.hashes_of(nn.LazyLinear(3))["weights"] is None
+    assert host_info.hashes_of(one.bfloat16())["weights"] != first["weights"]
 
 
 @pytest.mark.parametrize("name", ["rows.h5", "rows.zarr"])

@@ -387,11 +387,11 @@ def test_the_first_end_is_looked_at_however_late_it_comes(mode: AutoresetMode) -
 
 
 def test_what_a_later_reset_returns_is_looked_at() -> None:
-    class Beginning(Given):
+    class RunSetup(Given):
         def look(self) -> Any:
             return ragged(0) if self.episode == 1 and self.time == 0 else super().look()
 
-    env = SyncVectorEnv([Beginning] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    env = SyncVectorEnv([RunSetup] * 2, autoreset_mode=AutoresetMode.DISABLED)
     with pytest.raises(ValueRefused, match=r"^observation at lane 0, step 0 of its trajectory: "):
         collect(env, **BUDGET)
 

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from tallyroll.collector.compat import ENDED, own_observations, states_of_lanes
 from tallyroll.collector.envs.gymnasium.info_merge import install
-from tallyroll.collector.envs.gymnasium.lanes_in_turn import LanesInTurn, traits_of
+from tallyroll.collector.envs.gymnasium.sequential_step import SequentialStep, traits_of
 from tallyroll.collector.envs.gymnasium.system import GymnasiumSystem
 from tallyroll.collector.envs.gymnasium.vector_rules import wrappers_of
-from tallyroll.collector.envs.gymnasium.within_wrappers import WithinWrappers
+from tallyroll.collector.envs.gymnasium.wrapper_step import WithinWrappers
 from tallyroll.collector.envs.stepping.stepper import putting
 from tallyroll.collector.errors import EnvironmentRefused, TransitionError, ValueRefused
 from tallyroll.collector.run_plan import stepping_vector
@@ -79,7 +79,7 @@ def vector(
 def started(env: Any, **options: Any) -> Any:
     env.reset(seed=3)
     assert not why_not(env)
-    return LanesInTurn(env, **options)
+    return SequentialStep(env, **options)
 
 
 def why_not(env: Any) -> str:
@@ -553,9 +553,9 @@ def test_a_system_steps_its_lanes_so(mode: Any, monkeypatch: Any) -> None:
     system.reset(None, [1, 2])
     counted = []
     for name in ("step", "reset"):
-        real = getattr(LanesInTurn, name)
+        real = getattr(SequentialStep, name)
         monkeypatch.setattr(
-            LanesInTurn,
+            SequentialStep,
             name,
             lambda self, *args, name=name, real=real: (counted.append(name), real(self, *args))[1],
         )
@@ -990,11 +990,11 @@ def test_infos_of_a_step_are_not_changed_by_a_reset_through_wrappers() -> None:
 
 
 def test_an_info_of_a_lane_that_is_named_as_the_statistics_is_refused_by_their_wrapper() -> None:
-    class Named(Scripted):
+    class NamedColumn(Scripted):
         def step(self, action: Any) -> Any:
             return *super().step(action)[:4], {"episode": 1} if self.length == 3 else {}
 
-    system = GymnasiumSystem(RecordEpisodeStatistics(vector((1, 3), made=Named)))
+    system = GymnasiumSystem(RecordEpisodeStatistics(vector((1, 3), made=NamedColumn)))
     system.reset(None, [1, 2])
     assert system.stepped_by.way == "through"
     with pytest.raises(ValueError, match=r"this key already exists in info: .*'episode'"):

@@ -14,10 +14,10 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.envs import StepCounter, TransformedEnv
 
 from tallyroll.collector import GymnasiumVectorEnv
-from tallyroll.collector.envs.driven.step_then_reset import SplitStep, splits, way_of
 from tallyroll.collector.envs.probes.probe import Call, Child, overwrites, refuse_reused
 from tallyroll.collector.envs.probes.reuse import contents, share_memory, sharing
-from tallyroll.collector.envs.probes.throwaway import distinct, throwaway
+from tallyroll.collector.envs.probes.trial_env import distinct, throwaway
+from tallyroll.collector.envs.setup.step_then_reset import SplitStep, splits, way_of
 
 from collect_kit import LENGTHS
 from oracles import OracleEnv

@@ -256,11 +256,11 @@ def test_strings_that_do_not_fit() -> None:
     ):
         run(SyncVectorEnv([Long]))
 
-    class Acting(Saying):
+    class ActionContext(Saying):
         action_space = spaces.Text(3)
 
     with pytest.raises(SpaceError, match="at action"):
-        run(SyncVectorEnv([Acting]))
+        run(SyncVectorEnv([ActionContext]))
 
 
 # --- rewards of several numbers -------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.errors import PolicyError
-from tallyroll.collector.policies.bare_call import BareCall
+from tallyroll.collector.policies.direct_forward import DirectForward
 from tallyroll.storage import open_storage
 
 if TYPE_CHECKING:
@@ -78,13 +78,13 @@ def rows_of(policy: Any) -> TensorDictBase:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Slots of the calls that were bare."""
     made: list[int] = []
-    original = BareCall.__call__
+    original = DirectForward.__call__
 
-    def counted(self: BareCall, network: Any, at: int, *given: Any) -> Any:
+    def counted(self: DirectForward, network: Any, at: int, *given: Any) -> Any:
         made.append(at)
         return original(self, network, at, *given)
 
-    monkeypatch.setattr(BareCall, "__call__", counted)
+    monkeypatch.setattr(DirectForward, "__call__", counted)
     return made
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from tallyroll.collector import MultiprocessCollector, OnePolicy, SyncCollector, report
 from tallyroll.collector.cli import main
-from tallyroll.collector.torchrl import Collector as Named
+from tallyroll.collector.torchrl import Collector as NamedColumn
 from tallyroll.storage import open_storage
 
 
@@ -239,7 +239,7 @@ def test_many_parameters_are_looked_at_in_turn() -> None:
     assert warned(net, between, batches=100, **options) == 1
 
 
-class Acting:
+class ActionContext:
     """A plain object with a method that acts by a network."""
 
     def __init__(self, net: Net) -> None:
@@ -271,7 +271,7 @@ def test_kinds_of_policies_that_show_their_weights() -> None:
 
 def test_kinds_of_policies_that_show_none_are_let_be() -> None:
     net = Net()
-    assert warned(Acting(net), lambda _: step(net)) == 0  # found by no cheap look
+    assert warned(ActionContext(net), lambda _: step(net)) == 0  # found by no cheap look
     lazy = nn.Sequential(nn.LazyLinear(3))
     module = TensorDictModule(lambda seen: lazy(seen).argmax(-1), ["observation"], ["action"])
     assert warned(module, lambda _: None) == 0
@@ -315,7 +315,7 @@ def test_a_function_that_acts_centrally_has_live_weights() -> None:
 
 def test_a_collector_by_torchrls_name_warns_too() -> None:
     net = TensorDictModule(Net(), ["observation"], ["action"])
-    made = Named(Numbers, net, num_envs=2, frames_per_batch=8, total_frames=32)
+    made = NamedColumn(Numbers, net, num_envs=2, frames_per_batch=8, total_frames=32)
     next(batches := iter(made))
     step(net)
     with pytest.warns(UserWarning, match="update_policy_weights_"):

@@ -25,7 +25,7 @@ from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.envs.system import Declares, Step, System
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import TransitionError
-from tallyroll.collector.policies.own_tensors import own_tensors
+from tallyroll.collector.policies.tensor_copies import own_tensors
 from tallyroll.storage import open_storage
 
 from collect_kit import assert_same

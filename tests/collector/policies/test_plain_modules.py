@@ -17,7 +17,7 @@ from torchrl.envs import GymEnv, InitTracker, StepCounter, TransformedEnv
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.errors import ArgumentError, PolicyError
-from tallyroll.collector.policies.bare_call import BareCall
+from tallyroll.collector.policies.direct_forward import DirectForward
 
 from collect_kit import collect, joined
 from theirs_kit import theirs
@@ -127,7 +127,7 @@ def test_an_argument_behind_a_gap_is_given_by_name() -> None:
     assert torch.allclose(rows["action"], wanted)
 
 
-class Named(Net):
+class NamedColumn(Net):
     """What it takes is called by no observation."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -136,7 +136,7 @@ class Named(Net):
 
 ONE_ARGUMENT: dict[str, Any] = {
     "sequential": lambda: nn.Sequential(nn.Linear(3, 1), nn.Tanh()),
-    "of another name": Named,
+    "of another name": NamedColumn,
     "compiled": lambda: torch.compile(Net(), backend="eager"),
     "scripted": lambda: torch.jit.script(nn.Sequential(nn.Linear(3, 1), nn.Tanh())),
 }
@@ -165,9 +165,9 @@ def test_a_module_of_one_argument_takes_the_observation(case: str, env: str) -> 
 
 def test_it_is_called_without_tensordicts_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = BareCall.__call__
+    original = DirectForward.__call__
     monkeypatch.setattr(
-        BareCall,
+        DirectForward,
         "__call__",
         lambda self, *given: calls.append(given) or original(self, *given),
     )

@@ -26,7 +26,7 @@ from torchrl.envs import (
 )
 
 from tallyroll.collector import GymnasiumVectorEnv
-from tallyroll.collector.policies.own_tensors import own_tensors, own_tensors_on
+from tallyroll.collector.policies.tensor_copies import own_tensors, own_tensors_on
 
 from collect_kit import ByObservation, act, assert_same, collect, joined
 from oracles import OracleTorchEnv, OracleVectorEnv, check_rows, make_oracle_vec

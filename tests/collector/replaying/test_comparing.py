@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.collector.ext.replay.comparing import (
+from tallyroll.collector.ext.replay.comparison import (
     Comparison,
     Difference,
     differing_rows,
     largest,
 )
-from tallyroll.collector.ext.replay.filming import write_picture
+from tallyroll.collector.ext.replay.video import write_picture
 
 
 def floats(*bits: int) -> np.ndarray[Any, Any]:

@@ -90,7 +90,7 @@ def test_its_own_package_and_what_that_computes_with(
     assert found(own, tmp_path / "a") == {"pytest": version("pytest")}
     monkeypatch.setattr(Bare, "part", type("Model", (), {"__module__": "vmas.core"})())
     monkeypatch.setattr(
-        "tallyroll.collector.envs.driven.packages.installed",
+        "tallyroll.collector.envs.setup.packages.installed",
         {"vmas": "1.5", "pytest": "9"}.get,
     )
     assert found(Bare, tmp_path / "b")["vmas"] == "1.5"
@@ -117,7 +117,7 @@ def test_a_package_of_two_names_is_not_another_one(
     """Procgen is installed as procgen-mirror."""
     games = type("Games", (Bare,), {"__module__": "procgen.games"})
     monkeypatch.setattr(
-        "tallyroll.collector.envs.driven.packages.installed", {"procgen-mirror": "0.10.7"}.get
+        "tallyroll.collector.envs.setup.packages.installed", {"procgen-mirror": "0.10.7"}.get
     )
     assert found(games, tmp_path / "a") == {"procgen": "0.10.7"}
     assert replay(tmp_path / "a", "all", create_env_fn=games).versions == {}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tallyroll.collector.ext.replay.makers import Maker
-from tallyroll.collector.ext.replay.planning import History, plan_of
+from tallyroll.collector.ext.replay.replay_plan import History, plan_of
 from tallyroll.storage.trajectories.episodes import END_OPEN, END_TERMINATED
 
 _LINE = [(name, np.int64) for name in ("id", "lane", "first_row", "first_step", "end")]

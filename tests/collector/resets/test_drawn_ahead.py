@@ -9,7 +9,7 @@ import pytest
 from reset_kit import Weather
 
 from tallyroll.collector import Resets, SyncCollector, choice, uniform
-from tallyroll.collector.envs.driven.traits import system_of
+from tallyroll.collector.envs.setup.traits import system_of
 from tallyroll.collector.envs.stepping import reset_draws
 from tallyroll.collector.envs.stepping.reset_draws import ResetDraws
 from tallyroll.collector.options.resets import Streams

@@ -24,7 +24,7 @@ from tallyroll.collector import (
     uniform,
 )
 from tallyroll.collector.envs import Declares, Step, System
-from tallyroll.collector.envs.gymnasium.given_resets import GivenLane, takes_resets
+from tallyroll.collector.envs.gymnasium.seeded_resets import SeededLane, takes_resets
 from tallyroll.collector.envs.gymnasium.vector_rules import VectorRules
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.options.draws import parsed
@@ -271,7 +271,7 @@ def test_an_environment_that_cannot_is_refused(create: Any, resets: Resets, said
 def test_a_lane_without_its_environment_has_nothing() -> None:
     """As copies ask one that is half made; it does not ask itself for ever."""
     with pytest.raises(AttributeError, match="_env"):
-        _ = GivenLane.__new__(GivenLane).seen
+        _ = SeededLane.__new__(SeededLane).seen
 
 
 def test_an_async_vector_is_refused_what_its_processes_do_not_take() -> None:

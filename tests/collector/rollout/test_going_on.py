@@ -34,7 +34,7 @@ from tallyroll.collector.batches.fast_collect import FastCollect, FastCollectOfW
 from tallyroll.collector.batches.run_loop import RunLoop
 from tallyroll.collector.counting.ledger import Ledger, LedgerEntry
 from tallyroll.collector.errors import StateError
-from tallyroll.collector.policies.acting import Acting
+from tallyroll.collector.policies.action_context import ActionContext
 from tallyroll.collector.rollout import os_signals
 from tallyroll.collector.workers.leases.budget import LeaseBudget
 from tallyroll.collector.workers.leases.segment_queue import SegmentQueue
@@ -64,8 +64,8 @@ INSIDE = str(Path(package.__file__).parent)
 GUARDED = [
     CollectGuard.__enter__,
     CollectGuard.__exit__,
-    Acting.__enter__,
-    Acting.__exit__,
+    ActionContext.__enter__,
+    ActionContext.__exit__,
     FastPath.fill,
     FastCollect.collect,
     FastCollect._store_batch,
@@ -549,7 +549,7 @@ def test_no_guard_is_left_on_where_its_end_raises(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gradients_are_as_they_were_where_the_end_of_acting_raises() -> None:
-    acting = Acting(ExplorationType.RANDOM)
+    acting = ActionContext(ExplorationType.RANDOM)
 
     def broken(_: Any) -> None:
         raise Interruption

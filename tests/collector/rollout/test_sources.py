@@ -29,7 +29,7 @@ from tallyroll.collector.options import Options
 from tallyroll.collector.rollout.driver import Account, Driver
 from tallyroll.collector.rollout.rollout import Rollout
 from tallyroll.collector.rollout.slab_plan import SlabPlan
-from tallyroll.collector.rollout.source import Block, Discarded, Sound
+from tallyroll.collector.rollout.source import Block, DiscardedTransitions, Sound
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import Slab, SlabColumn
 from tallyroll.storage import open_storage
@@ -191,7 +191,7 @@ def test_the_first_transitions_of_one_slot_or_more(n: int, lanes: int, count: in
 # --- what a block does ----------------------------------------------------------------------------
 
 
-class Keeper:
+class SlotKeeper:
     """Notes what it hears."""
 
     def __init__(self, spare: bool) -> None:
@@ -215,7 +215,7 @@ def block_of(giver: Any = None, keeper: Any = None) -> Block:
 @pytest.mark.parametrize("more", [False, True])
 def test_a_block_is_released_only_where_it_was_kept(more: bool) -> None:
     for spare in (False, True):
-        keeper = Keeper(spare)
+        keeper = SlotKeeper(spare)
         block = block_of(keeper, keeper)
         assert block.keep(more) is spare
         block.release()
@@ -224,7 +224,7 @@ def test_a_block_is_released_only_where_it_was_kept(more: bool) -> None:
 
 
 def test_a_block_waits_until_the_next_one_or_for_ever_in_memory_of_its_own() -> None:
-    giver = Keeper(True)
+    giver = SlotKeeper(True)
     assert block_of(giver).keep(more=False)
     assert not block_of(giver).keep(more=True)
     block = block_of()
@@ -277,11 +277,13 @@ class Tape:
     def dry(self) -> bool:
         return self.stopped and self.rest is None
 
-    def discard(self, rewards: Sequence[Key]) -> Discarded:
+    def discard(self, rewards: Sequence[Key]) -> DiscardedTransitions:
         lanes = np.zeros(self.lanes, np.bool_) if self.rest is None else self.rest[1][0]
         entry = self.entry.plus(LedgerEntry(discarded=self.held))
         self.entry, self.rest = NOTHING, None
-        return Discarded(entry, lanes, np.zeros(self.lanes), np.zeros(self.lanes, np.bool_))
+        return DiscardedTransitions(
+            entry, lanes, np.zeros(self.lanes), np.zeros(self.lanes, np.bool_)
+        )
 
     def restart_lanes(self, ledger: Ledger) -> None:
         self.slot = 0

@@ -18,8 +18,8 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, MultiOneHot, O
 from torchrl.envs import EnvBase
 
 from tallyroll.collector import MultiprocessCollector, SyncCollector
-from tallyroll.collector.envs.driven import spaces as of_env
 from tallyroll.collector.envs.gymnasium.spaces import observation_leaves
+from tallyroll.collector.envs.setup import spaces as of_env
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.rows.spaces import NO_SPACE, fitting, space_of, spelled
 

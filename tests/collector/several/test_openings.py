@@ -326,7 +326,7 @@ def test_a_ring_that_lost_rows_of_an_opening(tmp_path: Path) -> None:
             run("unknown", two, 140)
 
 
-class Acting(Told):
+class ActionContext(Told):
     """Actions of blue alone, and nothing beside them, as random ones have it."""
 
     def __init__(self) -> None:
@@ -360,7 +360,7 @@ def test_openings_count_what_each_policy_drew(tmp_path: Path) -> None:
     blue = partial(by_group, 0, storage=path, resume="auto")
     with blue({"red": told("red"), "blue": None}, total_frames=16) as collector:
         list(collector)
-    acting = TensorDictModule(Acting(), in_keys=["observation"], out_keys=["action"])
+    acting = TensorDictModule(ActionContext(), in_keys=["observation"], out_keys=["action"])
     opened = {"red": told("red"), "blue": OnePolicy(acting, init_random_frames=11)}
     with blue(opened, total_frames=48) as collector:
         assert drawn_of(joined([each.clone() for each in collector]))["blue"] == 11

@@ -23,7 +23,7 @@ from torchrl.envs import (
 )
 
 from tallyroll.collector import MultiprocessCollector
-from tallyroll.collector.envs.driven.statistics import StatisticsWarning, StatisticsWatch
+from tallyroll.collector.envs.setup.statistics import StatisticsWarning, StatisticsWatch
 from tallyroll.collector.errors import EnvironmentRefused
 
 from oracles import OracleTorchEnv

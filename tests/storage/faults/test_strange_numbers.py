@@ -19,7 +19,7 @@ from tallyroll.collector.envs.exact import ExactRow, RoundedWarning
 from tallyroll.collector.envs.gymnasium.info_entries import _stacked
 from tallyroll.collector.envs.stepping.arrays import fitting
 from tallyroll.collector.errors import ValueRefused
-from tallyroll.collector.ext.replay.comparing import differing_rows, largest
+from tallyroll.collector.ext.replay.comparison import differing_rows, largest
 from tallyroll.collector.slab.lossless import cast
 from tallyroll.storage import (
     MemmapStorage,

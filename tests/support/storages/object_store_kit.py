@@ -31,7 +31,7 @@ WEED = os.environ.get("TALLYROLL_S3_SERVER", "")
 
 
 @dataclass(frozen=True)
-class Asked:
+class EnvCall:
     """A request, as the proxy sees it."""
 
     number: int
@@ -58,7 +58,7 @@ class Fault:
     """This is called before."""
 
 
-Plan = Callable[[Asked], Fault | None]
+Plan = Callable[[EnvCall], Fault | None]
 
 
 class Proxy(ThreadingHTTPServer):
@@ -70,7 +70,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.to, self.lock = to, threading.Lock()
         self.plan: Plan = lambda asked: None
-        self.asked: list[Asked] = []
+        self.asked: list[EnvCall] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -81,7 +81,7 @@ class Proxy(ThreadingHTTPServer):
         pass  # clients that are killed, and connections that break as they are to
 
     @contextlib.contextmanager
-    def planned(self, plan: Plan) -> Iterator[list[Asked]]:
+    def planned(self, plan: Plan) -> Iterator[list[EnvCall]]:
         """Make faults by a plan within it; yield the requests that come meanwhile."""
         self.asked, self.plan = [], plan
         try:
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
         with server.lock:
-            asked = Asked(len(server.asked), self.command, self.path, self.headers.get("Range"))
+            asked = EnvCall(len(server.asked), self.command, self.path, self.headers.get("Range"))
             server.asked.append(asked)
         fault = server.plan(asked) or Fault()
         if fault.seconds:

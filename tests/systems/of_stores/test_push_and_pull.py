@@ -39,7 +39,7 @@ from tallyroll.storage.ext.testing.reader_contract import collected
 from object_store_kit import (
     KEY,
     SECRET,
-    Asked,
+    EnvCall,
     Fault,
     Proxy,
     kill_after,
@@ -106,9 +106,9 @@ def test_the_manifest_is_written_last(proxy: Proxy, packed: Path, address: str) 
 def test_a_part_does_not_open_and_pushing_goes_on(
     proxy: Proxy, packed: Path, address: str, tmp_path: Path
 ) -> None:
-    puts: list[Asked] = []
+    puts: list[EnvCall] = []
 
-    def fail_late(asked: Asked) -> Fault | None:
+    def fail_late(asked: EnvCall) -> Fault | None:
         if asked.method == "PUT":
             puts.append(asked)
         return Fault(status=500) if len(puts) > 20 else None

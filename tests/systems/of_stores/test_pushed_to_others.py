@@ -35,7 +35,7 @@ from tallyroll.storage.ext.remote.objects import Objects
 
 from object_store_kit import (
     BUCKET,
-    Asked,
+    EnvCall,
     Fault,
     Proxy,
     kill_after,
@@ -87,7 +87,7 @@ def unfinished_at(proxy: Proxy, address: str) -> list[str]:
     return [key for key in re.findall(r"<Key>([^<]*)</Key>", said) if key_of(address) in key]
 
 
-def of_a_part(asked: Asked) -> int:
+def of_a_part(asked: EnvCall) -> int:
     """Return the number of the part that is written by a request; 0: it writes none."""
     found = re.search(r"partNumber=(\d+)", asked.path)
     return int(found[1]) if found and asked.method == "PUT" else 0
@@ -134,7 +134,7 @@ def test_a_part_that_fails_is_sent_again(
 ) -> None:
     sent: list[int] = []
 
-    def fail_once(asked: Asked) -> Fault | None:
+    def fail_once(asked: EnvCall) -> Fault | None:
         sent.append(of_a_part(asked))
         return how if sent.count(2) == 1 and sent[-1] == 2 else None
 
@@ -173,7 +173,7 @@ def test_a_push_that_is_killed_among_parts(
         pick, place = random.Random(seed), f"{address}/{seed}"
         parts: list[int] = []
 
-        def slowly(asked: Asked, parts: list[int] = parts) -> Fault | None:
+        def slowly(asked: EnvCall, parts: list[int] = parts) -> Fault | None:
             parts.extend([number] if (number := of_a_part(asked)) else [])
             return Fault(seconds=0.3) if parts else None
 

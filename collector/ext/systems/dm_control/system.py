@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torchrl.data import Bounded, Categorical, TensorSpec, Unbounded
 
+from tallyroll.collector.envs.calls.objects import reach_objects
 from tallyroll.collector.envs.exact import ExactRow, reward_reader
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.frame_skips import ticks_of_objects
-from tallyroll.collector.envs.reaching.objects import reach_objects
 from tallyroll.collector.envs.system import Declares, Mask, Step, System
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SpaceError, ValueRefused
 from tallyroll.collector.ext.systems.envpool.spaces import is_pool

@@ -11,11 +11,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.close import closing_on_error
 from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.gymnasium.info_system import InfoSystem
 from tallyroll.collector.envs.gymnasium.infos import RESET_SLOT, InfoColumns
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, action_leaf, observation_leaves
-from tallyroll.collector.envs.gymnasium.told import TellingSystem
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SpaceError
 from tallyroll.collector.ext.systems.envpool.qt import made_with_qt
@@ -25,7 +25,7 @@ Lanes = NDArray[np.int32] | slice
 """Lanes that came back; a slice: all of them, in order."""
 
 
-class Results:
+class EnvPoolResults:
     """A reader of the results of ``env``.
 
     Its dm API does not tell a time limit from a termination (the discount is 0 at both, but for
@@ -118,7 +118,7 @@ _OF_RUN = {"num_envs", "seed", "env_seed"}
 _ALL = slice(None)
 
 
-class EnvPoolSystem(TellingSystem):
+class EnvPoolSystem(InfoSystem):
     """An environment of EnvPool, of its gymnasium or of its dm API.
 
     Args:
@@ -149,7 +149,7 @@ class EnvPoolSystem(TellingSystem):
         if isinstance(action, dict):
             raise SpaceError(f"expected one action a lane, got those of {sorted(action)}")
         leaves = observation_leaves(true_space(env.spec.gymnasium_observation_space), lanes)
-        self._results = Results(env, leaves, lanes)
+        self._results = EnvPoolResults(env, leaves, lanes)
         taken = action_leaf(action, lanes)
         how = {} if batch == lanes else {"arrivals": batch, "resets": "all"}
         self._away = 0  # lanes that were sent and have not come back

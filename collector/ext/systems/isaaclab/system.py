@@ -7,7 +7,7 @@ import gymnasium
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from tallyroll.collector.envs.closing import closing_on_error
+from tallyroll.collector.envs.close import closing_on_error
 from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.envs.system import Array, Declares, Finals, Mask, Step, System

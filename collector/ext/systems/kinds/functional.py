@@ -14,7 +14,7 @@ from torchrl.data import TensorSpec, Unbounded
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.frame_skips import ticks_of_objects
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step
-from tallyroll.collector.ext.systems.kinds.functional_lanes import Drawn, FunctionalLanes
+from tallyroll.collector.ext.systems.kinds.functional_lanes import FunctionalLanes, NextStarts
 from tallyroll.collector.ext.systems.kinds.functional_specs import specs_of
 from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import Key
@@ -122,11 +122,11 @@ class Functional(FunctionalLanes):
             agents={name: AgentFlags(*_views(each[:2])) for name, each in agents.items()},
         )
 
-    def _drawn(self) -> Drawn:
+    def _drawn(self) -> NextStarts:
         # JAX may use the memory of NumPy's arrays itself, and the driver draws into these.
         names, seeds = self.declares.context, self.next_seeds
         context = {name: self.next_context[name].copy() for name in names} if names else {}
-        return Drawn(context, None if seeds is None else seeds.astype(np.uint32))
+        return NextStarts(context, None if seeds is None else seeds.astype(np.uint32))
 
 
 def _views(arrays: Iterable[Any]) -> list[Array]:

@@ -20,7 +20,7 @@ Context: TypeAlias = Mapping[str, Any]
 _FEW = 8
 
 
-class Drawn(NamedTuple):
+class NextStarts(NamedTuple):
     """Beginnings of next episodes, ``[lane, ...]``."""
 
     context: Context
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
     """None: keys go on from those of the last episodes."""
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """The result of a step of one lane: trees and arrays of JAX."""
 
     state: Any
@@ -54,7 +54,7 @@ class FunctionalLanes(System):
         """The first state of an episode, and its observation."""
 
     @abstractmethod
-    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> Outcome:
+    def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> StepOutcome:
         """A step; nothing is reset in it."""
 
     # --- of all lanes, compiled: a carry is the leaves of states, (keys, steps done, contexts) ----
@@ -69,12 +69,14 @@ class FunctionalLanes(System):
         steps = jax.numpy.zeros(len(keys), np.int32)
         return (strong(jax, leaves), (pairs[:, 0], steps, context)), strong(jax, columns.values())
 
-    def _restart(self, carry: Any, lanes: Any, drawn: Drawn) -> tuple[Any, list[Any]]:
+    def _restart(self, carry: Any, lanes: Any, drawn: NextStarts) -> tuple[Any, list[Any]]:
         keys = carry[1][0] if drawn.seeds is None else self._keys(drawn.seeds)
         fresh, first = self._begun(keys, drawn.context)
         return merged(self._jax, lanes, fresh, carry), first
 
-    def _turn(self, leaves: Any, rest: Any, action: Sequence[Any], drawn: Drawn) -> tuple[Any, ...]:
+    def _turn(
+        self, leaves: Any, rest: Any, action: Sequence[Any], drawn: NextStarts
+    ) -> tuple[Any, ...]:
         carry, final, reward, ends, agents = self._move(leaves, rest, action)
         carry, first = self._renew(carry[0], carry[1], final, ends, drawn)
         return carry, first, final, reward, ends, agents
@@ -96,7 +98,7 @@ class FunctionalLanes(System):
         return after, strong(jax, seen.values()), out.reward, ends, out.agents
 
     def _renew(
-        self, leaves: Any, rest: Any, final: Any, ends: Any, drawn: Drawn
+        self, leaves: Any, rest: Any, final: Any, ends: Any, drawn: NextStarts
     ) -> tuple[Any, Any]:
         """Begin the next episodes of lanes that ended, a few at a time: mostly they are few.
 

@@ -9,7 +9,7 @@ from typing import Any
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.errors import ArgumentError, MissingExtra
 from tallyroll.collector.ext.systems.kinds.agents import Spaces
-from tallyroll.collector.ext.systems.pettingzoo.turns import Turns
+from tallyroll.collector.ext.systems.pettingzoo.turns import AgentTurns
 
 EXTRA = "pettingzoo"
 
@@ -100,6 +100,6 @@ def _parallel(env: Any) -> Any:
     """``env``, or an AEC environment as something that is stepped in the same way."""
     if hasattr(env, "agent_iter"):
         if not env.metadata.get("is_parallelizable", False):
-            return Turns(env)
+            return AgentTurns(env)
         return needs("pettingzoo.utils.conversions", EXTRA).aec_to_parallel(env)
     return env

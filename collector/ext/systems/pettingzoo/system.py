@@ -8,17 +8,17 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tallyroll.collector.envs.calls.objects import reach_objects
 from tallyroll.collector.envs.exact import reward_reader, terminated_of, truncated_of
 from tallyroll.collector.envs.gymnasium.info_entries import as_array, joined
 from tallyroll.collector.envs.gymnasium.info_masks import are_bits, marks_of
-from tallyroll.collector.envs.reaching.objects import reach_objects
 from tallyroll.collector.envs.system import AgentFlags, Array, Declares, Mask, Step, System
 from tallyroll.collector.errors import TransitionError, ValueRefused
 from tallyroll.collector.ext.systems.kinds.agent_rows import AgentRows
 from tallyroll.collector.ext.systems.kinds.agents import Group, Groups, declared, described, grouped
 from tallyroll.collector.ext.systems.kinds.side_by_side import all_or_none, close_all, numbers
 from tallyroll.collector.ext.systems.pettingzoo.envs import alike, make_into
-from tallyroll.collector.ext.systems.pettingzoo.turns import Turns
+from tallyroll.collector.ext.systems.pettingzoo.turns import AgentTurns
 from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.storage.rows.keys import NEXT, Key
 
@@ -130,7 +130,7 @@ class PettingZooSystem(System):
         self.name, lanes = name or str(envs[0]), len(self.envs)
         self._groups = grouped(seen, acts, groups)
         self._names = [agent for group in self._groups for agent in group.agents]
-        self._turns = isinstance(self.envs[0], Turns)
+        self._turns = isinstance(self.envs[0], AgentTurns)
         self._ids = [not group.action.shape[1:] for group in self._groups]
         shape = lanes, len(self._names)
         self._reward = np.zeros(shape)

@@ -8,7 +8,7 @@ _NAMES = frozenset({"agents", "agent_selection", "rewards", "terminations", "tru
 _OWN = _NAMES | {"observe"}
 
 
-class Turns:
+class AgentTurns:
     """An AEC environment as a parallel one of which one agent acts a step."""
 
     def __init__(self, env: Any) -> None:

@@ -12,15 +12,15 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from tallyroll.collector.compat import count_true, seed_next_reset
+from tallyroll.collector.envs.calls.vectors import reached_sb3
 from tallyroll.collector.envs.extras import needs
 from tallyroll.collector.envs.failures import require_infos, watch_processes
 from tallyroll.collector.envs.frame_skips import product, ticks_of_layer, ticks_of_objects
-from tallyroll.collector.envs.gymnasium.given_resets import GivenResets
+from tallyroll.collector.envs.gymnasium.info_system import InfoSystem
 from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.envs.gymnasium.make import making
+from tallyroll.collector.envs.gymnasium.seeded_resets import SeededResets
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, action_leaf, observation_leaves
-from tallyroll.collector.envs.gymnasium.told import TellingSystem
-from tallyroll.collector.envs.reaching.vectors import reached_sb3
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
 from tallyroll.storage.rows.keys import spell
@@ -119,7 +119,7 @@ class _LentObs(OrderedDict[Any, NDArray[Any]]):
         return self
 
 
-class Sb3System(TellingSystem):
+class Sb3System(InfoSystem):
     """A ``VecEnv`` as a system, its wrappers included.
 
     An end that Stable-Baselines3 marks ``TimeLimit.truncated`` is truncated, any other terminated:
@@ -161,7 +161,7 @@ class Sb3System(TellingSystem):
         package = sys.modules["stable_baselines3.common.vec_env"]
         self._copies = type(env) is package.DummyVecEnv
         given = takes_resets(inner, package.DummyVecEnv)
-        self._given = GivenResets(self, inner if given else None)
+        self._given = SeededResets(self, inner if given else None)
         how = {"reset_seeds": given, "options": given, "resets": "all"}
         self._declare(self._leaves, action, lanes, at_end="first", finals="extra", **how)
 

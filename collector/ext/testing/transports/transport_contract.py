@@ -92,7 +92,7 @@ class TransportContract:
     def test_a_worker_says_what_it_made_and_answers_in_order(self) -> None:
         with self.worker() as (transport, link):
             made = self.heard(transport, link)
-            assert isinstance(made, m.Made) and made.lanes == 2
+            assert isinstance(made, m.EnvReady) and made.lanes == 2
             assert link.alive and link.name
             for seed in (1, 2, 1):
                 link.send(replace(_SEED, seed=seed))
@@ -104,8 +104,8 @@ class TransportContract:
             self.heard(transport, link)
             link.send(_SEED)
             self.heard(transport, link)
-            link.send(m.Reach(b""))  # is answered, whatever it is
-            assert isinstance(self.heard(transport, link), (m.Raised, m.Reached))
+            link.send(m.CallRequest(b""))  # is answered, whatever it is
+            assert isinstance(self.heard(transport, link), (m.ExceptionReport, m.CallReply))
         create = _Sleeping(2.0)
         transport = self.transport([pickled(_job(create, self.threads))])
         link = transport.start(0)
@@ -113,7 +113,7 @@ class TransportContract:
             began = time.monotonic()
             assert link not in transport.ready([link], 0.2)
             assert time.monotonic() - began < 1.5
-            assert isinstance(self.heard(transport, link), m.Made)
+            assert isinstance(self.heard(transport, link), m.EnvReady)
         finally:
             link.end()
             transport.close()
@@ -149,7 +149,7 @@ class TransportContract:
         link = transport.start(0)
         try:
             raised = self.heard(transport, link)
-            assert isinstance(raised, m.Raised) and raised.message == "no such simulator"
+            assert isinstance(raised, m.ExceptionReport) and raised.message == "no such simulator"
             assert "in _refused" in raised.traceback
         finally:
             link.end()
@@ -186,9 +186,9 @@ class TransportContract:
             assert not link.alive
             other = transport.start(0)
             try:
-                assert isinstance(self.heard(transport, other), m.Made)
+                assert isinstance(self.heard(transport, other), m.EnvReady)
                 other.send(_SEED)
-                assert isinstance(self.heard(transport, other), m.Planned)
+                assert isinstance(self.heard(transport, other), m.SlabRequest)
                 assert other.alive
                 other.send(m.Close())
                 assert other.over(self.notice_seconds), "it does not end when it is asked to"

@@ -17,7 +17,7 @@ import pytest
 
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.local import pipes
-from tallyroll.collector.workers.local.pipes import PipeChannel, SharedPlace, Waiting
+from tallyroll.collector.workers.local.pipes import LinkPoller, PipeChannel, SharedPlace
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ class Two:
 
 
 def test_waiting_names_links_that_have_something_to_say() -> None:
-    links, waiting = [Two(), Two(), Two()], Waiting[Two]()
+    links, waiting = [Two(), Two(), Two()], LinkPoller[Two]()
     try:
         assert waiting.ready(links, 0.0) == set()
         os.write(links[1].pipes[0][1], b"1")
@@ -215,7 +215,7 @@ def test_links_that_are_not_wanted_take_no_time_and_are_named_later(
     made: list[select.epoll] = []
     plain = select.epoll
     monkeypatch.setattr(select, "epoll", lambda: made.append(plain()) or made[-1])
-    links, waiting = [Two() for _ in range(8)], Waiting[Two]()
+    links, waiting = [Two() for _ in range(8)], LinkPoller[Two]()
     try:
         assert waiting.ready(links, 0.0) == set()
         os.write(links[0].pipes[0][1], b"1")
@@ -233,7 +233,7 @@ def test_links_that_are_not_wanted_take_no_time_and_are_named_later(
 
 
 def test_a_closed_end_that_a_forked_child_has_open_is_forgotten() -> None:
-    gone, other, waiting = Two(), Two(), Waiting[Two]()
+    gone, other, waiting = Two(), Two(), LinkPoller[Two]()
     copies = [os.dup(file) for pair in gone.pipes for file in pair]  # as a child would have them
     try:
         assert waiting.ready([gone, other], 0.0) == set()

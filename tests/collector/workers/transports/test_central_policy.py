@@ -463,13 +463,13 @@ def test_tensors_of_every_dtype_travel(dtype: torch.dtype) -> None:
 
 def test_lanes_that_see_other_keys_act_in_a_call_of_their_own() -> None:
     """A worker that begins does not see yet what the policy wrote before."""
-    called, seen = m.Called(None, (("action",), ("told",))), torch.tensor([[1.0, 2.0, 3.0]])
+    called, seen = m.PolicyCall(None, (("action",), ("told",))), torch.tensor([[1.0, 2.0, 3.0]])
     policy = central.CentralPolicy(
         Policy(RecordingPolicy(), None, None), called, ExplorationType.RANDOM, in_step=True
     )
     observation = {("observation",): central._value(seen)}
     more = {**observation, ("told",): central._value(seen.double())}
-    chosen = policy.choose([m.Wanted(each, {}) for each in (more, observation, more)])
+    chosen = policy.choose([m.ActionRequest(each, {}) for each in (more, observation, more)])
     assert policy.calls == 2
     for each in chosen:
         assert each.values is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tallyroll.collector.ext.ray.due import Due
+from tallyroll.collector.ext.ray.ready_links import ReadyLinks
 from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.transport import Gone
@@ -24,7 +24,7 @@ MANY = 1_000
 class Line:
     """A link that a test lets say something."""
 
-    due: Due[Line]
+    due: ReadyLinks[Line]
     answers: list[object] = field(default_factory=list)
     looks: int = 0
     name = "line"
@@ -52,8 +52,8 @@ class Line:
     def end(self) -> None: ...
 
 
-def lines(count: int) -> tuple[Due[Line], list[Line]]:
-    due = Due[Line]()
+def lines(count: int) -> tuple[ReadyLinks[Line], list[Line]]:
+    due = ReadyLinks[Line]()
     return due, [Line(due) for _ in range(count)]
 
 
@@ -127,7 +127,7 @@ class Said:
     kills = True
 
     def __init__(self, answers: dict[int, object]) -> None:
-        self.due, self.answers = Due[Line](), answers
+        self.due, self.answers = ReadyLinks[Line](), answers
         self.lines: list[Line] = []
         self.lists: list[Any] = []
         """The lists of links that it was asked for."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tallyroll.collector import SyncCollector
-from tallyroll.collector.cli.reading import inspect
+from tallyroll.collector.cli.inspection import inspect
 from tallyroll.storage import export_card, import_dataset, open_storage, verify
 from tallyroll.storage.readers.spaces import spaces_of
 from tallyroll.storage.storages import DiskStorage

@@ -1,0 +1,114 @@
+"""Save the state of a run, and continue from a saved state."""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+from weakref import WeakMethod
+
+from tallyroll.collector.batches.state.run_setup import RunSetup
+from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.state.saved_state import (
+    Since,
+    require_fit,
+    saved_state,
+    take_state_over,
+)
+from tallyroll.collector.batches.stored.stored_run import StoredRun
+from tallyroll.collector.errors import StateError, UserStopIteration
+from tallyroll.collector.rollout.source import TransitionSource
+from tallyroll.storage.stores.row_sink import RowSink
+
+
+class Restart:
+    """Saves the state of a run, and loads one before the run collects.
+
+    Args:
+        run: its state.
+        beginning: has its seeds and its policy.
+        rollout: the source of its transitions.
+        publish: a method that hands the policy's weights to workers that act by copies.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        beginning: RunSetup,
+        rollout: TransitionSource,
+        publish: Callable[[], None],
+    ) -> None:
+        self._run, self._beginning, self._rollout = run, beginning, rollout
+        self._publisher = WeakMethod(publish)  # its owner goes with its last reference
+
+    @property
+    def storage(self) -> RowSink | None:
+        """The storage that gets the rows, directly or through a replay buffer."""
+        return self._run.writer.storage
+
+    @property
+    def stored_run(self) -> StoredRun:
+        """The run in its storage."""
+        return self._run.writer.stored_run
+
+    def saved(self) -> dict[str, Any]:
+        """Return the state, with copies of everything that a later step would change."""
+        return saved_state(self._run, self._beginning, self._rollout)
+
+    def require_fit(self, state: Mapping[str, Any], *, keep: bool) -> None:
+        """Raise `StateError` unless the run can go on from ``state``; nothing changes.
+
+        ``keep``: as :meth:`keep`, with the rows that its storage has.
+        """
+        require_fit(state, self._run, self._beginning, resumed=True)
+        lanes, own = state.get("lanes"), self._run.lanes.lanes
+        if lanes not in (None, own):
+            raise StateError(
+                f"the checkpoint is of a collector with {lanes} lanes, got one with {own}; make as "
+                f"many (num_envs={lanes}), in any number of workers"
+            )
+        if keep and not self.stored_run.goes_on:
+            raise StateError(
+                'rows="keep": expected a collector that goes on with the run in its storage; make '
+                "it with resume=True"
+            )
+        self._try(state)
+
+    def _try(self, state: Mapping[str, Any]) -> None:
+        """Raise `StateError` unless policy and environments can load ``state``; change nothing."""
+        policy, envs = self._beginning.policy, self._beginning.envs
+        of_envs = deepcopy(envs.state())
+        of_policy = {} if policy is None else deepcopy(policy.state_dict())
+        name = "the policy"
+        try:
+            if policy is not None:
+                policy.load_state_dict(state["policy"])
+            name = "the environment"
+            envs.load(state["env"])
+        except UserStopIteration:
+            raise
+        except Exception as error:  # torch, transforms and users have many
+            raise StateError(
+                f"{name} cannot load what was saved: {error}. Rows and counts are as before; make "
+                "it as the one that was saved"
+            ) from error
+        finally:
+            if policy is not None:
+                policy.load_state_dict(of_policy)
+            if name != "the policy":
+                envs.load(of_envs)
+
+    def go_on_from(self, state: Mapping[str, Any], since: Since | None = None) -> None:
+        """Load counts, ids, seeds, policy and generators; see `take_state_over`."""
+        take_state_over(state, self._run, self._beginning, self._rollout, since)
+        self._publish()
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Load policy and transforms only; counts, ids and seeds continue from the newest row."""
+        policy = self._beginning.policy
+        self._beginning.envs.load(state["env"])
+        if policy is not None:
+            policy.load_newer(state["policy"])
+            self._publish()
+
+    def _publish(self) -> None:
+        if (publish := self._publisher()) is not None:
+            publish()

@@ -1,0 +1,200 @@
+"""A worker's shard: the rows of its lanes, stored by the worker itself on the disk of its node."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.batches.checks.ranges import Range
+from tallyroll.collector.batches.rows.rows import RowSource
+from tallyroll.collector.batches.run_loop import make_run_loop
+from tallyroll.collector.batches.state.run_state import RunState
+from tallyroll.collector.batches.stored.writer import BatchWriter
+from tallyroll.collector.counting.ledger import COUNTS, Ledger, LedgerEntry
+from tallyroll.collector.counting.numbering import LaneState
+from tallyroll.collector.options import Options
+from tallyroll.collector.options.sharding import ShardOfRun
+from tallyroll.collector.policies.policy import Policy
+from tallyroll.collector.rollout.driver import LocalDriver
+from tallyroll.collector.rollout.rollout import Rollout
+from tallyroll.collector.rollout.slab_plan import SlabPlan
+from tallyroll.collector.slab.progress import COUNTED, LEASE, counted_word
+from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageMissing
+from tallyroll.storage.rows.keys import RANDOM_VERSION
+from tallyroll.storage.storages import MemmapStorage
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """Keep your rows in a storage of your own from now on. Asked of a worker."""
+
+    path: str
+    """A folder that is not there yet, on any node."""
+    lanes: range
+    run_lanes: int
+    first_id: int
+    """Ids of trajectories are at least this, a multiple of the run's lanes."""
+    provenance: Mapping[str, Any]
+    """The entry of the run."""
+
+
+@dataclass(frozen=True)
+class ShardCommit:
+    """Answer to a lease: so many rows are committed to the shard."""
+
+    id: str
+    """The id of the shard's manifest; "" until it has rows."""
+    rows: int
+    """All rows of the shard, those of earlier leases included."""
+    entry: LedgerEntry
+    """Events since the last lease; these rows are stored."""
+    held: int
+    """Transitions that wait for the next lease."""
+    open: int
+    """Trajectories that go on."""
+    next_id: int
+    """A number larger than any id of a trajectory in the shard."""
+    version: int
+    """The version of the policy that acted last."""
+    episodes: NDArray[np.void]
+    """Records of the episodes that ended, counted from the first row of the lease."""
+    host: str
+    state: bytes | None = None
+    """The state of the environment's transforms."""
+
+
+@dataclass(frozen=True)
+class FindShards:
+    """Look whether these shards are on a disk of your node. Asked of a worker."""
+
+    paths: Sequence[str]
+
+
+@dataclass(frozen=True)
+class FoundShards:
+    """Answer to that."""
+
+    shards: Mapping[str, tuple[str, int]]
+    """The id and the rows of each storage that is there, by its path."""
+
+
+def seen_at(paths: Sequence[str]) -> FoundShards:
+    """Look for shards; those that are damaged are not there."""
+    found = {}
+    for path in paths:
+        with (
+            suppress(StorageMissing, NotAStorage, CorruptStorage),
+            MemmapStorage(path, mode="read", accept_copy=True) as shard,
+        ):
+            found[path] = shard.manifest["id"], shard.head
+    return FoundShards(found)
+
+
+class WorkerShard:
+    """Numbers, checks and stores what a driver of this process fills, as its run would.
+
+    Args:
+        keep: where to, and as which part of which run.
+        options: of the run.
+        policy: None draws random actions.
+        driver: fills the slots.
+        plan: what they look like.
+        ranges: the values that are allowed.
+    """
+
+    def __init__(
+        self,
+        keep: OpenShard,
+        options: Options,
+        policy: Policy | None,
+        driver: LocalDriver,
+        plan: SlabPlan,
+        ranges: Sequence[Range],
+    ) -> None:
+        part = ShardOfRun(
+            index=0, of=1, asked=0, opening=0, lanes=keep.lanes, run_lanes=keep.run_lanes
+        )
+        own = replace(options, shard=part, total_frames=None)
+        os.makedirs(Path(keep.path).parent, exist_ok=True)
+        self._writer = BatchWriter(keep.path, None, False, None, own.largest_batch, part)
+        try:
+            stored_run = self._writer.stored_run
+            stored_run.counts.next_id = keep.first_id
+            lanes = LaneState.fresh(keep.run_lanes, stored_run.next_id())
+            entry = keep.provenance
+            self._ledger = Ledger(seed=entry["seed"], incarnation=entry["incarnation"])
+            self._run = RunState(own, self._writer, self._ledger, lanes, dict(entry))
+            rollout = Rollout(
+                driver,
+                policy,
+                extra=plan.extra,
+                surplus=own.surplus,
+                random_frames=0,
+                gate=None,
+                run_lanes=keep.run_lanes,
+            )
+            self._loop = make_run_loop(
+                self._run,
+                RowSource(plan),
+                rollout,
+                ranges,
+                count_random=policy is not None,
+                draws=policy is not None and policy.draws,
+                torchrl=None,
+            )
+        except BaseException:
+            self._writer.close()
+            raise
+        self._policy, self._board = policy, driver.board
+        self._piece = rollout.slab.slots * rollout.slab.lanes
+        self._said = np.zeros(len(COUNTS), np.int64)
+
+    def collect(self, lease: int, frames: int) -> ShardCommit:
+        """Store exactly ``frames`` more rows; fewer if the board says so. ``lease``: its number."""
+        board, ledger, episodes = self._board, self._ledger, self._run.episodes
+        executed, stored, ended = ledger.executed, ledger.stored, episodes.total
+        board[COUNTED], board[LEASE] = counted_word(0, 0), lease
+        goal = stored + frames
+        while ledger.stored < goal and not self._run.over:
+            try:
+                self._loop.collect(min(self._piece, goal - ledger.stored))
+            finally:  # steps before an error count as lost
+                board[COUNTED] = counted_word(0, ledger.executed - executed)
+        newest = RANDOM_VERSION if self._policy is None else self._policy.version
+        return ShardCommit(
+            self._id,
+            self._writer.stored_run.head,
+            self._entry(),
+            ledger.carried,
+            0 if self._run.over else int(self._run.lanes.open.sum()),
+            self._writer.stored_run.counts.next_id,
+            newest,
+            episodes.newest(episodes.total - ended, stored),
+            platform.node(),
+        )
+
+    @property
+    def _id(self) -> str:
+        assert self._writer.storage is not None
+        reader = self._writer.storage.reader
+        return str(reader.manifest["id"]) if reader.initialised else ""
+
+    def _entry(self) -> LedgerEntry:
+        now = self._ledger.block.words.copy()
+        added, self._said = now - self._said, now
+        by_name = dict(zip(COUNTS, added.tolist(), strict=True))
+        return LedgerEntry(**{name: by_name[name] for name in LedgerEntry._fields})
+
+    def close(self) -> None:
+        """End the run of the shard, and close its storage."""
+        try:
+            if not self._run.over:
+                self._loop.end()
+        finally:
+            self._writer.close()

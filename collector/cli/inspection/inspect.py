@@ -1,0 +1,480 @@
+"""``tallyroll inspect``: what a storage holds, what made it, and how its episodes went."""
+
+import argparse
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.filesize import decimal
+
+from tallyroll.collector.batches.state.provenance import SHARD
+from tallyroll.collector.cli.inspection.trajectories import (
+    by_version,
+    count_rows,
+    show,
+    spreads,
+)
+from tallyroll.collector.cli.output import as_json, emit
+from tallyroll.collector.cli.page import Page, times
+from tallyroll.collector.cli.progress import shown_progress
+from tallyroll.collector.counting.ledger import known_ticks
+from tallyroll.collector.ext.report.stored_runs import (
+    lines_of,
+    part,
+    runs_of,
+    unversioned,
+    whole_number,
+)
+from tallyroll.storage import CorruptStorage, content_hash, open_storage
+from tallyroll.storage.errors import ColumnsMissing, StorageError
+from tallyroll.storage.ext.joined.union import UnionReader
+from tallyroll.storage.files.checksums import rows_covered
+from tallyroll.storage.files.copied_runs import (
+    LEFT_OUT,
+    copied_runs,
+    is_copied,
+    rows_copied,
+    runs_left_out,
+)
+from tallyroll.storage.files.manifest import exported
+from tallyroll.storage.files.run_events import EVENTS
+from tallyroll.storage.files.run_record import RunRecord
+from tallyroll.storage.readers.spaces import spaces_of
+from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.spaces import spelled
+from tallyroll.storage.storages import DiskStorage
+from tallyroll.storage.trajectories.episodes import (
+    END_NAMES,
+    END_TERMINATED,
+    END_TRUNCATED,
+)
+
+_MOST_VERSIONS = 12
+"""Versions of the policy that are shown; --json has all."""
+_MOST_EVENTS = 3
+"""Calls of environments that a run's line shows."""
+_LONGEST = 60
+"""Characters of the arguments of one."""
+_MOST_MAKERS = 3
+"""Runs of copied rows that their line names."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``tallyroll inspect``; returns the exit status."""
+    path = args.path[0] if len(args.path) == 1 else args.path
+    with open_storage(path, accept_copy=args.accept_copy) as storage:
+        with contextlib.suppress(ColumnsMissing, CorruptStorage):  # what is there is shown
+            count_rows(storage)
+        if args.trajectories:
+            show(storage, as_object=args.json, where=args.where)
+            return 0
+        if args.where is not None:
+            storage = storage.trajectories.where(args.where)
+        facts = examine(storage, args.rows, hosts=args.runs)
+        if args.hash:
+            with shown_progress("hashed", args.json) as progress:
+                facts["content"] = content_hash(storage, progress=progress)
+    if args.runs:
+        facts = {"path": facts["path"], "runs": facts["runs"]}
+    text = runs_as_text if args.runs else as_text
+    emit(json.dumps(as_json(facts), indent=2, allow_nan=False) + "\n" if args.json else text(facts))
+    return 0
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str, Any]:
+    """Everything that is shown, as JSON values; ``hosts`` and folders that made it on demand.
+
+    Rows that are committed meanwhile do not count: all of it is about the same rows.
+    """
+    span, manifest = storage.span, storage.manifest
+    record = RunRecord.parse(storage.record)
+    entries = manifest["runs"] if hosts else [exported(run) for run in manifest["runs"]]
+    runs, spaces = runs_of(entries, span), spaces_of(manifest["runs"], storage.schema)
+    return {
+        "path": str(storage.path),
+        "format": manifest["format"],
+        "created": manifest["created"],
+        "rows": len(span),
+        "first_row": span.start,
+        "ring": storage.ring or None,
+        "finalized": _finalized(manifest),
+        "bytes": len(span) * storage.schema.row_nbytes,
+        "row_bytes": storage.schema.row_nbytes,
+        "columns": [
+            {
+                "name": spell(column.key),
+                "dtype": column.dtype_name,
+                "shape": list(column.shape),
+                "row_bytes": column.row_nbytes,
+                "space": spaces.get(column.key),
+            }
+            for column in storage.schema.columns
+        ],
+        "overlays": _overlays(storage),
+        **_members(storage),
+        "runs": runs,
+        **_episodes(storage, span, runs),
+        "ledger": record
+        and record.ledger
+        and {**record.ledger, "ticks": known_ticks(record.ledger)},
+        "first_rows": _first_rows(storage, span[:rows]),
+    }
+
+
+def _overlays(storage: DiskStorage) -> list[dict[str, Any]]:
+    """The overlays beside the rows; of one that cannot be used, the error."""
+    found: list[dict[str, Any]] = []
+    for name in storage.overlays:
+        said: dict[str, Any] = {"name": spell(name)}
+        try:
+            overlay = storage.overlay(name)
+            dtype = str(overlay.dtype).removeprefix("torch.")
+            said |= {"dtype": dtype, "shape": list(overlay.shape), "fill": str(overlay.fill)}
+        except StorageError as error:
+            said |= {"dtype": "?", "shape": None, "fill": None, "error": str(error)}
+        found.append(said)
+    return found
+
+
+def _members(storage: DiskStorage) -> dict[str, Any]:
+    """The members of a union, and the shards among them; of one storage nothing."""
+    if not isinstance(union := storage.reader, UnionReader):
+        return {}
+    members = [
+        {
+            "path": str(each.path),
+            "format": each.format,
+            "id": each.id,
+            "rows": len(each.rows),
+            "first_row": each.rows.start,
+            "ids_moved_by": moved,
+        }
+        for each, moved in zip(union.members, union.ids_moved_by, strict=True)
+    ]
+    shards = union.shards
+    return {"members": members} | ({} if shards is None else {"shards": shards.as_json()})
+
+
+def _finalized(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """When the storage was finalized, and how many rows have checksums since."""
+    if "finalized" not in manifest:
+        return None
+    try:
+        done = manifest["finalized"]
+        at, rows = str(done["at"]), rows_covered(done["checksums"])
+    except (TypeError, KeyError, CorruptStorage):
+        return {"at": "?", "rows": None, "content": None}
+    content = done.get("content")
+    return {"at": at, "rows": rows, "content": content if type(content) is str else None}
+
+
+def _episodes(storage: DiskStorage, span: range, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The trajectories of the rows ``span``, counted, and those of each of ``runs``.
+
+    None if the rows do not say theirs.
+    """
+    if (found := lines_of(storage, span)) is None:
+        nothing = {"returns": None, "lengths": None}
+        for run in runs:
+            run.update(nothing)
+        return {"trajectories": None, **nothing, "by_policy_version": []}
+    table, whole = found
+    lines, end = table[whole], table["end"]
+    stops = [*(run["first_row"] for run in runs), span.stop][1:]
+    for run, stop in zip(runs, stops, strict=True):
+        own = (lines["first_row"] >= run["first_row"]) & (lines["first_row"] < stop)
+        run.update(spreads(storage, lines[own]))
+    ended = np.isin(end, (END_TERMINATED, END_TRUNCATED))
+    return {
+        "trajectories": {
+            "total": len(table),
+            **{name: int((end == code).sum()) for code, name in enumerate(END_NAMES)},
+            "begun_earlier": int((ended & ~whole).sum()),
+        },
+        **spreads(storage, lines),
+        "by_policy_version": by_version(storage, lines),
+    }
+
+
+def _first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
+    """Some rows, by name of column; of bfloat16 the bits."""
+    reader, numbers = storage.reader, np.arange(rows.start, rows.stop)
+    columns = {spell(key): reader.column(key).take(numbers).tolist() for key in reader.keys}
+    return [
+        {name: as_json(column[at]) for name, column in columns.items()} for at in range(len(rows))
+    ]
+
+
+# --- showing --------------------------------------------------------------------------------------
+
+
+def as_text(facts: Mapping[str, Any]) -> str:
+    """``facts`` for people."""
+    page = Page()
+    page.print(
+        f"{facts['path']}: {facts['rows']:,} rows of {facts['row_bytes']:,} bytes, "
+        f"{decimal(facts['bytes'])} ({facts['format']}, created {facts['created']})"
+    )
+    if facts["ring"]:
+        page.print(
+            f"a ring of {facts['ring']:,} rows: it holds those from row {facts['first_row']:,} on"
+        )
+    if done := facts["finalized"]:
+        rows = "?" if done["rows"] is None else f"{done['rows']:,}"
+        page.print(f"finalized {done['at']}, with checksums of {rows} rows")
+    if content := facts.get("content") or (facts["finalized"] or {}).get("content"):
+        page.print(f"content {content}")
+    page.head("Columns")
+    _show_columns(page, facts["columns"])
+    if overlays := facts["overlays"]:
+        page.head("Overlays")
+        lines = ((each["name"], each["dtype"], each["shape"], each["fill"]) for each in overlays)
+        page.table(("overlay", "dtype", "shape", "fill"), lines)
+        for each in overlays:
+            if "error" in each:
+                page.print(f"{each['name']}: {each['error']}")
+    _show_members(page, facts)
+    _show_runs(page, facts["runs"])
+    if found := facts["trajectories"]:
+        ends = ", ".join(f"{found[name]:,} {name}" for name in END_NAMES)
+        earlier = found["begun_earlier"]
+        more = f"; {earlier:,} began before the oldest row" if earlier else ""
+        page.head("Trajectories")
+        page.print(f"{found['total']:,}: {ends}{more}")
+    if facts["returns"] is not None:
+        names = [name for name in facts["returns"] if name != "episodes"]
+        page.table(
+            (f"{facts['returns']['episodes']:,} that ended", *names),
+            (
+                (label, *(_number(values[name]) for name in names))
+                for label, values in (("return", facts["returns"]), ("length", facts["lengths"]))
+            ),
+        )
+    if len(found := facts["by_policy_version"]) > 1:
+        page.head("Returns by the policy's version at the last action")
+        policies = list(dict.fromkeys(each.get("policy_id") for each in found))
+        most = max(1, _MOST_VERSIONS // len(policies))
+        of_each = [[each for each in found if each.get("policy_id") == id] for id in policies]
+        newest = [each for own in of_each for each in own[-most:]]
+        if (left := len(found) - len(newest)) > 0:
+            of = " of each policy" if len(policies) > 1 else ""
+            page.print(f"the newest {most}{of}; {left:,} more with --json")
+        named = ("policy",) if "policy_id" in found[0] else ()
+        page.table(
+            (*named, "version", "episodes", "mean", "std", "min", "max", "mean length"),
+            (_version_line(each) for each in newest),
+        )
+    if facts["ledger"] is not None:
+        page.head("Ledger of the last run, at its last commit")
+        page.ledger(facts["ledger"])
+    if rows := facts["first_rows"]:
+        page.head("First rows")
+        page.table(
+            ("", *(f"row {number}" for number in range(len(rows)))),
+            ((name, *(_cell(row[name]) for row in rows)) for name in rows[0]),
+        )
+    return page.text
+
+
+def _show_columns(page: Page, columns: Sequence[Mapping[str, Any]]) -> None:
+    heads: tuple[str, ...] = ("column", "dtype", "shape", "bytes a row")
+    lines = [[each[name] for name in ("name", "dtype", "shape", "row_bytes")] for each in columns]
+    if any(each["space"] for each in columns):
+        heads = (*heads, "space")
+        for line, each in zip(lines, columns, strict=True):
+            line.append(spelled(each["space"]) if each["space"] else "")
+    page.table(heads, lines)
+
+
+def _show_members(page: Page, facts: Mapping[str, Any]) -> None:
+    if "members" in facts:
+        page.head("Members")
+        names = ("path", "format", "first_row", "rows", "ids_moved_by")
+        lines = (tuple(each[name] for name in names) for each in facts["members"])
+        page.table(("path", "format", "first row", "rows", "ids moved by"), lines)
+    shards: Mapping[str, Any] = facts.get("shards", {"runs": (), "foreign": ()})
+    for run in shards["runs"]:
+        there = run["of"] - len(run["missing"])
+        whole = "exactly all" if run["complete"] else "not exactly all"
+        of = "" if run["asked"] is None else f" of {run['asked']:,}"
+        page.head(f"Shards of run {run['run']}")
+        page.print(f"{there} of {run['of']}, {run['rows']:,} rows{of}: {whole}")
+        if run["missing"]:
+            page.print(f"missing: {', '.join(map(str, run['missing']))}")
+        for index, paths in run["doubled"].items():
+            page.print(f"doubled: {index} is {', '.join(paths)}")
+    if shards["foreign"]:
+        page.print(f"foreign: {', '.join(shards['foreign'])}")
+
+
+def runs_as_text(facts: Mapping[str, Any]) -> str:
+    """The runs of ``facts`` for people, with the place and the code that made each."""
+    page = Page()
+    _show_runs(page, facts["runs"], made=True)
+    return page.text
+
+
+def _show_runs(page: Page, runs: list[dict[str, Any]], *, made: bool = False) -> None:
+    page.head("Runs")
+    for number, run in enumerate(runs):
+        if is_copied(run) or LEFT_OUT in run:
+            page.print(f"{number}  {_copy_line(run)}")
+        else:
+            versions = [f"{name} {version}" for name, version in part(run, "versions").items()]
+            page.print(f"{number}  {_run_line(run)}")
+            page.print(f"   {', '.join(versions) or 'no versions'}")
+            if note := unversioned(run):
+                page.print(f"   {note}")
+            if made:
+                page.print(f"   {_made_line(part(run, 'made'))}")
+                if run.get(EVENTS):
+                    page.print(f"   {_events_line(run[EVENTS])}")
+        if (returns := run["returns"]) is not None and (made or len(runs) > 1):
+            mean, length = _number(returns["mean"]), _number(run["lengths"]["mean"])
+            page.print(
+                f"   {returns['episodes']:,} episodes ended, mean return {mean} "
+                f"({_number(returns['min'])} to {_number(returns['max'])}), mean length {length}"
+            )
+
+
+def _made_line(made: Mapping[str, Any]) -> str:
+    """Words on the time, the host, the commit and the policy's hashes of a run."""
+    git, policy = part(made, "git"), part(made, "policy")
+    changed = " and changes" if git.get("changed") else ""
+    words = {
+        "made": made.get("at"),
+        "on": made.get("host"),
+        "at commit": git.get("commit") and f"{git['commit']}{changed}",
+        "policy's code": policy.get("code"),
+        "policy's weights": policy.get("weights"),
+    }
+    known = [f"{name} {value}" for name, value in words.items() if value]
+    return ", ".join(known) or "nothing says where it was made"
+
+
+def _events_line(events: Sequence[Mapping[str, Any]]) -> str:
+    """Words on the calls of a run's environments, the last ones by name."""
+    shown = [
+        f"{each['call']} {each['name']}({_arguments(each)})"
+        + ("" if each["lanes"] is None else f" of lanes {str(each['lanes'])[1:-1]:.40}")
+        + f" at {each['at']:,}"
+        for each in events[-_MOST_EVENTS:]
+    ]
+    more = "…, " if len(events) > len(shown) else ""
+    return f"{len(events):,} calls of environments: {more}{', '.join(shown)}"
+
+
+def _arguments(event: Mapping[str, Any]) -> str:
+    """The arguments of a call, in a few characters."""
+    if event["args"] is None:
+        said = str(event.get("repr", "?"))
+    else:
+        named = [f"{name}={json.dumps(value)}" for name, value in event["kwargs"].items()]
+        said = ", ".join([*map(json.dumps, event["args"]), *named])
+    return said if len(said) <= _LONGEST else f"{said[: _LONGEST - 1]}…"
+
+
+def _version_line(found: Mapping[str, Any]) -> tuple[object, ...]:
+    returns, lengths = found["returns"], found["lengths"]
+    numbers = [returns and _number(returns[name]) for name in ("mean", "std", "min", "max")]
+    cells = ["" if each is None else each for each in numbers]
+    policy = (str(found["policy_id"]),) if "policy_id" in found else ()
+    return (
+        *policy,
+        str(found["policy_version"]),
+        lengths["episodes"],
+        *cells,
+        _number(lengths["mean"]),
+    )
+
+
+def _copy_line(run: Mapping[str, Any]) -> str:
+    """One line for rows that were copied, with the newest runs that made them."""
+    span = f"{run['rows']:,} rows from row {run['first_row']:,}"
+    if LEFT_OUT in run:
+        return f"{span}, copied from elsewhere in more pieces than the manifest notes"
+    return f"{span}, copied from {_copied_from(run)}: {_makers(run)}"
+
+
+def _copied_from(run: Mapping[str, Any]) -> str:
+    found = rows_copied(run)
+    assert found is not None
+    id, first, last = found
+    return f"rows {first:,} {'on' if last is None else f'to {last:,}'} of storage {id}"
+
+
+def _makers(run: Mapping[str, Any]) -> str:
+    """The newest runs that made copied rows, what resumed one with it."""
+    told = [
+        f"rows copied from {_copied_from(each)}" if is_copied(each) else _told(each)
+        for each in copied_runs(run)
+    ]
+    told = [*dict.fromkeys(told)]
+    shown = told[-_MOST_MAKERS:]
+    if more := len(told) - len(shown) + runs_left_out(run):
+        shown.append(f"{more} more")
+    return "; ".join(shown) or "unknown runs"
+
+
+def _run_line(run: Mapping[str, Any]) -> str:
+    span = f"{run['rows']:,} rows from row {run['first_row']:,}"
+    return _told(run, span, _resumed(run) if run["resumed"] else None)
+
+
+def _told(run: Mapping[str, Any], span: str | None = None, resumed: str | None = None) -> str:
+    """Words on a run's environment, lanes, seed, budget and policy."""
+    environment, call = part(run, "environment"), part(run, "call")
+    workers = whole_number(call, "num_workers")
+    asked = {**call, **part(run, "command")}
+    names = ["total_frames", "budget_unit", "total_episodes", "frames_per_batch"]
+    names.append("max_frames_per_traj")
+    parts = [
+        environment.get("id") or environment.get("type") or "unknown environment",
+        f"kwargs {json.dumps(environment['kwargs'])}" if environment.get("kwargs") else None,
+        span,
+        f"{run.get('lanes', '?')} lanes"
+        + (f" in {workers} {call.get('mode', '')} workers" if workers else ""),
+        f"seed {run.get('seed', '?')}",
+        _shard_words(part(run, SHARD)),
+        resumed,
+        *(f"{n.replace('_', ' ')} {asked[n]}" for n in names if asked.get(n) is not None),
+        f"policy {asked.get('policy') or ('random' if asked else 'unknown')}",
+    ]
+    return ", ".join(str(each) for each in parts if each is not None)
+
+
+def _shard_words(said: Mapping[str, Any]) -> str | None:
+    if not said:
+        return None
+    index, of, asked = (whole_number(said, name) for name in ("index", "of", "asked"))
+    lanes = said.get("lanes")
+    if not isinstance(lanes, list) or [type(each) for each in lanes] != [int, int]:
+        return "a shard whose entry is damaged"
+    return (
+        f"shard {index}/{of}: lanes {lanes[0]} to {lanes[1] - 1}, {asked:,} frames in all shards "
+        f"of run {said.get('run')!s:.16}"
+    )
+
+
+def _resumed(run: Mapping[str, Any]) -> str:
+    at = [f"{row:,}" for row in run["resumed_at"][-3:]]
+    more = "…, " if len(run["resumed_at"]) > len(at) else ""
+    return f"resumed {times(run['resumed'])}" + (f" (at row {more}{', '.join(at)})" if at else "")
+
+
+def _cell(value: Any) -> str:
+    """A value in a few characters."""
+    flat = np.asarray(value, dtype=object).reshape(-1).tolist()
+    shown = " ".join(_number(each) for each in flat[:4])
+    if not isinstance(value, list) or len(flat) == 1:
+        return shown
+    return f"[{shown}]" if len(flat) <= 4 else f"[{shown} …{len(flat)}]"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

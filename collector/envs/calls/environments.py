@@ -1,0 +1,61 @@
+"""Environments of TorchRL, and the door to those of a `System`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torchrl.envs import EnvBase, ParallelEnv, SerialEnv
+
+from tallyroll.collector.compat import call_in_worker, serial_envs
+from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
+from tallyroll.collector.envs.calls.objects import reach_objects
+from tallyroll.collector.envs.setup.traits import chain, system_of
+from tallyroll.collector.errors import EnvironmentRefused
+
+
+def reach_env(env: EnvBase, asked: EnvCall, lanes: Sequence[int]) -> Iterable[CallOutcome]:
+    """Return what comes of ``asked`` in each of ``lanes`` of ``env``, one after the other.
+
+    Raises:
+        EnvironmentRefused: its lanes have no objects of their own; says why.
+    """
+    base = system_of(env)
+    if base is None:
+        return _reach_torchrl(env, asked, lanes)
+    if base.stepper.declares.arrivals:
+        raise EnvironmentRefused(
+            f"{asked}: lanes of {base.kind} come back in any order, so that some are in the middle "
+            "of a step; make a vector that steps all lanes at once"
+        )
+    reached = base.system.reached
+    if reached is None:
+        raise EnvironmentRefused(
+            f"{asked}: {base.kind} is not reached: {base.system.why_not_reached}"
+        )
+    return reached(asked, lanes)
+
+
+def _reach_torchrl(env: EnvBase, asked: EnvCall, lanes: Sequence[int]) -> Iterable[CallOutcome]:
+    base, count = [*chain(env)][-1], env.batch_size.numel()
+    if isinstance(base, SerialEnv) and len(inner := serial_envs(base)) == count:
+        return reach_objects(inner, asked, lanes)
+    if isinstance(base, ParallelEnv) and base.num_workers == count:
+        if asked.way == "env_set":
+            raise EnvironmentRefused(
+                f"{asked}: TorchRL's ParallelEnv sets no attributes in its processes; call a "
+                "method of the environment that does, with env_call, or use SerialEnv in workers"
+            )
+        return _in_processes(base, asked, lanes)
+    if count == 1:
+        return reach_objects([env], asked, lanes)
+    raise EnvironmentRefused(
+        f"{asked}: {type(base).__name__} is one object for all its {count} lanes; use what it "
+        "offers itself, or make an environment for each lane (SerialEnv)"
+    )
+
+
+def _in_processes(env: Any, asked: EnvCall, lanes: Sequence[int]) -> Iterator[CallOutcome]:
+    for lane in lanes:
+        yield CallOutcome.of(
+            partial(call_in_worker, env, lane, asked.name, asked.args, asked.kwargs)
+        )

@@ -1,0 +1,97 @@
+"""Environments that are Python objects of this process, one a lane."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium
+
+from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall, NoAttribute, NoMethod
+
+_INNER = ("base_env", "env", "_env", "aec_env")
+"""Attributes in which wrappers of several libraries have the environment that they wrap."""
+
+
+def reach_objects(
+    envs: Sequence[Any], asked: EnvCall, lanes: Sequence[int]
+) -> Iterator[CallOutcome]:
+    """Yield what comes of ``asked`` in each of ``lanes``, whose environments are in ``envs``.
+
+    Of Gymnasium's environments a name is looked for by ``get_wrapper_attr``, so from the outermost
+    wrapper inwards, and an attribute is set where it is found; others in the same way.
+    """
+    for place, lane in enumerate(lanes):
+        yield CallOutcome.of(partial(_reach, envs[lane], asked, place))
+
+
+def objects_of(reached: Any) -> Sequence[Any] | None:
+    """Return the environments that ``reached`` calls by `reach_objects`; None: it calls others."""
+    calls_objects = isinstance(reached, partial) and reached.func is reach_objects
+    return reached.args[0] if calls_objects else None
+
+
+def _reach(env: Any, asked: EnvCall, place: int) -> Any:
+    if asked.way == "env_set":
+        return _set(env, asked.name, asked.values[place])
+    found = _get(env, asked.name)
+    if asked.way == "env_get":
+        return found
+    return require_callable(found, asked.name)(*asked.args, **asked.kwargs)
+
+
+def require_callable(found: Any, name: str) -> Any:
+    """Return ``found``, the attribute ``name``; raise NoMethod if it cannot be called."""
+    if not callable(found):
+        raise NoMethod(f"{name!r} is no method, but {found!r:.200}; read it with env_get")
+    return found
+
+
+def no_attribute(env: str, name: str) -> NoAttribute:
+    """Return the error for a name that an environment lacks."""
+    return NoAttribute(
+        f"expected an attribute of {env} or of what it wraps, got {name!r}; give an attribute that "
+        "is there from the making of the environment on"
+    )
+
+
+def _get(env: Any, name: str) -> Any:
+    for each in _layers(env):
+        if isinstance(each, gymnasium.Env):
+            if each.has_wrapper_attr(name):
+                return each.get_wrapper_attr(name)
+        elif _has(each, name):
+            return getattr(each, name)
+    if hasattr(env, name):  # by a way of its own
+        return getattr(env, name)
+    raise no_attribute(type(env).__name__, name)
+
+
+def _set(env: Any, name: str, value: Any) -> None:
+    for each in _layers(env):
+        if isinstance(each, gymnasium.Env):
+            if each.set_wrapper_attr(name, value, force=False):
+                return
+        elif _has(each, name):
+            setattr(each, name, value)
+            return
+    raise no_attribute(type(env).__name__, name)
+
+
+def _layers(env: Any) -> Iterator[Any]:
+    """Yield ``env`` and what it wraps, down to the first one of Gymnasium's, which knows its own.
+
+    Wrappers pass on what they lack, so that they seem to have what only an inner one has.
+    """
+    seen: set[int] = set()
+    while env is not None and id(env) not in seen:
+        seen.add(id(env))
+        yield env
+        if isinstance(env, gymnasium.Env):
+            return
+        own = {**getattr(env, "__dict__", {}), **getattr(env, "_modules", {})}
+        env = next((own[name] for name in _INNER if name in own), None)
+
+
+def _has(env: Any, name: str) -> bool:
+    """Return whether ``env`` has an attribute itself."""
+    return name in getattr(env, "__dict__", {}) or hasattr(type(env), name)

@@ -1,0 +1,54 @@
+"""Calls that are made once more of environments that were made again."""
+
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+
+import cloudpickle
+
+from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
+from tallyroll.collector.errors import EnvironmentRefused
+
+
+class Calls:
+    """The calls of a run that changed environments, in their order."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[EnvCall, list[int]]] = []
+        """Calls, and the lanes in which each was done."""
+
+    def note(self, asked: EnvCall, lanes: Sequence[int], outcomes: Sequence[CallOutcome]) -> None:
+        """Add a call, as far as it was done in ``lanes``."""
+        places = [at for at, each in enumerate(outcomes) if each.error is None]
+        done = [lanes[at] for at in places]
+        if not done:
+            return
+        if asked.way == "env_set":
+            self._forget_sets(asked.name, set(done))
+        # A copy: callers may change what they gave.
+        self._made.append((pickle.loads(cloudpickle.dumps(asked.of(places))), done))
+
+    def _forget_sets(self, name: str, lanes: set[int]) -> None:
+        """Forget values that are set once more: no method was called since."""
+        at = len(self._made)
+        while at and self._made[at - 1][0].way == "env_set":
+            at -= 1
+            if self._made[at][0].name == name and lanes.issuperset(self._made[at][1]):
+                del self._made[at]
+
+    def of(self, lanes: range) -> Iterator[tuple[EnvCall, list[int]]]:
+        """Yield the calls of some lanes, these counted from the first of them."""
+        for asked, done in self._made:
+            places = [at for at, lane in enumerate(done) if lane in lanes]
+            if places:
+                yield asked.of(places), [done[at] - lanes.start for at in places]
+
+
+def require_repeated(asked: EnvCall, who: str, outcomes: Iterable[CallOutcome]) -> None:
+    """Raise unless a call was done once more in every lane."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise EnvironmentRefused(
+                f"{who} was started again, and {asked}, which the run had called before, raised "
+                f"{type(outcome.error).__name__} in its new environment: {outcome.error}; let it "
+                "be called before the first reset, or make the environment with it"
+            ) from outcome.error

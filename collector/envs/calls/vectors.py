@@ -1,0 +1,61 @@
+"""Vectors of Gymnasium and of Stable-Baselines3, whose environments may be in processes."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+
+from tallyroll.collector.compat import call_lane, ended_process
+from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
+from tallyroll.collector.envs.calls.objects import no_attribute, reach_objects
+
+Call = Callable[..., Any]
+"""Calls a method of one lane's environment: lane, name, arguments."""
+
+
+def reached_vector(env: VectorEnv) -> Callable[..., Iterable[CallOutcome]] | None:
+    """Return the way to the environments of a vector of Gymnasium's; see `System.reached`.
+
+    None for one whose environments are no Python objects, as far as it is known.
+    """
+    base = env.unwrapped
+    if isinstance(base, SyncVectorEnv):
+        return partial(reach_objects, base.envs)
+    if isinstance(base, AsyncVectorEnv):
+        return partial(reach_one_by_one, partial(call_lane, base))
+    return None
+
+
+def reached_sb3(env: Any) -> Callable[..., Iterable[CallOutcome]]:
+    """Return the way to the environments of a ``VecEnv`` of Stable-Baselines3's."""
+    return partial(reach_one_by_one, partial(_call_sb3, env))
+
+
+def _call_sb3(env: Any, lane: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return env.env_method(name, *args, indices=lane, **kwargs)[0]
+    except (EOFError, ConnectionError) as error:
+        raise ended_process(error) from error
+
+
+def reach_one_by_one(call: Call, asked: EnvCall, lanes: Sequence[int]) -> Iterator[CallOutcome]:
+    """Yield what comes of ``asked`` in each of ``lanes``, whose methods ``call`` calls.
+
+    They are environments of Gymnasium's. A process ends when a call in it raises, so that it is
+    asked first whether the name is there.
+    """
+    for place, lane in enumerate(lanes):
+        yield CallOutcome.of(partial(_reach, partial(call, lane), asked, place))
+
+
+def _reach(call: Call, asked: EnvCall, place: int) -> Any:
+    if not call("has_wrapper_attr", asked.name):
+        raise no_attribute("the environment", asked.name)
+    if asked.way == "env_call":
+        return call(asked.name, *asked.args, **asked.kwargs)
+    if asked.way == "env_get":
+        return call("get_wrapper_attr", asked.name)
+    if not call("set_wrapper_attr", asked.name, asked.values[place], force=False):
+        raise no_attribute("the environment", asked.name)
+    return None

@@ -1,0 +1,91 @@
+"""Systems of other libraries whose spaces are Gymnasium's, and whose infos may be columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tallyroll.collector.envs.gymnasium.info_masks import InfoMasks, masks_declared
+from tallyroll.collector.envs.gymnasium.infos import InfoColumns, named, observations
+from tallyroll.collector.envs.gymnasium.spaces import Leaf
+from tallyroll.collector.envs.system import Declares, Mask, Step, System
+from tallyroll.collector.policies.random_actions import MASK_NAME
+from tallyroll.collector.slab.info import Info
+from tallyroll.collector.slab.names import NamedColumn
+
+
+class InfoSystem(System):
+    """A system with infos: ``__init__`` calls :meth:`_declare`, ``reset`` :meth:`_told_first`."""
+
+    _infos: InfoColumns
+    _masks: InfoMasks | None
+
+    def _declare(self, leaves: Sequence[Leaf], action: Leaf, lanes: int, **how: Any) -> None:
+        """Declare observations and action; ``how`` are the other fields of :class:`Declares`."""
+        self._leaves, self._action, self._how = leaves, action, {"lanes": lanes, **how}
+        self.keep_infos(())
+
+    def _declare_again(self) -> None:
+        self.declares = Declares(
+            observation=observations(self._leaves, self._infos),
+            action={self._action.key: self._action.spec[0]},
+            **self._how,
+        )
+
+    @property
+    def columns(self) -> Sequence[NamedColumn]:
+        """Observations, and infos, also those that the first reset will declare."""
+        return named(self._leaves, self._infos)
+
+    def keep_infos(self, infos: Sequence[Info]) -> bool:
+        """Make columns of the entries of ``infos``; return True: the system can."""
+        self._infos, self._masks = InfoColumns(infos, self._how["lanes"]), None
+        self._declare_again()
+        return True
+
+    @property
+    def _read(self) -> list[Info]:
+        """The entries of infos that a reset reads."""
+        masks = [Info(MASK_NAME)] if self.wants_masks and self._masks is None else []
+        return [*self._infos.infos, *masks]
+
+    @property
+    def _looks(self) -> bool:
+        """True if infos of resets are read, for columns or for masks of legal actions."""
+        return bool(self._infos) or self.wants_masks
+
+    def _told_first(self, infos: Mapping[str, Any], lanes: Mask | None) -> list[Any]:
+        """Return the columns of infos after a reset of ``lanes`` (None: all)."""
+        if not self._infos.declared:
+            self._infos.declare(infos)
+            self._declare_again()
+        if lanes is None:
+            self._look_for_masks(infos)
+        kept = self._infos
+        kept.first_lane = self.first_lane
+        kept.steps[... if lanes is None else lanes] = 0
+        rows = kept.new_rows()
+        kept.write_reset(rows, infos, lanes)
+        return rows if self._masks is None else self._masks.reset(rows, lanes)
+
+    def _look_for_masks(self, infos: Mapping[str, Any]) -> None:
+        lanes, wanted = self.declares.lanes, self.wants_masks and self._masks is None
+        mask = masks_declared(infos, self._leaves, lanes, wanted=wanted)
+        if mask is not None:
+            self._infos = self._infos.with_mask(mask)
+            self._masks = InfoMasks(self._action, self.declares, mask)
+            self.legal = self._masks.legal
+        if self._masks is not None:
+            self._masks.first_lane = self.first_lane
+
+    def _without_masks(self, step: Step, lanes: Any = None) -> Step:
+        """Return a ``step`` of ``lanes`` without the masks among its columns."""
+        return step if self._masks is None else self._masks.step(step, lanes)
+
+    def _told_next(
+        self, infos: Mapping[str, Any], first: Mapping[str, Any], ended: Mask
+    ) -> list[Any]:
+        """Return the columns of a step's infos; for ``ended`` lanes from the reset's, ``first``."""
+        kept, rows = self._infos, self._infos.new_rows()
+        kept.write(rows, infos, ~ended)
+        kept.write_reset(rows, first, ended)
+        kept.count(ended)
+        return rows

@@ -1,0 +1,336 @@
+"""Steps and resets by mask of a `SyncVectorEnv` within wrappers: lanes in turn, the rest as ever.
+
+Most infos of lanes are empty, and are not merged; flags and rewards are read as they come. Wrappers
+of Gymnasium that look at rewards and ends alone are not handed observations either.
+"""
+
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import concatenate
+from gymnasium.wrappers import vector
+from numpy.typing import NDArray
+
+from tallyroll.collector.compat import (
+    ENDED,
+    OBSERVATIONS,
+    OWN_OBSERVATIONS,
+    begin_lanes,
+    count_true,
+    info_merge,
+    own_observations,
+    states_of_lanes,
+    statistics_key,
+)
+from tallyroll.collector.envs.gymnasium.infos import InfoColumns
+from tallyroll.collector.envs.gymnasium.lane_results import LaneResults, Of, entry
+from tallyroll.collector.envs.gymnasium.lane_rows import Rows
+from tallyroll.collector.envs.gymnasium.sequential_step import SequentialStep, traits_of
+from tallyroll.collector.envs.gymnasium.vector_rules import wrappers_of
+from tallyroll.collector.envs.system import Mask, Step
+from tallyroll.collector.run_plan import Decision, stepping_vector, stepping_wrapped
+
+_LOOK_AT_REWARDS = {
+    kind: (kind.step, kind.reset)
+    for kind in (
+        vector.RecordEpisodeStatistics,
+        vector.NormalizeReward,
+        vector.TransformReward,
+        vector.VectorizeTransformReward,
+        vector.ClipReward,
+    )
+}
+"""Wrappers that hand on observations, flags and infos as they come, and their methods."""
+_OF_ENDS = ("final_obs", "final_info", "_final_obs", "_final_info")
+
+
+class _Merging(LaneResults):
+    """Columns of observations, and infos put together as ``env`` itself does.
+
+    Final observations are not among them.
+    """
+
+    def __init__(self, env: SyncVectorEnv) -> None:
+        super().__init__(env, None)
+        self._env, self.tells = env, True
+        self.infos: dict[str, Any] = {}
+
+    def begin(self, row: Any) -> Rows:
+        """Begin a step without an info."""
+        self.infos = {}
+        return super().begin(row)
+
+    def begin_reset(self) -> Rows:
+        """Begin a reset of some lanes without an info."""
+        self.infos = {}
+        return super().begin_reset()
+
+    def tell(self, lane: int, info: Any, of: int) -> None:
+        """Merge the info of a lane, if there is anything in it."""
+        if info:
+            info = {"final_info": info} if of == Of.LAST else info
+            self.infos = info_merge(self._env)(self.infos, info, lane)
+
+    def entries(self) -> tuple[Any, ...]:
+        """Return one that only an empty info is, so that others are handed to :meth:`tell`."""
+        return (entry((), None, "empty"),)
+
+
+class _AsTheVector(_Merging):
+    """Observations and infos of a step, put together as ``env`` itself does."""
+
+    def __init__(self, env: SyncVectorEnv) -> None:
+        super().__init__(env)
+        self.address = 0
+
+    def begin(self, row: Any) -> Rows:
+        """Begin a step whose observations are put into ``row``, the vector's own."""
+        self.infos, self._columns = {}, [row]
+        self.plain = row if self._is_plain else None
+        return self._columns
+
+    def put(self, seen: Any) -> None:
+        """Write the observation of each lane."""
+        if self._is_plain:
+            super().put(seen)
+            return
+        env, rows = self._env, self._columns[0]
+        setattr(env, OBSERVATIONS, concatenate(env.single_observation_space, seen, rows))
+
+    def put_final(self, lane: int, obs: Any) -> None:
+        """Leave the final observation to :meth:`tell`."""
+
+    def tell(self, lane: int, info: Any, of: int) -> None:
+        """Merge the info of a lane, and in the step of an end the final observation."""
+        if not (info or of):
+            return
+        if of == Of.LAST:
+            seen = own_observations(self._env)[lane]
+            info = {"final_obs": seen, "final_info": info}
+        if info:
+            self.infos = info_merge(self._env)(self.infos, info, lane)
+
+
+class WithinWrappers(SequentialStep):
+    """The vector inside of ``env``, which wraps it: :meth:`call` and :meth:`call_reset` drive it.
+
+    Between two calls the vector is as its user made it.
+    """
+
+    def __init__(self, env: VectorEnv, rewards: torch.dtype | None) -> None:
+        base: Any = env.unwrapped
+        self._wrapped, self._merged = env, _AsTheVector(base)
+        super().__init__(base, results=self._merged, rewards=rewards)
+        self._as_the_vector = self._step_as_the_vector  # one object
+        self._resets_as_the_vector = self._reset_as_the_vector
+        self.checked = False
+        """The last step took observations that were as declared."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._wrapped, self._reward_dtype)
+
+    def call(self, action: NDArray[Any]) -> Any:
+        """Return the result of the wrappers' ``step``."""
+        own, ours = self._own, self._as_the_vector
+        self.checked = False
+        if own.get("step", ours) is not ours:  # someone replaced it
+            return self._wrapped.step(action)
+        try:
+            own["step"] = ours
+            return self._wrapped.step(action)
+        finally:
+            own.pop("step", None)
+
+    def call_reset(self, lanes: Mask, options: dict[str, Any]) -> Any:
+        """Return the result of the wrappers' ``reset`` of ``lanes``, the mask in ``options``."""
+        own, ours = self._own, self._resets_as_the_vector
+        if own.get("reset", ours) is not ours:  # someone replaced it
+            return self._wrapped.reset(options=options)
+        try:
+            own["reset"], self._asked = ours, lanes
+            return self._wrapped.reset(options=options)
+        finally:
+            own.pop("reset", None)
+
+    def _step_as_the_vector(self, actions: Any) -> Any:
+        """Return copies of the results, as the vector's own ``step`` does."""
+        own = self._own
+        out = self.step_into(actions, own[OBSERVATIONS], None)
+        assert out is not None, "there is no slot"
+        self.checked = self._merged.plain is not None
+        obs = self._copied(own[OBSERVATIONS])
+        flags = out.terminated.copy(), out.truncated.copy()
+        return obs, out.reward[0].copy(), *flags, self._merged.infos
+
+    def _reset_as_the_vector(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Return the result of the vector's own ``reset``, of the lanes that were asked for."""
+        env, own, lanes, merged = self._env, self._own, self._asked, self._merged
+        if seed is not None or not (options and options.get("reset_mask") is lanes):
+            return SyncVectorEnv.reset(env, seed=seed, options=options)
+        del options["reset_mask"]
+        own[ENDED][lanes] = False
+        held = own[OWN_OBSERVATIONS]
+        merged.begin(own[OBSERVATIONS])
+        for i in lanes.nonzero()[0].tolist():
+            held[i], info = env.envs[i].reset(seed=None, options=options)
+            merged.tell(i, info, Of.RESET)
+        space, rows = env.single_observation_space, own[OBSERVATIONS]
+        own[OBSERVATIONS] = concatenate(space, held, rows)
+        return self._copied(own[OBSERVATIONS]), merged.infos
+
+    def _copied(self, obs: Any) -> Any:
+        """Return what the vector returns of its observations."""
+        if not self._own["copy"]:
+            return obs
+        return obs.copy() if type(obs) is np.ndarray else deepcopy(obs)
+
+
+class ThroughWrappers(SequentialStep):
+    """Lanes in turn inside of wrappers that look at rewards and ends alone.
+
+    Steps between ends are added to their statistics here. The others are handed to the wrappers'
+    own ``step``, without observations; final ones stay out of the infos. A reset by mask begins the
+    lanes that it asks for, and their part of the statistics.
+
+    Args:
+        env: the wrappers around a vector.
+        infos: entries of the wrappers' infos that are columns.
+        reset_slots: nothing has to be done at an end, for the next slot is a reset.
+        given: the lanes, whose resets are given what was drawn; None: nothing was.
+        rewards: the dtype of their column.
+    """
+
+    fills_slots = False
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        infos: InfoColumns,
+        *,
+        reset_slots: bool = False,
+        given: list[Any] | None = None,
+        rewards: torch.dtype | None = None,
+    ) -> None:
+        base: Any = env.unwrapped
+        self._wrapped, self._columns, self._merged = env, infos, _Merging(base)
+        wrappers: list[Any] = [*wrappers_of(env)]
+        self._own_names = [vars(each) for each in wrappers]
+        self._states = [(each, name) for each in wrappers for name in states_of_lanes(each)]
+        kinds = vector.RecordEpisodeStatistics, vector.NormalizeReward
+        self._inner_first = wrappers[::-1]
+        self._counting = [each for each in wrappers if type(each) is kinds[0]]
+        # Steps between ends add to returns and lengths; of other statistics more changes.
+        self._adds = not any(type(each) is kinds[1] for each in wrappers)
+        self._told, self._told_last, self._untold = (infos.new_rows() for _ in range(3))
+        self._of_ends = all(each.fill is not None and len(each.key) > 1 for each in infos.infos)
+        # Entries that a wrapper adds at an end, and that the infos of other steps lack.
+        super().__init__(
+            base, reset_slots=reset_slots, results=self._merged, given=given, rewards=rewards
+        )
+        self._as_returned = self._what_was_returned  # one object
+        self._asked: Any = None
+        self._returned: Any = None
+
+    def __reduce__(self) -> Any:
+        made = partial(type(self), reset_slots=self._reset_slots, rewards=self._reward_dtype)
+        return made, (self._wrapped, self._columns)
+
+    @property
+    def are_alone(self) -> bool:
+        """True if each ``step`` and ``reset``, of vector and wrappers, is that of its class."""
+        own, ours = self._own, self._as_returned
+        if "reset" in own or own.get("step", ours) is not ours:
+            return False
+        for own in self._own_names:  # noqa: SIM110  `all` takes three times as long
+            if "step" in own or "reset" in own:
+                return False
+        return True
+
+    def step(self, action: NDArray[Any]) -> Step:
+        """Step every lane, and return the wrappers' rewards, and columns of infos."""
+        out, infos, info = self.step_into(action, None, None), self._columns, self._merged.infos
+        assert out is not None, "there is no slot"
+        obs, (reward,), terminated, truncated, final = out[:5]
+        ended, reward, are_told = self._own[ENDED], reward.copy(), bool(info)
+        if self._adds and self._are_between(ended):
+            for each in self._inner_first:
+                if type(each) is vector.RecordEpisodeStatistics:
+                    each.episode_returns += reward
+                    each.episode_lengths += 1
+                else:
+                    reward = each.rewards(reward)
+        else:
+            reward = self._by_wrappers(action, (None, reward, terminated, truncated, info))
+        if not infos:
+            return Step(obs, (reward,), terminated, truncated, final)
+        told = self._told if info else self._untold
+        if final is None:
+            infos.write(told, info)
+        else:
+            infos.write_final(self._told_last, info, ended)
+            final = [*final, *self._told_last]
+            # Lanes that ended show the infos of their reset here.
+            if are_told or not self._of_ends:
+                infos.write_shown(told, info, ended)
+            else:
+                infos.write(told := self._untold, {})
+        return Step([*obs, *told], (reward,), terminated, truncated, final)
+
+    def _are_between(self, ended: Mask) -> bool:
+        """Return whether no episode begins or ends in this step, as statistics see it."""
+        for each in self._counting:
+            if count_true(ended) or count_true(each.prev_dones):
+                return False
+        return True
+
+    def _by_wrappers(self, action: Any, returned: tuple[Any, ...]) -> Any:
+        """Return the rewards of the wrappers' own steps, if the vector ``returned`` this."""
+        own = self._own
+        try:
+            own["step"], self._asked, self._returned = self._as_returned, action, returned
+            return self._wrapped.step(action)[1]
+        finally:
+            own.pop("step", None)
+
+    def _what_was_returned(self, actions: Any) -> Any:
+        """Return what wrappers look at."""
+        if actions is not self._asked:  # an interrupt left this in the vector's place
+            self._own.pop("step", None)
+            return self._env.step(actions)
+        return self._returned
+
+    def reset(self, lanes: Mask) -> Rows:
+        """Reset ``lanes``, of the statistics too, and return columns with their rows."""
+        rows, infos = super().reset(lanes), self._columns
+        for each, name in self._states:
+            begin_lanes(each, name, lanes)
+        if not infos:
+            return rows
+        info = self._merged.infos
+        if info or not self._of_ends:
+            told = infos.new_rows()
+            infos.write_reset(told, info, lanes)
+        else:
+            infos.write(told := self._untold, {})
+        return [*rows, *told]
+
+
+def stepping_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> Decision:
+    """Choose how the lanes of ``env`` are stepped; see `run_plan.stepping_vector`."""
+    found = stepping_vector(traits_of(env, infos=infos, many_rewards=many_rewards))
+    if not isinstance(env, VectorWrapper):
+        return found
+    inner = stepping_vector(traits_of(env.unwrapped, infos=True, many_rewards=many_rewards))
+    others = [type(each).__name__ for each in wrappers_of(env) if not _looks_at_rewards(each)]
+    return stepping_wrapped(found, inner, others)
+
+
+def _looks_at_rewards(wrapper: VectorWrapper) -> bool:
+    """Return whether ``wrapper`` is one of Gymnasium's that look at rewards and ends alone."""
+    kind: Any = type(wrapper)
+    known = _LOOK_AT_REWARDS.get(kind) == (kind.step, kind.reset)
+    return known and statistics_key(wrapper) not in _OF_ENDS

@@ -1,0 +1,203 @@
+"""The environment objects of lanes: none is in two lanes, and each has one driver at a time."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from threading import Lock
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
+from torchrl.envs import EnvBase, SerialEnv
+
+from tallyroll.collector.compat import serial_envs
+from tallyroll.collector.envs.setup.traits import chain, system_of
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.errors import EnvironmentRefused
+
+_ELSEWHERE = (
+    ("stable_baselines3.common.vec_env.base_vec_env", "VecEnv"),
+    ("pettingzoo.utils.env", "AECEnv"),
+    ("pettingzoo.utils.env", "ParallelEnv"),
+    ("dm_env", "Environment"),
+    ("gym", "Env"),
+)
+"""Base classes of environments with a state, of libraries that may not be installed.
+
+Those of JAX are left out: their objects are functions, and many lanes may call one.
+"""
+_MOST = 4096
+"""Entries of a dictionary that are looked through for environments."""
+
+_drivers: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]] = {}
+"""By the id of an instance: the instance, and the method that notifies its driver of a loss."""
+_taking = Lock()
+
+
+def take_over(env: EnvBase, made: object, lost: Callable[[], None]) -> None:
+    """Notify the earlier drivers of ``env``; call ``lost`` when another driver takes a part.
+
+    Args:
+        env: the environment to drive.
+        made: the instance that it was made of.
+        lost: a bound method; its object is not kept alive. If it raises, nothing is taken.
+    """
+    parts = list(_parts(env, made))
+    with _taking:  # workers in threads may be given the same instance
+        for part in parts:
+            instance, before = _drivers.get(id(part), (None, None))
+            told = before() if before is not None else None
+            if instance is not None and instance() is part and told is not None and told != lost:
+                told()
+        for part in parts:
+            gone = partial(_forget, id(part))
+            _drivers[id(part)] = weakref.ref(part, gone), weakref.WeakMethod(lost)
+
+
+def _forget(number: int, _: object) -> None:
+    _drivers.pop(number, None)
+
+
+def _parts(env: EnvBase, made: object) -> Iterator[Any]:
+    """Yield the instances with a state, which another collector may be given as well."""
+    base = system_of(env)
+    found = [*chain(env), *([] if base is None else [base.system])]
+    found += objects_of(env)
+    if not any(made is each for each in found):
+        found += objects_of(made)
+    for each in found:
+        if getattr(type(each), "__weakrefoffset__", 0):
+            yield each
+
+
+# --- the objects within one -----------------------------------------------------------------------
+
+
+def objects_of(env: Any, most: int | None = None) -> list[Any]:
+    """Return ``env`` and all environments that it wraps or holds, each once, outermost first.
+
+    Those of other processes are left out, and those in objects that are no environments.
+
+    Args:
+        env: an environment of any library, or a system.
+        most: number of lanes; objects with more are left out, with all that is in them.
+            None: as many as ``env`` has.
+    """
+    most = lanes_of(env) if most is None else most
+    found, numbers, left = list[Any](), set[int](), [env]
+    while left:
+        each = left.pop(0)
+        if id(each) in numbers or lanes_of(each) > most:
+            continue
+        numbers.add(id(each))
+        found.append(each)
+        for value in _values(each):
+            left += [value] if is_environment(value.__class__) else _held(value)
+    return found
+
+
+def require_own_objects(env: EnvBase) -> None:
+    """Refuse lanes that share an environment, which each of them would step and reset.
+
+    Raises:
+        EnvironmentRefused: two lanes share one; the message names them.
+    """
+    *_, base = chain(env)
+    if isinstance(base, SerialEnv):
+        serial_envs(base)  # starts it: its environments are made then
+    for each in objects_of(env):
+        for group in groups_of(each):
+            _refuse_shared(group)
+
+
+def _refuse_shared(group: Sequence[Any]) -> None:
+    owners = dict[int, int]()
+    first = 0
+    for item in group:
+        for each in objects_of(item):
+            owner = owners.setdefault(id(each), first)
+            if owner != first:
+                raise EnvironmentRefused(
+                    f"lanes {owner} and {first}: expected an environment of its own for each lane, "
+                    f"got one {type(each).__name__} in both, which each would step and reset; let "
+                    "each call of the factory make a new one, and all that it wraps"
+                )
+        first += lanes_of(item)
+
+
+def groups_of(env: Any) -> Iterator[Sequence[Any]]:
+    """Yield the lists in which ``env`` itself has the environments of its lanes."""
+    lanes = lanes_of(env)
+    if lanes < 2:
+        return
+    own = getattr(env, "envs", None) if isinstance(env, (SyncVectorEnv, System)) else None
+    if isinstance(own, (list, tuple)) and len(own) == lanes and not _held(own):
+        yield own  # of objects that are no subclass of an environment
+    for value in _values(env):
+        held = _held(value)
+        if len(held) > 1 and sum(map(lanes_of, held)) == lanes:
+            yield held
+
+
+def _held(value: Any) -> Sequence[Any]:
+    """Return the environments in a list, a tuple or a dictionary; empty for others."""
+    if type(value) is dict and len(value) <= _MOST:
+        return [each for each in value.values() if is_environment(each.__class__)]
+    if isinstance(value, (list, tuple)) and value and is_environment(value[0].__class__):
+        return value
+    return ()
+
+
+def _values(env: Any) -> Iterator[Any]:
+    """Yield the values of the attributes of ``env``, and its ``unwrapped``.
+
+    Its ``__dict__`` is not asked for: CPython 3.11 and 3.12 then make one, and each step of a small
+    environment takes up to three times as long from there on.
+    """
+    for value in gc.get_referents(env):
+        if type(value) is dict and len(value) <= _MOST:  # perhaps its attributes
+            yield from list(value.values())
+        yield value
+    if isinstance(env, SystemEnv):
+        yield env.system
+    if isinstance(env, (gymnasium.Env, VectorEnv)):
+        try:
+            yield env.unwrapped
+        except Exception:  # noqa: BLE001  then its attributes have to do
+            return
+
+
+@lru_cache(maxsize=4096)
+def is_environment(kind: type) -> bool:
+    """Return whether ``kind`` is a class of environments, of any library that was imported."""
+    modules = ((sys.modules.get(module), name) for module, name in _ELSEWHERE)
+    others = [getattr(module, name, None) for module, name in modules]
+    return issubclass(kind, (gymnasium.Env, VectorEnv, EnvBase, System, *filter(None, others)))
+
+
+def inner_of(env: Any) -> Any:
+    """Return the one environment that ``env`` wraps; None if it wraps none, or holds several."""
+    if isinstance(env, (gymnasium.Wrapper, VectorWrapper)):
+        return env.env
+    found = dict[int, Any]()
+    for value in _values(env):
+        inner = value.values() if type(value) is dict and len(value) <= _MOST else (value,)
+        found |= {id(each): each for each in inner if is_environment(each.__class__)}
+    found.pop(id(env), None)
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def lanes_of(env: Any) -> int:
+    """Return the number of lanes of an environment of any library."""
+    if isinstance(env, EnvBase):
+        return int(env.batch_size.numel())
+    if isinstance(env, System):
+        return env.declares.lanes
+    try:
+        lanes = getattr(env, "num_envs", 1)
+    except Exception:  # noqa: BLE001  an attribute that raises says no number
+        return 1
+    return lanes if isinstance(lanes, int) else 1

@@ -1,0 +1,277 @@
+"""An environment as the collector drives it: moved, limited in time, primed, and seeded."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.envs import Compose, EnvBase, InitTracker, ParallelEnv, StepCounter, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
+from torchrl.modules import set_exploration_modules_spec_from_env
+
+from tallyroll.collector.counting.numbering import lane_seeds
+from tallyroll.collector.envs.failures import env_code
+from tallyroll.collector.envs.probes.known_faults import refuse_known_faults
+from tallyroll.collector.envs.probes.probe import refuse_reused
+from tallyroll.collector.envs.setup.traits import can_step_part, chain, runs_on_cpu, system_of
+from tallyroll.collector.envs.stepping.reset_draws import ResetDraws
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, NameRefused, ValueRefused
+from tallyroll.collector.options import Options
+from tallyroll.collector.options.resets import Resets
+from tallyroll.collector.policies.several.joint import Joint
+from tallyroll.storage.rows.keys import NEXT, as_key
+
+
+def _why_not(env: EnvBase) -> str:
+    """Return why an environment of TorchRL's takes nothing at resets of its lanes."""
+    *_, base = chain(env)
+    if isinstance(base, ParallelEnv):
+        return "whose processes reset their lanes, and are given nothing for them"
+    if isinstance(base, BatchedEnvBase) or base.batch_size.numel() > 1:
+        return "whose reset has one seed and the same options for all lanes"
+    return "whose set_seed begins an episode of its own, or not, by its class"
+
+
+def give_resets(env: EnvBase, resets: Resets) -> None:
+    """Let resets of ``env`` be given what ``resets`` draw, if these draw anything.
+
+    Raises:
+        EnvironmentRefused: its resets take no such thing; says why, and the way out.
+        ArgumentError: it takes other contexts.
+    """
+    base = system_of(env)
+    if base is not None:
+        base.stepper.contexts.leave(base.system)
+    if not resets.draws:
+        return
+    if base is None:
+        raise EnvironmentRefused(
+            f"resets: {type(env).__name__} is an environment of TorchRL's, {_why_not(env)}; pass "
+            "the id, or a factory of the Gymnasium environment, with num_envs"
+        )
+    system, d = base.system, base.stepper.declares
+    if resets.seeds and not d.reset_seeds:
+        raise EnvironmentRefused(
+            f"resets: {base.kind} takes no seed at the reset of a lane ({system.why_no_resets}); "
+            "leave seeds (--reset-seeds) out, or use an environment of Gymnasium by its id"
+        )
+    if resets.sampler is not None and not (d.context or d.options):
+        raise EnvironmentRefused(
+            f"resets: {base.kind} takes no options at the reset of a lane "
+            f"({system.why_no_resets}), and declares no context; leave the sampler (--reset) out, "
+            "or use an environment of Gymnasium by its id"
+        )
+    if kept := sorted(system.kept_options & {*resets.options_of(0)}):
+        raise ArgumentError(
+            f"reset_sampler: expected other names than {kept}, which {base.kind} needs for itself"
+        )
+    base.stepper.contexts.take(ResetDraws(resets, system))
+    base.stepper.follow_resets()
+
+
+def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
+    """``env`` on its device, with a time limit and a recurrent policy's states where needed.
+
+    Raises:
+        ArgumentError, EnvironmentRefused: it cannot be driven as ``options`` want it.
+    """
+    give_resets(env, options.resets)
+    _give_reward_dtype(env, options.columns.reward_dtype)
+    if options.layout.name != "torchrl":  # there what TorchRL does is what is wanted, and is said
+        refuse_known_faults(env, options.max_frames_per_traj, options.checks.finals == "lost")
+        _require_observed_agents(env)
+    device = options.env_device or (None if runs_on_cpu(env) else options.device)
+    if device is not None:
+        if device.type != "cpu" and runs_on_cpu(env):
+            raise ArgumentError(
+                f"env_device: a Gymnasium environment steps on the CPU, got {device}; "
+                "leave it out, and pass policy_device or storing_device"
+            )
+        env = env.to(device)
+    base = system_of(env)
+    if options.reset_at_each_iter and base is not None and base.system.forgets_resets:
+        raise EnvironmentRefused(
+            f"reset_at_each_iter: {base.kind} may reset lanes that ended once more after a reset, "
+            "in a step whose action it ignores; make the vector with autoreset disabled, or with "
+            "shared_memory=True"
+        )
+    if base is not None and (options.init_random_frames or _draws(policy)):
+        base.stepper.look_for_masks()
+    env = with_recurrent_states(env, policy)
+    if isinstance(policy, nn.Module):
+        # Those of its modules that explore within a range of actions, and were given none.
+        set_exploration_modules_spec_from_env(policy, env)
+    if options.max_frames_per_traj is not None:
+        env = with_time_limit(env, options.max_frames_per_traj)
+    if options.surplus == "never_step" and not can_step_part(env):
+        raise ArgumentError(
+            'surplus="never_step" needs an environment that can step some of its lanes '
+            "(a Gymnasium id, SyncVectorEnv with autoreset disabled, SerialEnv, ParallelEnv); "
+            f'got {env}; use surplus="carry" or "discard"'
+        )
+    if base is not None:
+        base.stepper.doubts_finals = options.checks.finals == "lost"
+    if options.checks.finals != "lost":
+        refuse_reused(env)
+    return env
+
+
+def _draws(policy: Any) -> bool:
+    """Return True if a policy, as a collector is given it, leaves actions to be drawn."""
+    if not isinstance(policy, Joint):
+        return policy is None
+    return any(part.policy is None or part.opening for part in policy.parts)
+
+
+def _require_observed_agents(env: EnvBase) -> None:
+    """Let TorchRL's wrapper of PettingZoo raise where it would store zeros for an agent's end."""
+    base: Any = list(chain(env))[-1]
+    if type(base).__module__ == "torchrl.envs.libs.pettingzoo" and base.parallel:
+        vars(base)["_step_parallel"] = partial(_step_observed, base)
+
+
+def _step_observed(env: Any, tensordict: TensorDictBase) -> Any:
+    """Step TorchRL's wrapper ``env`` of a parallel environment.
+
+    Raises:
+        ValueRefused: the step returned no observation of an agent that acted.
+    """
+    acting = list(env._env.agents)  # noqa: SLF001
+    returned = type(env)._step_parallel(env, tensordict)  # noqa: SLF001
+    for group, agents in env.group_map.items():
+        for agent in agents:
+            if agent in acting and agent not in returned[0]:
+                error = ValueRefused(
+                    (NEXT, group, "observation"),
+                    f"one of agent {agent}, which acted",
+                    "none, and TorchRL stores zeros for its observation and reward",
+                    "let step return it, or pass the PettingZoo environment itself, whose rows say "
+                    "which are lost",
+                )
+                error.lane = 0
+                raise error
+    return returned
+
+
+def _give_reward_dtype(env: EnvBase, dtype: Any) -> None:
+    """Let ``env`` return rewards of ``dtype``; None: as it declares them.
+
+    Raises:
+        ArgumentError: an environment of TorchRL's own declares another.
+    """
+    base = system_of(env)
+    if base is not None:
+        base.store_rewards_as(dtype)
+        for each in chain(env):
+            each.empty_cache()
+        return
+    found = {spec.dtype for spec in env.full_reward_spec.values(True, True)}
+    if dtype is not None and found != {dtype}:
+        raise ArgumentError(
+            f"reward_dtype: expected {', '.join(map(str, found))}, as the reward_spec of {env} "
+            f"declares, got {dtype}. Change that spec, or pass the environment that TorchRL wraps"
+        )
+
+
+def first_reset(env: EnvBase, first_lane: int = 0) -> TensorDictBase:
+    """Reset ``env``; if that declares infos, its wrappers read their specs again.
+
+    ``first_lane`` is the number of its first lane in the run.
+    """
+    lane = first_lane if env.batch_size.numel() == 1 else None
+    with env_code("the first reset of the environment", lane):
+        first: TensorDictBase = env.reset()
+        for each in chain(env):
+            each.empty_cache()
+    return first
+
+
+def seed_env(
+    env: EnvBase, seed: int, incarnation: int, lanes: Sequence[int] = (), *, asked: bool = True
+) -> list[int]:
+    """Seed the next reset of every lane; return their seeds, none if a system chooses some.
+
+    ``lanes`` are their numbers in the run (default: all lanes). ``asked``: the caller wants this
+    very seed.
+
+    Raises:
+        ArgumentError: a system that takes seeds only when it is made cannot be made again.
+    """
+    lanes = lanes or range(env.batch_size.numel())
+    of_all = lane_seeds(seed, max(lanes) + 1, incarnation)
+    seeds = [of_all[lane] for lane in lanes]
+    base = system_of(env)
+    if base is not None:
+        base.system.first_lane = lanes[0]
+        resets = base.stepper.contexts.resets
+        first = [] if resets is None else resets.seed(seed, incarnation, lanes)
+        if first:
+            return first
+        if base.stepper.takes_seeds:
+            base.seed_lanes(seeds)
+            shared = base.system.declares.seeds == "shared"
+            return [] if shared and len(seeds) > 1 else seeds
+        if asked and base.system.declares.seeds == "make":
+            raise ArgumentError(
+                f"seed: {base.kind} takes seeds only when it is made; pass a factory that takes "
+                "them (def make(seeds): …), or leave seed and resume out"
+            )
+        return []
+    with env_code("set_seed of the environment", lanes[0] if len(lanes) == 1 else None):
+        env.set_seed(seeds[0])
+    return seeds if len(seeds) == 1 else []
+
+
+def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
+    """``env`` whose trajectories are truncated after ``frames`` transitions."""
+    base = system_of(env)
+    declared_later = base is not None and ("step_count",) in base.info_keys
+    if declared_later or _counts_otherwise(env):
+        raise NameRefused(
+            "max_frames_per_traj counts in a column 'step_count', which the environment has "
+            'already: rename={"step_count": "own_step_count"}'
+        )
+    if base is not None and not base.stepper.declares.resets_by_mask:
+        raise EnvironmentRefused(
+            f"max_frames_per_traj resets lanes by mask, which {base.kind} ignores; limit episodes "
+            "where it is made (gymnasium.make_vec: max_episode_steps), or use SyncVectorEnv"
+        )
+    return TransformedEnv(env, StepCounter(max_steps=frames), auto_unwrap=True)
+
+
+def _counts_otherwise(env: EnvBase) -> bool:
+    """A column has the name that a StepCounter writes to, and another spec than it declares."""
+    spec = env.observation_spec.get("step_count", None)
+    if spec is None:
+        return False
+    low, high = getattr(spec, "low", None), getattr(spec, "high", None)
+    if spec.dtype is not torch.int64 or low is None or high is None:
+        return True
+    most = torch.iinfo(torch.int64).max
+    return not (bool(torch.all(low == 0)) and bool(torch.all(high == most)))
+
+
+def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
+    """``env`` with the states that a recurrent policy reads, where it lacks them."""
+    if not isinstance(policy, nn.Module):
+        return env
+    primers = [
+        module.make_tensordict_primer()  # type: ignore[operator]
+        for module in policy.modules()
+        if hasattr(module, "make_tensordict_primer")
+    ]
+    have = {as_key(key) for key in env.observation_spec.keys(True, True)}
+    missing = [p for p in primers if not {as_key(key) for key in p.primers.keys(True)} <= have]
+    if not missing:
+        return env
+    base = system_of(env)
+    if base is not None and base.stepper.declares.marks_transitions:
+        raise EnvironmentRefused(
+            "a recurrent policy's states are reset lane by lane through TransformedEnv, which "
+            f"{base.kind} does not allow (it ignores reset masks); "
+            "use SyncVectorEnv"
+        )
+    tracker = [] if ("is_init",) in have else [InitTracker()]
+    return TransformedEnv(env, Compose(*tracker, *missing), auto_unwrap=True)

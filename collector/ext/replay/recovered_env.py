@@ -1,0 +1,280 @@
+"""Environments made again from what a storage's manifest says; never by code that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType
+
+from tallyroll.collector.envs import registry
+from tallyroll.collector.envs.close import closing_on_error
+from tallyroll.collector.envs.setup.make import NOT_JSON, CreateEnv, make_env
+from tallyroll.collector.envs.setup.prepare import prepare_env
+from tallyroll.collector.errors import ArgumentError, EnvironmentUnknown
+from tallyroll.collector.ext.systems.pettingzoo import envs as pettingzoo
+from tallyroll.collector.options import Options
+from tallyroll.collector.options.draws import parsed as parsed_draw
+from tallyroll.collector.options.objects import Checks, Columns
+from tallyroll.collector.options.resets import Resets
+from tallyroll.collector.slab.info import parsed as parsed_info
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.files.copied_runs import is_collected
+from tallyroll.storage.storages import open_storage
+
+_INDIRECT = ("GymV21Environment", "GymV26Environment")
+"""Gymnasium's ids that import what their arguments name."""
+_BY_MODULE = "pettingzoo"
+"""A system whose names may be those of modules, unless its registry has them."""
+
+
+@dataclass(frozen=True)
+class RecoveredEnv:
+    """The way in which the environment of a run was made and driven, by the run's entry."""
+
+    create: CreateEnv
+    kwargs: dict[str, Any]
+    lanes: tuple[int, ...]
+    """Lanes of each worker; of one without workers."""
+    options: dict[str, Any]
+    """Arguments of a collector."""
+    resets: Resets
+    """How its resets were drawn, as far as the manifest says it."""
+    unknown_sampler: str = ""
+    """The name of the function that drew its resets; empty: there was none."""
+
+
+def recovered(
+    entry: Mapping[str, Any],
+    create_env_fn: CreateEnv | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
+    resets: Resets | None = None,
+) -> RecoveredEnv:
+    """Read the entry of a run; what the caller gives is taken in the place of what it says.
+
+    Raises:
+        EnvironmentUnknown: it names nothing that may be made, and ``create_env_fn`` is None.
+        CorruptStorage: the entry is damaged.
+    """
+    environment = _part(entry, "environment")
+    call = _part(entry, "call")
+    create, kwargs = create_env_fn, dict(env_kwargs or {})
+    if create is None:
+        create = _safe_id(environment)
+    if isinstance(create, str) and create == environment.get("id"):
+        _require_arguments(environment, kwargs)
+        kwargs = {**_in_step(create, _part(environment, "kwargs")), **kwargs}
+    lanes, workers = entry.get("lanes"), call.get("num_workers", 1)
+    if type(lanes) is not int or type(workers) is not int or not 0 < workers <= lanes:
+        raise CorruptStorage(
+            f"expected a run of some lanes, got lanes={lanes!r} and num_workers={workers!r} in the "
+            "manifest; `tallyroll verify` says what else is wrong"
+        )
+    shares = [lanes // workers + (part < lanes % workers) for part in range(workers)]
+    given, unknown = _resets(call) if resets is None else (resets, "")
+    try:
+        options = {
+            "max_frames_per_traj": call.get("max_frames_per_traj"),
+            "columns": Columns(
+                info_keys=[parsed_info(each) for each in call.get("info_keys", [])],
+                rename=dict(each.split("=", 1) for each in call.get("rename", [])),
+                frame_skip=call.get("frame_skip", 1),
+                reward_dtype=call.get("reward_dtype"),
+            ),
+            "checks": Checks(
+                finals=call.get("finals", "check"), reset_slots=call.get("reset_slots", "mask")
+            ),
+        }
+    except (ArgumentError, AttributeError, TypeError, ValueError) as error:
+        raise CorruptStorage(f"the entry of the run says what no call can be: {error}") from error
+    return RecoveredEnv(create, kwargs, tuple(shares), options, given, unknown)
+
+
+def _require_arguments(environment: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise `EnvironmentUnknown` for an argument of which the entry has a description alone."""
+    names = environment.get(NOT_JSON)
+    lacking = [name for name in names if name not in given] if isinstance(names, list) else []
+    if lacking:
+        raise EnvironmentUnknown(
+            f"the run's environment was made with {', '.join(map(str, lacking))}, which the "
+            "manifest cannot hold; pass env_kwargs= with it, or create_env_fn="
+        )
+
+
+def _part(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = entry.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _safe_id(environment: Mapping[str, Any]) -> str:
+    """Return the id of an environment that was made by it, if nothing is imported for its name.
+
+    Raises:
+        EnvironmentUnknown: there is none, or it names a module.
+    """
+    name = environment.get("id")
+    way_out = (
+        "pass what makes it: create_env_fn= (in a shell --env ID or --env-factory module:function)"
+    )
+    if not isinstance(name, str) or not name or "kwargs" not in environment:
+        kind = environment.get("type")
+        of = f" ({kind})" if isinstance(kind, str) else ""
+        raise EnvironmentUnknown(
+            f"the run's environment{of} came from a factory or was an instance, which no storage "
+            f"can tell how to make; {way_out}"
+        )
+    system, colon, rest = name.partition(":")
+    if not colon:
+        if system.startswith(_INDIRECT):
+            raise EnvironmentUnknown(
+                f"the run's environment {name!r} imports what its arguments name, and what a "
+                f"storage names is never imported; {way_out}"
+            )
+        return name
+    modules = ":" in rest or (system == _BY_MODULE and pettingzoo.registered(rest) is None)
+    if system not in registry.names() or modules:
+        raise EnvironmentUnknown(
+            f"the run's environment {name!r} names a module, and a module that a storage names is "
+            f"never imported; if you trust it, {way_out}"
+        )
+    return name
+
+
+def _in_step(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by which all lanes are stepped together: what each does is the same."""
+    if name.startswith("envpool:") and "batch_size" in kwargs:
+        return {**kwargs, "batch_size": 0}
+    return kwargs
+
+
+def _resets(call: Mapping[str, Any]) -> tuple[Resets, str]:
+    """Return how resets were drawn, and the name of a function that drew them."""
+    said = _part(call, "resets")
+    seeds, sampler = said.get("seeds") is True, said.get("sampler")
+    if isinstance(sampler, str):
+        return Resets(seeds=seeds), sampler
+    if not isinstance(sampler, dict) or not sampler:
+        return Resets(seeds=seeds), ""
+    try:
+        draws = {name: parsed_draw(text) for name, text in sampler.items()}
+        return Resets(sampler=draws, seeds=seeds), ""
+    except (ArgumentError, AttributeError, TypeError) as error:
+        raise CorruptStorage(
+            f"the entry of the run draws resets as nothing can: {error}"
+        ) from error
+
+
+def options_for(found: RecoveredEnv, num_envs: int | None, resets: Resets | None = None) -> Options:
+    """Return the options of a collector that would make the environment."""
+    return Options.of(
+        {
+            "frames_per_batch": 1,
+            "total_frames": 1,
+            "total_episodes": None,
+            "num_envs": num_envs,
+            "seed": None,
+            "device": None,
+            "env_kwargs": found.kwargs or None,
+            "layout": "rows",
+            "surplus": "carry",
+            "init_random_frames": 0,
+            "exploration_type": ExplorationType.RANDOM,
+            "reset_at_each_iter": False,
+            "postproc": None,
+            "devices": None,
+            "resets": resets,
+            "shard": None,
+            "storage": None,
+            "replay_buffer": None,
+            "more": {},
+            **found.options,
+        }
+    )
+
+
+def made(found: RecoveredEnv, lanes: int, resets: Resets | None = None) -> EnvBase:
+    """Make the environment with ``lanes`` lanes, or with those that its factory gives it.
+
+    Raises:
+        ArgumentError, EnvironmentRefused: it cannot be made, or not driven so.
+    """
+    num_envs = lanes if isinstance(found.create, str) else None
+    env = _made(found, num_envs, resets)
+    if num_envs is None and lanes != 1 and env.batch_size.numel() == 1 and _is_factory(found):
+        env.close(raise_if_closed=False)
+        env = _made(found, lanes, resets)
+    return env
+
+
+def _is_factory(found: RecoveredEnv) -> bool:
+    return callable(found.create) and not isinstance(found.create, EnvBase)
+
+
+def _made(found: RecoveredEnv, num_envs: int | None, resets: Resets | None) -> EnvBase:
+    options = options_for(found, num_envs, resets)
+    made = make_env(found.create, options)
+    with closing_on_error(made.env if made.owned else None):
+        return prepare_env(made.env, None, options)
+
+
+def recover_env(
+    path: str | PathLike[str],
+    run: int = -1,
+    *,
+    num_envs: int | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
+) -> EnvBase:
+    """Make the environment of a stored run again, as a collector drives it, from its provenance.
+
+    Only an id that is registered makes one: with Gymnasium, or with an environment system. What a
+    storage says is never imported or called, so that a factory, and an id of the form
+    ``"module:Env-v0"``, cannot be recovered; make these yourself.
+
+    Args:
+        path: the storage.
+        run: the index of the entry in its manifest's ``runs``.
+        num_envs: lanes; None: those of the run.
+        env_kwargs: keyword arguments beside those of the run, such as ``render_mode``.
+
+    Raises:
+        EnvironmentUnknown: its provenance does not say how, or names a module.
+        ArgumentError: there is no such run, or the id is not known here.
+        StorageError: the storage cannot be opened.
+
+    Examples:
+        >>> from tallyroll.collector import SyncCollector, recover_env
+        >>> from tallyroll.storage import MemmapStorage
+        >>> storage = MemmapStorage()
+        >>> with SyncCollector(
+        ...     "CartPole-v1", num_envs=2, frames_per_batch=20, total_frames=20, storage=storage
+        ... ) as collector:
+        ...     rows = next(iter(collector))
+        >>> env = recover_env(storage.path)
+        >>> env.reset()["observation"].shape
+        torch.Size([2, 4])
+        >>> env.close()
+        >>> storage.close()
+    """
+    with open_storage(Path(path), accept_copy=True) as storage:
+        entry = entry_of(storage.runs, run, str(path))
+    found = recovered(entry, None, env_kwargs)
+    return made(found, sum(found.lanes) if num_envs is None else num_envs)
+
+
+def entry_of(runs: Sequence[Mapping[str, Any]], run: int, path: str) -> Mapping[str, Any]:
+    """Return an entry of a manifest by its index.
+
+    Raises:
+        ArgumentError: there is none, or it is not of a collector's run.
+    """
+    try:
+        entry = runs[run]
+    except (IndexError, TypeError):
+        raise ArgumentError(f"run: {path} has {len(runs)} runs, got {run!r}") from None
+    if not is_collected(entry):
+        raise ArgumentError(f"run: expected a collector's run, and entry {run} of {path} is none")
+    return entry

@@ -1,0 +1,260 @@
+"""The plan of a replay: from where trajectories begin, and why others cannot. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.ext.replay.calls import FIRST_ID, Call, calls_of
+from tallyroll.collector.ext.replay.makers import NO_RUN, OLD, Maker
+from tallyroll.storage.trajectories.episodes import END_TERMINATED, END_TRUNCATED
+
+Table = np.ndarray[Any, Any]
+"""Lines of trajectories, as ``storage.trajectories.table`` has them."""
+
+_GONE = "rows of it are gone, which a ring has overwritten, or which a run or a copy left out"
+_NO_SEED = "neither it nor its run has a seed"
+_NOT_FIRST = (
+    "its lane's first trajectory of the run is not stored, and it would be stepped again from there"
+)
+_DISCARDS = (
+    "it differs, and the run threw transitions away, so that it may have begun in mid-episode"
+)
+_UNCOUNTED = (
+    "it differs, and may not begin where the trajectory before it ended: the run had workers, and "
+    "a copy does not say what a run lost"
+)
+_RESTARTED = (
+    "it differs, and may not begin where the trajectory before it ended: the run lost or threw "
+    "away transitions, or reset lanes"
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Trajectories of one lane that are stepped one after the other, from one reset on."""
+
+    lane: int
+    """The number of the lane in the run."""
+    trajectories: tuple[int, ...]
+    """Their ids."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Lines that start together: each from its own seed, or all from the run's."""
+
+    maker: int
+    """The index of what made their rows, of :attr:`History.makers`."""
+    seeded: bool
+    """True if each begins from the seed in its rows."""
+    lines: tuple[Line, ...]
+    doubt: str = ""
+    """The reason that a trajectory may begin elsewhere; empty if none may."""
+    first_too: bool = False
+    """True if that holds for the first trajectories of lines, too."""
+
+
+@dataclass
+class ReplayPlan:
+    """The lines that are replayed, and why the rest is not."""
+
+    groups: list[Group] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    """Reasons, by the ids of trajectories that cannot be replayed."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The trajectories of a storage, and the runs that made them."""
+
+    table: Table
+    span: range
+    """Rows that are there."""
+    makers: Sequence[Maker]
+    """The makers of the rows, in their order."""
+    seeded: bool
+    """True if rows have the seeds of their resets."""
+    losses: Mapping[str, int]
+    """Counts of the runs' ledgers, as far as they are known."""
+
+    known: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
+    """Calls that were looked up, by maker and lane."""
+
+    def calls_of(self, at: int, lane: int) -> list[Call]:
+        """Return the calls of a lane in the run of a maker."""
+        if (at, lane) not in self.known:
+            self.known[at, lane] = calls_of(self.makers[at].entry, lane)
+        return self.known[at, lane]
+
+    def maker_of(self, line: Table) -> int:
+        """Return the index of what made the first row of a line; -1 without one."""
+        firsts = [maker.first_row for maker in self.makers]
+        return int(np.searchsorted(firsts, line["first_row"], side="right")) - 1
+
+
+def plan_of(history: History, wanted: Collection[int]) -> ReplayPlan:
+    """Return how the ``wanted`` trajectories, ids, are replayed, and which cannot be."""
+    plan = ReplayPlan()
+    by_maker: dict[int, list[Table]] = defaultdict(list)
+    ids = {*wanted}
+    for line in history.table:
+        if int(line["id"]) not in ids:
+            continue
+        at = history.maker_of(line)
+        if why := _refused(history, line, at):
+            plan.refused[int(line["id"])] = why
+        else:
+            by_maker[at].append(line)
+    for at, found in by_maker.items():
+        lines = np.array(found)
+        if history.seeded:
+            sure = _begin_with_reset(history, at, lines)
+            for doubt, some in (("", lines[sure]), (_DISCARDS, lines[~sure])):
+                lone = tuple(Line(int(each["lane"]), (int(each["id"]),)) for each in some)
+                if lone:
+                    plan.groups.append(Group(at, True, lone, doubt, bool(doubt)))
+        else:
+            _chain(history, plan, at, lines)
+    return plan
+
+
+def _refused(history: History, line: Table, at: int) -> str:
+    """Return why a trajectory cannot be replayed, as far as its own line says it."""
+    if at < 0:
+        return NO_RUN
+    maker = history.makers[at]
+    if maker.refused:
+        return maker.refused
+    if line["first_row"] < history.span.start or line["first_step"] != 0:
+        return _GONE
+    for call in history.calls_of(at, int(line["lane"])):
+        if call.unknown and call.changes(line):
+            return call.unknown
+    if history.seeded:
+        return ""
+    if maker.own_seeds_only:
+        return maker.own_seeds_only
+    if not all(_is_number(maker.entry.get(name)) for name in ("seed", "incarnation")):
+        return _NO_SEED
+    return OLD if maker.first_row < history.span.start else ""
+
+
+def _chain(history: History, plan: ReplayPlan, at: int, wanted: Table) -> None:
+    """Add lines that begin with the run, or where it was resumed, up to the last one wanted."""
+    lines = lines_of_maker(history, at)
+    lanes = int(history.makers[at].entry.get("lanes", 0))
+    first = _first_id(history, at)
+    if first is None:
+        first = min((int(line["id"]) - int(line["lane"]) for line in lines), default=0)
+    by_lane: dict[int, list[Table]] = defaultdict(list)
+    for line in lines:
+        by_lane[int(line["lane"])].append(line)
+    made: list[Line] = []
+    for lane in sorted({int(line["lane"]) for line in wanted}):
+        asked = {int(line["id"]) for line in wanted if line["lane"] == lane}
+        stepped, why = _unbroken(by_lane[lane], first + lane, lanes)
+        plan.refused.update((id, why) for id in asked - {*stepped})
+        last = max((number for number, id in enumerate(stepped) if id in asked), default=-1)
+        if last >= 0:
+            made.append(Line(lane, tuple(stepped[: last + 1])))
+    if made:
+        doubt = _doubt(history, at)
+        first_too = bool(doubt) and not _skips_ids(history.makers[at])
+        plan.groups.append(Group(at, False, tuple(made), doubt, first_too))
+
+
+def lines_of_maker(history: History, at: int) -> Table:
+    """Return the lines of trajectories that began in a maker's rows."""
+    first, table = history.makers[at].first_row, history.table
+    stop = history.span.stop
+    if at + 1 < len(history.makers):
+        stop = history.makers[at + 1].first_row
+    found: Table = table[(table["first_row"] >= first) & (table["first_row"] < stop)]
+    return found
+
+
+def calls_around(history: History, at: int, lone: Line) -> tuple[list[Call], list[Call]]:
+    """Return the calls before the reset that a trajectory began with, and those after it."""
+    calls, (id,) = history.calls_of(at, lone.lane), lone.trajectories
+    if not calls:
+        return [], []
+    lines = lines_of_maker(history, at)
+    line = lines[lines["id"] == id][0]
+    own = lines[(lines["lane"] == line["lane"]) & (lines["id"] < id)]
+    entry, previous = history.makers[at].entry, own[-1] if len(own) else None
+    ended = previous is not None and previous["end"] in (END_TERMINATED, END_TRUNCATED)
+    ended = ended and not _call(entry).get("reset_at_each_iter")
+    before = [each for each in calls if each.is_before_reset(line, previous, ended=bool(ended))]
+    return before, [each for each in calls if each not in before and each.changes(line)]
+
+
+def _unbroken(lines: Sequence[Table], first: int, lanes: int) -> tuple[list[int], str]:
+    """Return the ids that follow one another from the first on, and why not those after them."""
+    found: list[int] = []
+    whole, before = True, -1
+    for line in lines:
+        id = int(line["id"])
+        if line["first_step"] != 0:
+            return found, _GONE
+        if not found and id != first:
+            return found, _NOT_FIRST
+        if found and not (whole and id == before + lanes):
+            return found, (
+                f"trajectory {before} of its lane was left before its end, or the one after it "
+                "was, and what the lane did then is not stored: the run lost it, threw it away, or "
+                "reset the lane"
+            )
+        found.append(id)
+        whole, before = line["end"] in (END_TERMINATED, END_TRUNCATED), id
+    return found, ""
+
+
+def _doubt(history: History, at: int) -> str:
+    maker = history.makers[at]
+    call = _call(maker.entry)
+    if not maker.counted and "num_workers" in call:
+        return _UNCOUNTED
+    lost = history.losses.get("lost", 0) or history.losses.get("respawned", 0)
+    breaks = call.get("surplus") == "discard" or call.get("reset_at_each_iter")
+    return _RESTARTED if lost or (breaks and not _skips_ids(maker)) else ""
+
+
+def _skips_ids(maker: Maker) -> bool:
+    """Return whether lanes skip an id where they do not go on from one trajectory to the next."""
+    return FIRST_ID in maker.entry
+
+
+def _first_id(history: History, at: int) -> int | None:
+    """Return the first id of a maker's trajectories; None if it is unknown, as of a copy."""
+    maker = history.makers[at]
+    first = maker.entry.get(FIRST_ID)
+    return first if maker.counted and _is_number(first) else None
+
+
+def _begin_with_reset(history: History, at: int, lines: Table) -> np.ndarray[Any, Any]:
+    """Return of which lines ``[n]`` it is known that they begin with a reset."""
+    maker = history.makers[at]
+    if _call(maker.entry).get("surplus") != "discard":
+        return np.ones(len(lines), np.bool_)
+    first = _first_id(history, at)
+    if first is None:
+        return np.zeros(len(lines), np.bool_)
+    own, lanes = lines_of_maker(history, at), int(maker.entry.get("lanes", 0))
+    whole = own["id"][np.isin(own["end"], (END_TERMINATED, END_TRUNCATED))]
+    found: np.ndarray[Any, Any] = np.isin(lines["id"] - lanes, whole)
+    found |= lines["id"] == first + lines["lane"]
+    return found
+
+
+def _call(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    call = entry.get("call")
+    return call if isinstance(call, dict) else {}
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and value >= 0

@@ -1,0 +1,98 @@
+"""Resets that are given the seeds and contexts of stored trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tallyroll.collector.envs.setup.traits import system_of
+from tallyroll.collector.envs.stepping.reset_draws import ResetDraws
+from tallyroll.collector.envs.system import System
+from tallyroll.collector.envs.system_env import SystemEnv
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
+from tallyroll.collector.options.resets import Resets
+
+Array = np.ndarray[Any, Any]
+
+
+class ReplayedDraws(ResetDraws):
+    """Seeds and contexts of the next resets of lanes, given by a caller; later ones are the same.
+
+    Args:
+        system: is given it.
+        columns: contexts by name, as values ``[n, ...]`` of any rows.
+        resets: draws the options that no column holds, by the seed.
+    """
+
+    def __init__(self, system: System, columns: Mapping[str, Array], resets: Resets) -> None:
+        lanes = system.declares.lanes
+        self._given, self._context = resets, dict(system.declares.context)
+        self._resets = Resets(seeds=True)
+        self._next = {
+            name: np.zeros((lanes, *values.shape[1:]), values.dtype)
+            for name, values in columns.items()
+        }
+        self._now = {name: values.copy() for name, values in self._next.items()}
+        self._seeds, self._now_seed = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
+        self._draws_options = bool(columns) or resets.sampler is not None
+        self._options: list[dict[str, Any]] = [{}] * lanes
+        self.told = None
+        if self._context.keys() != self._next.keys() and self._context:
+            raise ArgumentError(
+                f"expected an environment with the contexts {sorted(self._next)} that the rows "
+                f"have, got {sorted(self._context)}"
+            )
+
+    def seed(self, seed: int, incarnation: int, lanes: Sequence[int]) -> list[int]:
+        """Return the seeds of the next resets; a run's seed changes nothing."""
+        return self._seeds.tolist()
+
+    def give_lanes(self, seeds: Array, contexts: Mapping[str, Array]) -> None:
+        """Set what the first lanes are reset with next, an entry a lane; others as the last."""
+        count = len(seeds)
+        self._seeds[:count], self._seeds[count:] = seeds, seeds[-1]
+        for name, values in self._next.items():
+            values[:count], values[count:] = contexts[name], contexts[name][-1]
+        if self._draws_options and not self._context:
+            self._options = [self._options_of(lane) for lane in range(len(self._seeds))]
+
+    def _options_of(self, lane: int) -> dict[str, Any]:
+        drawn = self._given.options_of(int(self._seeds[lane]))
+        # As rows have them: numbers of the dtype of the column.
+        return {**drawn, **{name: values[lane].item() for name, values in self._next.items()}}
+
+    def begun(self, lanes: Array) -> None:
+        """Note that trajectories of ``lanes``, a mask or numbers, have begun."""
+        at = lanes.nonzero()[0] if lanes.dtype == np.bool_ else lanes
+        self._now_seed[at] = self._seeds[at]
+        for name, values in self._next.items():
+            self._now[name][at] = values[at]
+        if self.told is not None and len(at):
+            self.told(at.tolist())
+
+
+def give_draws(env: Any, columns: Mapping[str, Array], resets: Resets) -> ReplayedDraws:
+    """Let resets of ``env`` be given what a caller says.
+
+    Raises:
+        EnvironmentRefused: its resets take no seed, or no options.
+    """
+    base: SystemEnv | None = system_of(env)
+    d = None if base is None else base.stepper.declares
+    if base is None or d is None or not d.reset_seeds:
+        kind = type(env).__name__ if base is None else base.kind
+        why = "" if base is None else f" ({base.system.why_no_resets})"
+        raise EnvironmentRefused(
+            f"{kind} takes no seed at the reset of a lane{why}, and the rows say that the run's "
+            "environment did; pass the environment that the run had"
+        )
+    if columns and not (d.context or d.options):
+        raise EnvironmentRefused(
+            f"{base.kind} takes no options at the reset of a lane ({base.system.why_no_resets}), "
+            "and the rows have contexts; pass the environment that the run had"
+        )
+    draws = ReplayedDraws(base.system, columns, resets)
+    base.stepper.contexts.take(draws)
+    return draws

@@ -1,0 +1,171 @@
+"""Films and pictures of replayed trajectories."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from gymnasium.error import DependencyNotInstalled
+from gymnasium.error import Error as GymnasiumError
+from gymnasium.vector import SyncVectorEnv
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.envs.extras import needs
+from tallyroll.collector.envs.setup.traits import system_of
+from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, MissingExtra
+from tallyroll.collector.ext.replay.comparison import Difference
+
+Array = np.ndarray[Any, Any]
+
+_RATE = 30
+_MODE = 'make the environment with render_mode="rgb_array"'
+_CODECS = ("libx264", "mpeg4")
+
+
+class EpisodeVideo:
+    """An MP4 file that is written frame by frame, as a context.
+
+    Args:
+        path: the file, which is replaced.
+
+    Raises:
+        MissingExtra: PyAV is not installed.
+        ArgumentError: the file cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._av: Any = needs("av", "video", "films")
+        self._path = path
+        if not path.endswith(".mp4"):
+            raise ArgumentError(f"video: expected a file that ends in .mp4, got {path!r}")
+        self._container: Any = None
+        self._stream: Any = None
+        self.frames = 0
+        """Frames that were written."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._file = open(self._path, "wb")
+        except OSError as error:
+            raise ArgumentError(
+                f"video: {self._path} cannot be written: {error.strerror}"
+            ) from error
+        self._container = self._av.open(self._file, "w", format="mp4")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._stream is not None:
+                self._container.mux(self._stream.encode(None))
+            self._container.close()
+        finally:
+            self._file.close()
+            if not self.frames:
+                os.unlink(self._path)
+
+    def show(self, env: EnvBase, lane: int) -> None:
+        """Add a frame of what a lane looks like now."""
+        self.add(rendered(env, lane))
+
+    def add(self, image: Array) -> None:
+        """Add an image, uint8 ``[height, width, 3]``."""
+        height, width = (size + size % 2 for size in image.shape[:2])
+        if self._stream is None:
+            self._stream = self._begun(width, height)
+        wanted = (self._stream.height, self._stream.width)
+        if (height, width) != wanted:
+            raise EnvironmentRefused(
+                f"frames of a film have one size, got {[height, width]} after {[*wanted]}"
+            )
+        padded = np.pad(image, [(0, image.shape[0] % 2), (0, image.shape[1] % 2), (0, 0)])
+        frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(padded), format="rgb24")
+        self._container.mux(self._stream.encode(frame))
+        self.frames += 1
+
+    def _begun(self, width: int, height: int) -> Any:
+        codec = next((name for name in _CODECS if name in self._av.codecs_available), None)
+        if codec is None:
+            raise EnvironmentRefused(f"PyAV here has none of the encoders {', '.join(_CODECS)}")
+        stream = self._container.add_stream(codec, rate=_RATE)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        return stream
+
+
+def rendered(env: EnvBase, lane: int) -> Array:
+    """Return an image of a lane, uint8 ``[height, width, 3]``.
+
+    Raises:
+        EnvironmentRefused: the environment renders none.
+        MissingExtra: a package that it renders with is not installed.
+    """
+    base = system_of(env)
+    kind = type(env).__name__ if base is None else base.kind
+    inner = None if base is None else getattr(base.system, "env", None)
+    vector = getattr(inner, "unwrapped", None)
+    if not isinstance(vector, SyncVectorEnv):
+        raise EnvironmentRefused(
+            f"{kind} cannot be filmed: expected a Gymnasium environment by its id, or by a factory"
+        )
+    try:
+        image = vector.envs[lane].render()
+    except DependencyNotInstalled as error:
+        raise MissingExtra(f"{kind} cannot be filmed: {error}") from error
+    except GymnasiumError as error:
+        raise EnvironmentRefused(f"{kind} cannot be filmed: {error}; {_MODE}") from error
+    found = np.asarray(image)
+    if found.dtype != np.uint8 or found.ndim != 3 or found.shape[-1] != 3:
+        raise EnvironmentRefused(
+            "expected an image of render(), uint8 [height, width, 3], got "
+            f"{type(image).__name__}; {_MODE}"
+        )
+    return found
+
+
+def write_picture(difference: Difference, path: str) -> None:
+    """Write a PNG file: the stored image, the replayed one, and what differs between them.
+
+    Raises:
+        ArgumentError: the value is no image, or the file cannot be written.
+    """
+    if not difference.is_image:
+        raise ArgumentError(
+            f"{difference.column} is no image (uint8, height and width): there is no picture of it"
+        )
+    images = [_coloured(each) for each in (difference.stored, difference.replayed)]
+    apart = np.abs(images[0].astype(np.int16) - images[1].astype(np.int16)).max(axis=-1)
+    marked = np.where(apart > 0, np.maximum(apart, 64), 0).astype(np.uint8)
+    images.append(np.stack([marked, np.zeros_like(marked), np.zeros_like(marked)], axis=-1))
+    line = np.full((images[0].shape[0], 2, 3), 255, np.uint8)
+    whole = np.concatenate([images[0], line, images[1], line, images[2]], axis=1)
+    try:
+        with open(path, "wb") as file:
+            file.write(png(whole))
+    except OSError as error:
+        raise ArgumentError(f"the picture {path} cannot be written: {error.strerror}") from error
+
+
+def _coloured(image: Array) -> Array:
+    """Return an image as ``[height, width, 3]``."""
+    image = image[..., None] if image.ndim == 2 else image[..., :3]
+    return np.broadcast_to(image, (*image.shape[:2], 3))
+
+
+def png(image: Array) -> bytes:
+    """Return a PNG file of an image, uint8 ``[height, width, 3]``."""
+    height, width, _ = image.shape
+    lines = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = (b"IHDR", head), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in parts
+    )

@@ -1,0 +1,245 @@
+"""The runs of a storage, read for a report: what they were asked for, counts, and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tallyroll.collector.ext.report.group_fields import shortened
+from tallyroll.collector.ext.report.stored_runs import (
+    Table,
+    part,
+    runs_of,
+    table_of,
+    unversioned,
+    whole_number,
+)
+from tallyroll.storage.errors import ColumnsMissing
+from tallyroll.storage.files.copied_runs import LEFT_OUT, is_copied
+from tallyroll.storage.files.manifest import exported
+from tallyroll.storage.files.run_record import RunRecord, is_count
+from tallyroll.storage.rows.keys import REWARD
+from tallyroll.storage.storages import DiskStorage, open_storage
+
+COUNTS: Final = (
+    "executed",
+    "discarded",
+    "carried",
+    "lost",
+    "reset_slots",
+    "episodes_complete",
+    "episodes_cut",
+)
+"""Counts of a ledger that a report shows, beside those that are stored."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a storage. Arrays have an entry an episode, none where returns are not known."""
+
+    path: str
+    """The path of its storage; with the run's number behind it where that has several."""
+    place: str
+    """The path of its storage."""
+    environment: str
+    entry: Mapping[str, Any]
+    """Its newest entry in the manifest."""
+    identity: tuple[Any, ...]
+    """The same of two runs if one is a copy of the other."""
+    seed: int | None
+    asked: int | None
+    """Transitions, None where it was asked for episodes or for nothing."""
+    asked_episodes: int | None
+    stored: int
+    """Transitions: those that a ring has overwritten too."""
+    counts: Mapping[str, int] | None
+    """Counts of the ledger at its last commit; None: the storage has another run's."""
+    resumed: int
+    resumed_at: tuple[int, ...]
+    """The numbers of transitions at which it went on."""
+    replaced: int
+    """Workers that were replaced."""
+    state: str
+    """``"complete"``, ``"stopped"`` before that, ``"running"``, ``"killed"``, or ``"closed"``: it
+    was asked for nothing."""
+    episodes: int
+    """Episodes that ended, whole, in the rows that are there."""
+    ended_at: NDArray[np.int64]
+    """The number of each one's last row among those of the run, from 1 on, ascending.
+
+    Rows of a batch may lie lane by lane: it is within a batch of `Episode.ended_at`, and is in the
+    same batch.
+    """
+    returns: NDArray[np.float64]
+    """The return of each episode, in the same order."""
+    without_returns: str = ""
+    """Why there are none."""
+    begins_late: bool = False
+    """Its oldest rows were overwritten in a ring."""
+    unversioned: str = ""
+    """Says where weights changed and the policy's version did not; empty: the run noted nothing."""
+
+
+def read_runs(
+    path: str,
+    progress: Callable[[int], object],
+    problem: Callable[[str], object],
+    *,
+    accept_copy: bool = False,
+) -> Iterator[Run]:
+    """Yield the runs of a storage; ``problem`` is called with each thing that cannot be read.
+
+    Args:
+        path: of the storage.
+        progress: called with the number of rows that are counted so far.
+        problem: called with sentences.
+        accept_copy: as in `open_storage`.
+
+    Raises:
+        StorageError: the storage cannot be opened or read.
+    """
+    with open_storage(path, accept_copy=accept_copy) as storage:
+        span = storage.span
+        # What made them is shown to others: as in other formats, without the host.
+        runs = runs_of([exported(run) for run in storage.runs], span)
+        if not storage.head:
+            problem("no rows are in it yet")
+        elif not runs:
+            problem("its manifest names no run that made its rows")
+        lines, why = _episodes(storage, span, progress)
+        record = RunRecord.parse(storage.record)
+        last_state = _state(storage)
+        for number, run in enumerate(runs):
+            stop = runs[number + 1]["first_row"] if number + 1 < len(runs) else span.stop
+            last = number + 1 == len(runs)
+            if is_copied(run) or LEFT_OUT in run:
+                problem(
+                    f"rows {run['first_row']:,} to {stop - 1:,} were copied from other storages: "
+                    "give those"
+                )
+                continue
+            own = record if last and record and record.first_row == run["first_row"] else None
+            yield _run_of(
+                path if len(runs) == 1 else f"{path} (run {number})",
+                path,
+                str(storage.manifest["id"]),
+                run,
+                stop,
+                own,
+                last_state if last else "stopped",
+                lines[(lines["first_row"] >= run["first_row"]) & (lines["first_row"] < stop)],
+                why,
+                begins_late=run["first_row"] < span.start,
+            )
+
+
+def _episodes(
+    storage: DiskStorage, span: range, progress: Callable[[int], object]
+) -> tuple[Table, str]:
+    """Return the lines of episodes that ended, whole, and why they have no returns, or ""."""
+    reader = storage.reader
+    if not storage.head:
+        return storage.trajectories.table[:0], "it has no rows"
+    try:
+        reader.trajectory_index.episodes(reader, progress)
+        table, whole = table_of(storage.trajectories.table, span)
+    except ColumnsMissing:
+        nothing = np.zeros(0, [("first_row", "i8"), ("last_row", "i8"), ("length", "i8")])
+        return nothing, "its rows do not say which trajectory they belong to"
+    lines = table[whole]
+    lines = lines[np.argsort(lines["last_row"])]
+    if REWARD not in storage.schema:
+        return lines, "its rows have no column next/reward"
+    if lines["return"].ndim > 1:
+        return lines, "its rows have several rewards each"
+    return lines, ""
+
+
+def _state(storage: DiskStorage) -> str:
+    """Return whether a process writes, or its writer was killed; "stopped" otherwise."""
+    if storage.reader.is_written:
+        return "running"
+    return "killed" if storage.left_open else "stopped"
+
+
+def _run_of(
+    path: str,
+    place: str,
+    id: str,
+    run: Mapping[str, Any],
+    stop: int,
+    record: RunRecord | None,
+    state: str,
+    lines: Table,
+    why: str,
+    *,
+    begins_late: bool,
+) -> Run:
+    call = {**part(run, "call"), **_command(part(run, "command"))}
+    before = record.stored_before if record is not None else 0
+    first = run["first_row"] - before
+    counts = None if record is None else record.ledger
+    stored, asked, episodes = stop - first, _count(call, "total_frames"), None
+    if asked is None:
+        episodes = _count(call, "total_episodes")
+    done = counts.get("episodes_complete", 0) if counts else len(lines)
+    done_frames = asked is not None and stored >= asked
+    if call.get("budget_unit") == "agent_transitions":  # of which no column of the report says
+        agents = counts.get("agent_transitions", 0) if counts else 0
+        done_frames = asked is not None and agents >= asked
+    if asked is None and episodes is None:
+        state = "closed" if state == "stopped" else state
+    elif (done_frames if asked is not None else done >= (episodes or 0)) and state != "running":
+        state = "complete"
+    if not why and not len(lines):
+        why = "no episode of it has ended whole"
+    ended = len(lines)
+    returns = np.empty(0) if why else lines["return"].astype(np.float64)
+    if strange := int(np.count_nonzero(~np.isfinite(returns))):
+        why = f"{strange:,} of {len(returns):,} returns are no finite numbers"
+    lines = lines[: 0 if why else None]
+    returns = returns[: 0 if why else None]
+    seed = whole_number(run, "seed", -1)
+    return Run(
+        path=path,
+        place=place,
+        environment=_environment(run),
+        entry=run,
+        identity=(id, run["first_row"], seed, str(part(run, "made").get("at"))),
+        seed=None if seed < 0 else seed,
+        asked=None if call.get("budget_unit") == "agent_transitions" else asked,
+        asked_episodes=episodes,
+        stored=stored,
+        counts=counts,
+        resumed=run["resumed"],
+        resumed_at=tuple(row - first for row in run["resumed_at"]),
+        replaced=whole_number(run, "respawned"),
+        state=state,
+        episodes=ended,
+        ended_at=(lines["last_row"] - first + 1).astype(np.int64),
+        returns=returns,
+        without_returns=why,
+        begins_late=begins_late,
+        unversioned=unversioned(run),
+    )
+
+
+def _count(call: Mapping[str, Any], name: str) -> int | None:
+    value = whole_number(call, name)
+    return value if value > 0 else None
+
+
+def _command(command: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the budget of a command by the names that calls have for it."""
+    names = {"frames": "total_frames", "episodes": "total_episodes"}
+    return {ours: command[name] for name, ours in names.items() if is_count(command.get(name))}
+
+
+def _environment(run: Mapping[str, Any]) -> str:
+    environment = part(run, "environment")
+    found = environment.get("id") or environment.get("type")
+    return shortened(found) if found else "unknown environment"

@@ -1,0 +1,155 @@
+"""One of several policies as it acts: alone on its rows, with random numbers of its own."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torch import nn
+from torchrl.envs import EnvBase
+
+from tallyroll.collector.compat import generator_states
+from tallyroll.collector.counting.numbering import policy_seed
+from tallyroll.collector.errors import PolicyError
+from tallyroll.collector.policies.policy import Policy, copy_of
+from tallyroll.collector.policies.random_actions import RandomActions, action_keys
+from tallyroll.collector.policies.several.entries import OnePolicy
+from tallyroll.collector.policies.slot_rng import SlotRng
+from tallyroll.collector.policies.trial import no_tensordict
+from tallyroll.storage.rows.keys import Key, as_key
+
+PolicyId = int | str
+"""The place of a policy in a list by lane, or the group that it acts for."""
+
+
+class PolicyPart:
+    """A policy that chooses some of the actions of a slot.
+
+    Args:
+        id: of several policies, which one it is.
+        policy: on its device; None draws random actions.
+        one: the policy as a caller gave it, and its options.
+    """
+
+    def __init__(self, id: PolicyId, policy: Policy | None, one: OnePolicy) -> None:
+        self.id, self.policy, self.one = id, policy, one
+        self.rng = SlotRng()
+        """Draws the actions of a part without a policy."""
+        self.stream: torch.Tensor | None = None
+        """The state of torch's generator for its next call; None: the state as it comes."""
+        self.random: RandomActions | None = None
+        self._env: EnvBase | None = None
+        self._lanes: tuple[int, int] | None = None
+
+    @property
+    def opening(self) -> int:
+        """Transitions of its lanes that have random actions before it acts."""
+        return self.one.init_random_frames
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The policy's weights; None if it has none."""
+        module = None if self.policy is None else self.policy.module
+        return module if isinstance(module, nn.Module) else None
+
+    def copied(self) -> "PolicyPart":
+        """Return a copy whose calls leave no trace; an exception says that there can be none."""
+        policy = None
+        if self.policy is not None:
+            policy = copy.copy(self.policy)
+            policy.calls(copy_of(self.policy.module))
+        made = PolicyPart(self.id, policy, self.one)
+        made.stream = None if self.stream is None else self.stream.clone()
+        made.rng.state = self.rng.state
+        if self._env is not None and self._lanes is not None:
+            made.draws_for(self._env, *self._lanes)
+        return made
+
+    # --- random numbers ---------------------------------------------------------------------------
+
+    def draws_for(self, env: EnvBase, lanes: int, first: int) -> None:
+        """Draw random actions for ``env``, whose lanes begin with ``first`` of ``lanes``."""
+        if self.policy is None:
+            self._env, self._lanes = env, (lanes, first)
+            self.random = RandomActions(env, self.rng, lanes, first)
+
+    def seed(
+        self, seed: int, incarnation: int, number: int, worker: int | None, *, own: bool
+    ) -> None:
+        """Begin the streams of its random numbers, which no other part changes.
+
+        ``own``: torch's generator is this thread's alone, so that it can be another one meanwhile.
+        """
+        if self.policy is None:
+            self.rng.seed(policy_seed(seed, incarnation, number))
+        if self.policy is None or not own:
+            return
+        words = policy_seed(seed, incarnation, number, worker).generate_state(1)
+        with _generator_of_torch():
+            torch.manual_seed(int(words[0]))
+            self.stream = generator_states()[0]
+
+    @property
+    def generators(self) -> dict[str, Any]:
+        """The places in its streams."""
+        return {"torch": self.stream, "actions": self.rng.state}
+
+    @generators.setter
+    def generators(self, states: Mapping[str, Any]) -> None:
+        self.stream, self.rng.state = states["torch"], states["actions"]
+
+    # --- actions ----------------------------------------------------------------------------------
+
+    def __call__(self, td: TensorDictBase) -> dict[Key, torch.Tensor]:
+        """Return what it adds to ``td``: actions in the form that the environment takes."""
+        policy = self.policy
+        assert policy is not None
+        try:
+            if self.stream is None:
+                out = policy(td)
+            else:
+                with _generator_of_torch():
+                    torch.set_rng_state(self.stream)
+                    out = policy(td)
+                    self.stream = torch.get_rng_state()
+        except Exception as error:
+            error.add_note(f"tallyroll: raised for {whose(self.id)}")
+            raise
+        if not is_tensor_collection(out):
+            raise no_tensordict(out)
+        found: dict[Key, torch.Tensor] = {}
+        for name, value in out.items(True, True):
+            key = as_key(name)
+            if key in policy.writes and isinstance(value, torch.Tensor):
+                form = policy.forms.get(key)
+                found[key] = form(value) if form is not None and form.takes(value) else value
+        for key in policy.writes:
+            if key not in found and not key[-1].startswith("_"):
+                raise PolicyError(
+                    f"policy {self.id}: it wrote {'/'.join(key)} on the first observation, and not "
+                    "now"
+                )
+        return found
+
+    def at_random(self, td: TensorDictBase) -> dict[Key, torch.Tensor]:
+        """Return random actions for all lanes of the environment."""
+        assert self.random is not None and self._env is not None
+        drawn = self.random(td.clone(False))
+        return {key: drawn.get(key) for key in action_keys(self._env)}
+
+
+def whose(id: PolicyId) -> str:
+    """Return the words for a policy in messages."""
+    return f"policy {id}" if isinstance(id, int) else f"the policy of the group {id!r}"
+
+
+@contextmanager
+def _generator_of_torch() -> Iterator[None]:
+    """A context that leaves torch's generator of the CPU as it was."""
+    before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

@@ -1,0 +1,483 @@
+"""Getting workers ready: environments, seeds, an agreed layout, memory; and getting new ones."""
+
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import cloudpickle
+
+from tallyroll.collector.batches.checks.ranges import Range
+from tallyroll.collector.counting.ledger import Ledger
+from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
+from tallyroll.collector.envs.calls.replay_calls import Calls, require_repeated
+from tallyroll.collector.envs.calls.serialization import outcome_of, packed
+from tallyroll.collector.envs.setup.make import CLASSES
+from tallyroll.collector.envs.setup.spaces import joined
+from tallyroll.collector.errors import EnvironmentRefused, StateError, WorkerError, WorkerHung
+from tallyroll.collector.options.sharding import ShardOfRun
+from tallyroll.collector.slab.progress import FILLED
+from tallyroll.collector.workers import messages as m
+from tallyroll.collector.workers.member import Member
+from tallyroll.collector.workers.pool import WorkerPool
+from tallyroll.collector.workers.share import Share
+from tallyroll.collector.workers.transport import Place
+from tallyroll.storage.rows.keys import spell
+
+Lead = Generator[object, Any, Any]
+"""The way of one worker: yields questions, is sent their answers, first that to its start."""
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """A worker that gets ready in the place of one that failed."""
+
+    why: Exception
+    """The failure of the one before it."""
+    lead: Lead
+    done: Callable[[Any], object]
+    """Is called with what ``lead`` returns."""
+    again: Callable[[Exception], None]
+    """Starts another one, where this one fails too, or raises."""
+
+
+class Replacements:
+    """A state machine for each worker that gets ready in the place of another.
+
+    None is waited for while others have something to say.
+
+    Args:
+        pool: all workers.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._worker_pool = pool
+        self._coming: dict[int, _Replacement] = {}
+        """Workers that get ready, by their index."""
+
+    def start(
+        self,
+        member: Member,
+        why: Exception,
+        lead: Lead,
+        done: Callable[[Any], object],
+        again: Callable[[Exception], None],
+    ) -> None:
+        """Start a worker in the place of ``member``, which failed, and lead it from then on.
+
+        Args:
+            member: whose place it is.
+            why: the failure.
+            lead: the way of the new one.
+            done: is called with what ``lead`` returns.
+            again: starts another one, where this one fails too, or raises.
+        """
+        self._coming.pop(member.index, None)
+        next(lead)  # until it waits for what the worker says first
+        self._worker_pool.restart(member)
+        self._coming[member.index] = _Replacement(why, lead, done, again)
+
+    @property
+    def under_way(self) -> bool:
+        """Some workers get ready in the place of others."""
+        return bool(self._coming)
+
+    def leads(self, member: Member) -> bool:
+        """``member`` is one of them."""
+        return member.index in self._coming
+
+    def hears(self, member: Member, answer: Any) -> bool:
+        """Whether a worker that gets ready said this; leads it on.
+
+        Raises:
+            WorkerError: it failed, and may not be replaced.
+            EnvironmentRefused: it differs from the one in whose place it is.
+        """
+        coming = self._coming.get(member.index)
+        if coming is None:
+            return False
+        if isinstance(answer, Exception):
+            del self._coming[member.index]
+            coming.again(answer)
+        else:
+            self._lead_on(member, coming, answer)
+        return True
+
+    def _lead_on(self, member: Member, coming: _Replacement, answer: Any) -> None:
+        try:
+            self._worker_pool.ask(member, coming.lead.send(answer))
+        except StopIteration as end:
+            del self._coming[member.index]
+            coming.done(end.value)
+        except BaseException:
+            del self._coming[member.index]
+            raise
+
+    def hears_settled(self, member: Member, answer: Any) -> None:
+        """Hear an answer where all is halted: a worker that failed is left until it is asked."""
+        if isinstance(answer, Exception):
+            self._coming.pop(member.index, None)
+        else:
+            self.hears(member, answer)
+
+    def give_up(self) -> None:
+        """Leave workers that get ready: they count as failed, and are replaced when asked again."""
+        for member in self._worker_pool.members:
+            if coming := self._coming.pop(member.index, None):
+                self._worker_pool.give_up(member, coming.why)
+
+    def finish(self) -> None:
+        """Wait until all workers are ready.
+
+        Raises:
+            WorkerError, EnvironmentRefused: as of :meth:`hears`.
+        """
+        pool = self._worker_pool
+        while self._coming:
+            coming = [member for member in pool.members if member.index in self._coming]
+            for member, answer in pool.events(of=coming):
+                self.hears(member, answer)
+
+
+_ENDED = (
+    "the workers ended, because the collector was shut down or an exception ended its run; make "
+    "another collector"
+)
+
+
+class WorkerStartup:
+    """Leads workers from their start to their first step; a new one in the same way.
+
+    Args:
+        pool: workers that were started.
+        respawns: how many workers may be replaced; 0: any that fails ends the run.
+        part: the shard whose lanes they have; None: they have all lanes of the run.
+    """
+
+    ledger: Ledger
+    """Counts respawns, and has the seed of the run."""
+    planned: m.SlabRequest
+    """The plan that the workers agreed on, when they were seeded."""
+    ranges: Sequence[Range]
+    """Values that any worker's environment may return."""
+    _memory: tuple[Share, Place]
+
+    def __init__(self, pool: WorkerPool, respawns: int, part: ShardOfRun | None = None) -> None:
+        self._worker_pool, self._part = pool, part
+        self._left = respawns
+        self._limit = respawns
+        self.replacements = Replacements(pool)
+        self._calls = Calls()
+        self.apart: Sequence[str] = ()
+        """Transforms that keep statistics of each worker's own lanes."""
+
+    # --- all of them, once ------------------------------------------------------------------------
+
+    def made(self) -> dict[str, Any]:
+        """Hear that all environments stand, number their lanes, and return what they are."""
+        answers: list[m.EnvReady] = self._answers(_first_answer)
+        first, before = 0, 0 if self._part is None else self._part.lanes.start
+        for member, answer in zip(self._worker_pool.members, answers, strict=True):
+            member.columns = range(first, first + answer.lanes)
+            member.lanes = range(before + first, before + first + answer.lanes)
+            first += answer.lanes
+        classes = {name for each in answers for name in each.description.get(CLASSES, ())}
+        return answers[0].description | {CLASSES: sorted(classes)}
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Lanes of each worker."""
+        return tuple(len(member.lanes) for member in self._worker_pool.members)
+
+    def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
+        """Seed all lanes; returns their seeds, none where a system chooses some.
+
+        ``asked``: a caller wants this very seed.
+
+        Raises:
+            EnvironmentRefused: the workers' environments or policies differ in their columns.
+        """
+        pool = self._worker_pool
+        if pool.is_closed:
+            failed = (member.failed for member in pool.members if member.failed is not None)
+            raise next(failed, StateError(f"set_seed: {_ENDED}"))
+        self._asked = asked
+        self.replacements.finish()
+        for member in pool.members:
+            pool.ask(member, self._seed(member, seed, incarnation))
+
+        def made_and_seeded(member: Member) -> Lead:
+            yield from self._getting_made(member)
+            answer = yield self._seed(member, seed, incarnation)
+            if hasattr(self, "_memory"):  # the run is seeded once more
+                yield self._bind(member)
+                member.ready = True
+            return answer
+
+        answers: list[m.SlabRequest] = self._answers(made_and_seeded)
+        for member, answer in zip(self._worker_pool.members, answers, strict=True):
+            _require_same(answers[0], answer, member)
+            member.seeds = answer.lane_seeds
+        if len(answers) > 1:
+            self.apart = sorted({name for answer in answers for name in answer.statistics})
+        first, spaces = answers[0], joined([answer.plan.spaces for answer in answers], self.lanes)
+        self.planned = replace(
+            first,
+            plan=replace(first.plan, spaces=spaces),
+            drawn_ahead=all(answer.drawn_ahead for answer in answers),
+        )
+        self.ranges = _widest([answer.ranges for answer in answers], self.lanes)
+        found = [seed for answer in answers for seed in answer.lane_seeds]
+        return found if all(answer.lane_seeds for answer in answers) else []
+
+    def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
+        first, part = member.lanes.start, self._part
+        run_lanes = sum(self.lanes) if part is None else part.run_lanes
+        # Workers of other shards draw other numbers: no two of these have the same.
+        worker = member.index + (0 if part is None else part.lanes.start)
+        return m.Seed(seed, incarnation, first, run_lanes, worker, self._asked)
+
+    def bind(self, share: Share, place: Place) -> None:
+        """Hand the memory to all."""
+        self._memory = share, place
+        for member in self._worker_pool.members:
+            self._worker_pool.ask(member, self._bind(member))
+        bound = self._answers(self._make_ready)
+        self.decisions = bound[0].decisions
+        for member in self._worker_pool.members:
+            member.ready = True
+
+    def _bind(self, member: Member) -> m.Bind:
+        share, place = self._memory
+        member.board, member.actions = place.board(member.index), place.actions(member.index)
+        return m.Bind(share, member.index)
+
+    def state(self) -> Any:
+        """Return the state of each worker's environment, None where it has none."""
+        states = [member.state for member in self._worker_pool.members]
+        return [None if each is None else cloudpickle.loads(each) for each in states]
+
+    def load(self, state: Any) -> None:
+        """Hand states to the environments' transforms, over again where they are fewer."""
+        given = state if isinstance(state, list) else [state]
+        states = [cloudpickle.dumps(each) if each else None for each in given]
+        self.replacements.finish()
+        for member in self._worker_pool.members if states else ():
+            state = states[member.index % len(states)]
+            if state is not None:
+                self._worker_pool.ask(member, m.Load(state))
+                member.state = state
+        try:
+            while any(member.asked for member in self._worker_pool.members):
+                for _, answer in self._worker_pool.events():
+                    if isinstance(answer, Exception):
+                        raise answer
+        except BaseException:
+            self._worker_pool.settle()
+            raise
+
+    def ask_all(self, question: object) -> list[Any]:
+        """Ask all of them, once their environments stand; return their answers."""
+        for member in self._worker_pool.members:
+            self._worker_pool.ask(member, question)
+
+        def made_and_asked(member: Member) -> Lead:
+            yield from self._getting_made(member)
+            return (yield question)
+
+        return self._answers(made_and_asked)
+
+    def reach(self, asked: EnvCall, lanes: Sequence[int]) -> list[CallOutcome]:
+        """Call lanes' environments; see `Environments`. Of a worker that fails all lanes do."""
+        pool = self._worker_pool
+        if pool.is_closed:
+            raise StateError(f"{asked}: {_ENDED}")
+        self.replacements.finish()
+        found, parts = [CallOutcome()] * len(lanes), {}
+        for member in pool.members:
+            places = [at for at, lane in enumerate(lanes) if lane in member.lanes]
+            parts[member.index] = places, [lanes[at] - member.lanes.start for at in places]
+        sent = {index: packed(asked.of(at), own) for index, (at, own) in parts.items() if at}
+        for index, content in sent.items():
+            pool.ask(pool.members[index], m.CallRequest(content))
+        try:
+            while any(member.asked for member in pool.members):
+                for member, answer in pool.events(during=nullcontext()):
+                    places, _ = parts[member.index]
+                    outcomes = [CallOutcome(None, answer)] * len(places)
+                    if isinstance(answer, m.CallReply):
+                        outcomes = [outcome_of(each) for each in answer.answers]
+                    for at, outcome in zip(places, outcomes, strict=True):
+                        found[at] = outcome
+        except BaseException:
+            pool.settle()
+            raise
+        if asked.way != "env_get":
+            self._calls.note(asked, lanes, found)
+        return found
+
+    def _answers(self, lead: Callable[[Member], Lead]) -> list[Any]:
+        """The answers of all members that were asked, in their order.
+
+        ``lead`` brings one that was started in the place of another this far, and returns its
+        answer.
+
+        Raises:
+            WorkerError: of a worker that may not be replaced.
+        """
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < len(self._worker_pool.members):
+                for member, answer in self._worker_pool.events():
+                    if self.replacements.hears(member, answer):
+                        continue
+                    if isinstance(answer, Exception):
+                        self._start_again(member, lead, found, answer)
+                    else:
+                        found[member.index] = answer
+        except BaseException:
+            self.replacements.give_up()
+            self._worker_pool.settle()
+            raise
+        return [found[index] for index in range(len(self._worker_pool.members))]
+
+    def _start_again(
+        self,
+        member: Member,
+        lead: Callable[[Member], Lead],
+        found: dict[int, Any],
+        error: Exception,
+    ) -> None:
+        """Its seeds are those of the worker that failed: no transition was made of them."""
+        failed = self.allowed(error)
+        self._left -= 1
+        warnings.warn(
+            f"a worker failed before it was ready, and is replaced: {str(failed).splitlines()[0]}",
+            stacklevel=2,
+        )
+        self.replacements.start(
+            member,
+            failed,
+            lead(member),
+            done=partial(found.__setitem__, member.index),
+            again=partial(self._start_again, member, lead, found),
+        )
+
+    # --- one in the place of another --------------------------------------------------------------
+
+    def allowed(self, error: Exception) -> WorkerError:
+        """``error``, if the worker that failed with it may be replaced; else it is raised."""
+        if not isinstance(error, WorkerError) or not self._limit:
+            raise error
+        if isinstance(error, WorkerHung) and not self._worker_pool.transport.kills:
+            raise error  # it is still there
+        if not self._left:
+            error.add_note(
+                f"tallyroll: max_respawns={self._limit} workers were replaced before this one"
+            )
+            raise error
+        return error
+
+    def replace(self, member: Member, error: Exception, begin_at: int | None) -> None:
+        """Start a worker in the place of ``member``, its lanes with seeds of their own.
+
+        It is ready once `replacements` hears has had its answers, or after they finish.
+        ``begin_at``: the slot at which its lanes begin; None leaves that to a lease.
+        """
+        self.allowed(error)
+        self._left -= 1
+        self.ledger.count_respawn()
+        self.replacements.start(
+            member,
+            error,
+            self._beginning(member, begin_at, self.ledger.incarnation),
+            done=_nothing,
+            again=partial(self.replace, member, begin_at=begin_at),
+        )
+
+    def _beginning(self, member: Member, begin_at: int | None, incarnation: int) -> Lead:
+        yield from self._getting_ready(member, incarnation)
+        if begin_at is not None:
+            member.board[FILLED] = begin_at
+            yield m.Begin(False)
+
+    def _make_ready(self, member: Member) -> Lead:
+        return (yield from self._getting_ready(member, self.ledger.incarnation))
+
+    def _getting_ready(self, member: Member, incarnation: int) -> Lead:
+        assert self.ledger.seed is not None
+        state = member.state
+        yield from self._getting_made(member)
+        planned: m.SlabRequest = yield self._seed(member, self.ledger.seed, incarnation)
+        _require_same(self.planned, planned, member)
+        member.seeds = planned.lane_seeds
+        if state is not None:
+            yield m.Load(state)
+            member.state = state
+        bound = yield self._bind(member)
+        member.ready = True
+        return bound
+
+    def _getting_made(self, member: Member) -> Lead:
+        """Lead a worker until its environment is as those before it were made by calls."""
+        self._check_made(member, (yield None))
+        for asked, lanes in self._calls.of(member.lanes):
+            reached = yield m.CallRequest(packed(asked, lanes))
+            require_repeated(asked, member.who, map(outcome_of, reached.answers))
+
+    def _check_made(self, member: Member, made: m.EnvReady) -> None:
+        if made.lanes != len(member.lanes):
+            raise EnvironmentRefused(
+                f"{member.who} had {len(member.lanes)} lanes, and its factory made {made.lanes} "
+                "when it was started again; let it make the same each time"
+            )
+
+
+def _first_answer(member: Member) -> Lead:
+    return (yield None)
+
+
+def _nothing(answer: Any) -> None:
+    """There is nothing more to do."""
+
+
+def _require_same(first: m.SlabRequest, other: m.SlabRequest, member: Member) -> None:
+    """Raise unless a worker's columns and actions are those of the first."""
+    wanted, got = first.plan, other.plan
+    if got != wanted or list(got.layout) != list(wanted.layout):
+        differing = [
+            f"{spell(key)} is {got.layout.get(key)} and not {wanted.layout.get(key)}"
+            for key in {*wanted.layout, *got.layout}
+            if wanted.layout.get(key) != got.layout.get(key)
+        ]
+        said = "; ".join(sorted(differing))
+        raise EnvironmentRefused(
+            f"{member.who}: its columns differ from those of worker 0: "
+            f"{said or 'environments of another kind, or in another autoreset mode'}; make the "
+            "same environment in every worker"
+        )
+    for key, spec in first.actions.items():
+        if other.actions[key] != spec:
+            one, two = (" ".join(str(each).split()) for each in (spec, other.actions[key]))
+            raise EnvironmentRefused(
+                f"{member.who}: its action space differs from that of worker 0: {spell(key)} is "
+                f"{two} and not {one}; make the same environment in every worker"
+            )
+
+
+def _widest(found: Sequence[Sequence[Range]], lanes: Sequence[int]) -> list[Range]:
+    """Ranges that hold what any worker's environment may return, by lane if these differ in one."""
+    merged: dict[Any, Range] = {}
+    by_lane = {each.key for ranges in found for each in ranges if each.first_lane is not None}
+    for ranges, count in zip(found, lanes, strict=True):
+        for each in ranges:
+            known, own = merged.get(each.key), each
+            if each.key in by_lane:
+                own = each.repeated(count)
+                merged[each.key] = own if known is None else known.joined(own)
+            else:
+                merged[each.key] = own if known is None else known.or_(own)
+    everywhere = [{each.key for each in ranges} for ranges in found]
+    return [each for key, each in merged.items() if all(key in keys for keys in everywhere)]
