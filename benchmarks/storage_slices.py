@@ -45,11 +45,11 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, SliceSampler
 
-from tallyroll.storage import MemmapStorage, PrioritizedSampler, open_storage, ways
+from tallyroll.storage import MemmapStorage, PrioritizedSampler, fast_paths, open_storage
 from tallyroll.storage.ext.packed.archives import ZarrArchive
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
 from tallyroll.storage.sampling.trajectory_slices import TrajectorySliceSampler
-from tallyroll.storage.trajectories.by_lane import RowChunk
+from tallyroll.storage.trajectories.lane_stretches import RowChunk
 from tallyroll.storage.trajectories.row_index import RowIndex
 
 LANES, SLICES, SLICE = 64, 32, 16
@@ -275,7 +275,7 @@ class Plain(Ours):
 
     def __init__(self, size: int) -> None:
         """Fill it."""
-        with ways.switched_off("kernel"):
+        with fast_paths.switched_off("kernel"):
             super().__init__(size)
 
 

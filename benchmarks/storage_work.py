@@ -18,7 +18,7 @@ from common import Contender, Tally, play_round
 from tensordict import TensorDict
 
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
-from tallyroll.storage.rows.nesting import Nest
+from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -347,7 +347,9 @@ class BareTensorDict(Floor):
     def __init__(self, spec: Spec) -> None:
         """Plan the levels of the TensorDict."""
         super().__init__(spec)
-        self.nest = Nest([(key, torch.from_numpy(a).dtype) for key, a in spec.rows.items()])
+        self.nest = TensorDictBuilder(
+            [(key, torch.from_numpy(a).dtype) for key, a in spec.rows.items()]
+        )
 
     def read(self, asked: np.ndarray) -> TensorDict:
         """Gather, and nest."""

@@ -79,7 +79,7 @@ from tallyroll.collector.workers.worker_options import (
     TransportName,
     WorkerOptions,
 )
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 
 if TYPE_CHECKING:
     from tallyroll.collector.ext.sharded_leases import ShardedLeases
@@ -213,7 +213,7 @@ class MultiprocessCollector(Collector):
             copied = on_device(self._policy.source, torch.device("cpu"))
         threads = self._threads_of(options)
         jobs = [
-            Job(create, copied, options.for_worker(lanes), threads, ways.off())
+            Job(create, copied, options.for_worker(lanes), threads, fast_paths.off())
             for create, lanes in factories
         ]
         sent = [pickled(job) for job in jobs]

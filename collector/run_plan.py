@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from tallyroll.storage import ways
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage import fast_paths
+from tallyroll.storage.rows.keys import Key, format_key
 
 FEW_SLOTS = 4
 """Most slots that are numbered and checked one by one, which is faster for so few."""
@@ -50,7 +50,7 @@ class Decision:
 
 def choose(fast: str, slow: str, *obstacles: Obstacle, way: str = "") -> Decision:
     """Choose ``fast`` unless ``way``, if there is one, is switched off or an obstacle is there."""
-    if way and not ways.is_on(way):
+    if way and not fast_paths.is_on(way):
         return Decision(slow, f"-{way} switches it off")
     for stands, why in obstacles:
         if stands:
@@ -309,7 +309,7 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
         "one call",
         "rows",
         (placed.way != "slab", placed.because),
-        (not ways.is_on("kernel"), "-kernel switches the extension off"),
+        (not fast_paths.is_on("kernel"), "-kernel switches the extension off"),
         (not run.extension, f"the extension was {_NOT_BUILT}"),
         (bool(run.by_lane), run.by_lane),
         (run.arrivals, "lanes come back in any order"),
@@ -408,4 +408,4 @@ def extension_used(*, built: bool) -> Decision:
 
 
 def _listed(keys: Sequence[Key]) -> str:
-    return ", ".join(map(spell, keys)) or "nothing"
+    return ", ".join(map(format_key, keys)) or "nothing"

@@ -20,6 +20,7 @@ _MOVED = {
     "base": "tallyroll.storage.storages",
     "checkpoint": "tallyroll.storage.replay.checkpoint",
     "datasets": "tallyroll.storage.ext",
+    "datasets.exchange.door": "tallyroll.storage.ext.exchange.base",
     "datasets.exchange.formats": "tallyroll.storage.ext.exchange",
     "findings": "tallyroll.storage.ext.verification.findings",
     "hdf5": "tallyroll.storage.storages",
@@ -35,7 +36,7 @@ _MOVED = {
     "store": "tallyroll.storage.stores.row_store",
     "torchrl_face": "tallyroll.storage.replay.buffers",
     "verification": "tallyroll.storage.ext.verification",
-    "verification.soundness": "tallyroll.storage.ext.soundness",
+    "verification.soundness": "tallyroll.storage.ext.dataset_checks",
     "verification.soundness.repairing": "tallyroll.storage.ext.repair",
     "zarr_store": "tallyroll.storage.storages",
 }

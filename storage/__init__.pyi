@@ -3,22 +3,22 @@
 from tallyroll.storage.errors import *  # noqa: F403
 from tallyroll.storage.ext.card.export_card import export_card as export_card
 from tallyroll.storage.ext.card.page import Card as Card
-from tallyroll.storage.ext.copying import CopyReport as CopyReport
-from tallyroll.storage.ext.exchange.exporting import ExportReport as ExportReport
-from tallyroll.storage.ext.exchange.following import Follow as Follow
-from tallyroll.storage.ext.exchange.importing import ImportReport as ImportReport
-from tallyroll.storage.ext.exchange.importing import import_dataset as import_dataset
+from tallyroll.storage.ext.dataset_checks.verify_dataset import verify_dataset as verify_dataset
+from tallyroll.storage.ext.exchange.dataset_export import ExportReport as ExportReport
+from tallyroll.storage.ext.exchange.dataset_import import ImportReport as ImportReport
+from tallyroll.storage.ext.exchange.dataset_import import import_dataset as import_dataset
+from tallyroll.storage.ext.exchange.followed_export import Follow as Follow
 from tallyroll.storage.ext.exchange.lerobot.options import (
     LeRobotOptions as LeRobotOptions,
 )
 from tallyroll.storage.ext.overlays.overlay import Overlay as Overlay
 from tallyroll.storage.ext.packed.column_writers import FrameStack as FrameStack
-from tallyroll.storage.ext.packed.packing import PackReport as PackReport
+from tallyroll.storage.ext.packed.pack import PackReport as PackReport
 from tallyroll.storage.ext.remote.options import S3Options as S3Options
-from tallyroll.storage.ext.remote.pulling import PullReport as PullReport
-from tallyroll.storage.ext.remote.pulling import pull as pull
-from tallyroll.storage.ext.remote.pushing import PushReport as PushReport
-from tallyroll.storage.ext.remote.pushing import push as push
+from tallyroll.storage.ext.remote.pull import PullReport as PullReport
+from tallyroll.storage.ext.remote.pull import pull as pull
+from tallyroll.storage.ext.remote.push import PushReport as PushReport
+from tallyroll.storage.ext.remote.push import push as push
 from tallyroll.storage.ext.repair.repair import (
     RepairReport as RepairReport,
 )
@@ -27,12 +27,12 @@ from tallyroll.storage.ext.sampling.hindsight import HindsightSampler as Hindsig
 from tallyroll.storage.ext.sampling.mixed import MixedSampler as MixedSampler
 from tallyroll.storage.ext.sampling.prioritized import PrioritizedSampler as PrioritizedSampler
 from tallyroll.storage.ext.sampling.rate_limit import RateLimit as RateLimit
-from tallyroll.storage.ext.soundness.checking import verify_dataset as verify_dataset
 from tallyroll.storage.ext.statistics.normaliser import Normaliser as Normaliser
 from tallyroll.storage.ext.statistics.statistics import (
     ColumnStatistics as ColumnStatistics,
 )
 from tallyroll.storage.ext.statistics.statistics import Statistics as Statistics
+from tallyroll.storage.ext.storage_copy import CopyReport as CopyReport
 from tallyroll.storage.ext.training.epoch_batches import EpochBatches as EpochBatches
 from tallyroll.storage.ext.training.row_dataset import RowDataset as RowDataset
 from tallyroll.storage.ext.verification.content import content_hash as content_hash

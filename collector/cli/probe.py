@@ -99,9 +99,9 @@ def _extension(_: str) -> Answer:
 
 def _ways(_: str) -> Answer:
     """The faster ways that are switched off."""
-    from tallyroll.storage import ways
+    from tallyroll.storage import fast_paths
 
-    return {"off": sorted(ways.off())}
+    return {"off": sorted(fast_paths.off())}
 
 
 def _system(name: str) -> Answer:

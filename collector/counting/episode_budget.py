@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.transitions import Mask, lane_major
-from tallyroll.storage.trajectories.by_lane import LaneOrder
+from tallyroll.storage.trajectories.lane_stretches import LaneOrder
 
 
 class EpisodeBudget:

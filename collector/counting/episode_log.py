@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.episode_ring import EPISODE, EpisodeRing
-from tallyroll.storage.trajectories.by_lane import grown
+from tallyroll.storage.trajectories.lane_stretches import grown
 
 ENDS = ("truncated", "terminated")
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tallyroll.collector.counting.transitions import Mask
-from tallyroll.storage.trajectories.by_lane import LaneOrder
+from tallyroll.storage.trajectories.lane_stretches import LaneOrder
 
 Int64 = NDArray[np.int64]
 

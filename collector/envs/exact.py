@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tallyroll.collector.errors import ValueRefused
 from tallyroll.collector.slab.lossless import cast
-from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key, spell
+from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key, format_key
 
 Array = NDArray[Any]
 
@@ -32,8 +32,8 @@ def rounding_of(key: Key, lane: int, step: int | None, reward: float) -> str:
     """Return the text of the warning for a reward that float32 changes to another number."""
     where = f"lane {lane}" if step is None else f"lane {lane}, step {step} of its trajectory"
     return (
-        f"{spell(key)} at {where}: the environment returned {reward!r}, which float32 stores as "
-        f"{float(np.float32(reward))!r}. Pass reward_dtype=torch.float64 to store all bits, or "
+        f"{format_key(key)} at {where}: the environment returned {reward!r}, which float32 stores "
+        f"as {float(np.float32(reward))!r}. Pass reward_dtype=torch.float64 to store all bits, or "
         "scale rewards in a wrapper; later rewards are rounded without a warning"
     )
 
@@ -273,9 +273,9 @@ class ExactRow:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{spell(self.key)}: the space declares {self.dtype} and the environment returns "
-                f"{dtype} with more digits, which are rounded; declare {dtype}, or cast in a "
-                "wrapper (gymnasium.wrappers.DtypeObservation)",
+                f"{format_key(self.key)}: the space declares {self.dtype} and the environment "
+                f"returns {dtype} with more digits, which are rounded; declare {dtype}, or cast in "
+                "a wrapper (gymnasium.wrappers.DtypeObservation)",
                 RoundedWarning,
                 stacklevel=2,
             )

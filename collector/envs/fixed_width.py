@@ -9,7 +9,7 @@ from torchrl.data import NonTensor, TensorSpec, Unbounded
 from torchrl.envs.transforms import Transform
 
 from tallyroll.collector.errors import ArgumentError, TransitionError
-from tallyroll.storage.rows.keys import Key, as_key, spell
+from tallyroll.storage.rows.keys import Key, as_key, format_key
 
 
 class FixedWidth(Transform):
@@ -49,7 +49,7 @@ class FixedWidth(Transform):
                 have > want for have, want in zip(value.shape, shape, strict=True)
             ):
                 raise TransitionError(
-                    f"{spell(key)}: expected at most {list(size)}, got "
+                    f"{format_key(key)}: expected at most {list(size)}, got "
                     f"{list(value.shape[len(batch) :])}; give FixedWidth a larger size"
                 )
             fixed = value.new_zeros(shape)
@@ -72,8 +72,9 @@ class FixedWidth(Transform):
             )
         if not isinstance(text, str):
             raise TransitionError(
-                f"{spell(key)}: expected a string or a tensor, got {type(text).__name__}; leave it "
-                f'out with ExcludeTransform("{spell(key)}")'
+                f"{format_key(key)}: expected a string or a tensor, got {type(text).__name__}; "
+                "leave it "
+                f'out with ExcludeTransform("{format_key(key)}")'
             )
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 

@@ -31,7 +31,7 @@ from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import Event, WorkerPool
 from tallyroll.collector.workers.startup.worker_startup import WorkerStartup
-from tallyroll.storage.ext.sharded.acknowledged import SUMS, KeptShard
+from tallyroll.storage.ext.sharded.acknowledged_rows import SUMS, ShardRows
 from tallyroll.storage.ext.sharded.sharded_storage import ShardedStorage
 from tallyroll.storage.ext.sharded.sink import ShardedWriter
 
@@ -242,7 +242,7 @@ class ShardedLeases(WithoutRows):
     def _acknowledge(self, kept: Sequence[tuple[Member, ShardCommit]]) -> None:
         """Let rows count, whole leases of them."""
         run, stored_run, entry = self._run, self._run.writer.stored_run, NOTHING
-        before, rows = run.ledger.stored, dict[str, KeptShard]()
+        before, rows = run.ledger.stored, dict[str, ShardRows]()
         for member, answer in kept:
             part = self._parts[member.index]
             self._unleased += part.leased.popleft().frames - answer.entry.stored
@@ -253,7 +253,7 @@ class ShardedLeases(WithoutRows):
             stored_run.count_ids(answer.next_id - 1)
             if answer.rows:
                 # All rows of the shard: a worker that is settled may answer several leases.
-                kept_rows = KeptShard(part.name, answer.host, answer.id, answer.rows, part.sums)
+                kept_rows = ShardRows(part.name, answer.host, answer.id, answer.rows, part.sums)
                 rows[part.name] = kept_rows
         post(run.ledger, entry)
         try:

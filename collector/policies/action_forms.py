@@ -14,7 +14,7 @@ from torchrl.data import Categorical, MultiCategorical, MultiOneHot, OneHot, Ten
 
 from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.slab.slab import SlabColumn
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,7 +44,7 @@ class Form:
             for change in self.changes:
                 value = change(value)
         except ValueError as error:
-            raise PolicyError(f"policy: {spell(self.key)}: {error}") from None
+            raise PolicyError(f"policy: {format_key(self.key)}: {error}") from None
         return value.reshape(self.wanted.shape)
 
 
@@ -74,14 +74,17 @@ def form_of(key: Key, action: torch.Tensor, spec: TensorSpec, lead: int) -> Form
         if given.shape not in _alike((*wanted.shape[:-1], *parts)):
             return None
         to_index = partial(_exact, dtype=torch.int64)
-        note = f"{spell(key)} is stored as a one-hot, which the environment takes; the policy gives"
-        return form((to_index, partial(_one_hots, sizes=sizes), to_dtype), f"{note} an index")
+        note = (
+            f"{format_key(key)} is stored as a one-hot, which the environment takes; the policy "
+            "gives an index"
+        )
+        return form((to_index, partial(_one_hots, sizes=sizes), to_dtype), note)
     around = wanted.shape
     if type(spec) is MultiCategorical or (len(around) > lead and around[-1] == 1):
         around = around[:-1]
     if given.shape not in ((*around, sum(sizes)), (*wanted.shape, sum(sizes))):
         return None
-    note = f"{spell(key)} is stored as an index, which the environment takes; the policy gives"
+    note = f"{format_key(key)} is stored as an index, which the environment takes; the policy gives"
     return form((partial(_indices, sizes=sizes), to_dtype), f"{note} a one-hot")
 
 

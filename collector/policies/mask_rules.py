@@ -19,7 +19,7 @@ from tallyroll.collector.policies.random_actions import (
     legal_of,
     mask_key,
 )
-from tallyroll.storage.rows.keys import Key, as_key, spell
+from tallyroll.storage.rows.keys import Key, as_key, format_key
 
 Array = NDArray[Any]
 Mask = NDArray[np.bool_]
@@ -128,19 +128,22 @@ def require_masks(env: EnvBase) -> None:
         if mask is None:
             continue
         spec, choices = env.full_action_spec[key], choices_of(env, key)
-        way_out = f'give the mask another name (rename={{"{spell(mask)}": …}}), or pass a policy'
+        way_out = (
+            f'give the mask another name (rename={{"{format_key(mask)}": …}}), or pass a policy'
+        )
         if choices is None and not hasattr(spec, "update_mask"):
             raise SpaceError(
-                f"{spell(mask)}: expected an action with values that a mask counts up beside it, "
-                f"got {type(spec).__name__} {_inner(env, spec)} for {spell(key)}; {way_out}"
+                f"{format_key(mask)}: expected an action with values that a mask counts up beside "
+                f"it, got {type(spec).__name__} {_inner(env, spec)} for {format_key(key)}; "
+                f"{way_out}"
             )
         if choices is not None and _unfit(env, key, mask, choices):
             got = _inner(env, env.observation_spec[mask])
             agents = _agents(env, key, choices)
             each = f", for each of the agents {list(agents)}" if agents else ""
             raise SpaceError(
-                f"{spell(mask)}: expected the shape {choices.form}{each}, a mark for each value of "
-                f"{spell(key)}, got {got}; correct the mask, {way_out}"
+                f"{format_key(mask)}: expected the shape {choices.form}{each}, a mark for each "
+                f"value of {format_key(key)}, got {got}; correct the mask, {way_out}"
             )
 
 
@@ -155,7 +158,7 @@ def _require_legal(env: EnvBase, key: Key, shape: tuple[int, ...]) -> None:
             return
     wanted = "an action with values that a mask counts up"
     if choices is not None:
-        wanted = f"the shape {choices.form}, a mark for each value of {spell(key)}"
+        wanted = f"the shape {choices.form}, a mark for each value of {format_key(key)}"
     raise SpaceError(
         f"{MASK_NAME} in the infos: expected {wanted}, got the shape {list(shape[1:])} for "
         f"{type(spec).__name__} {_inner(env, spec)}; correct the mask, pass a policy, or give it "

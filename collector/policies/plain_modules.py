@@ -10,7 +10,7 @@ from torch import nn
 
 from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.policies.random_actions import MASK_NAME
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 
 _NO_DATA = {"step_count", "is_init", MASK_NAME}
 """Observations that count steps, and masks of actions: no module takes them by chance."""
@@ -49,8 +49,8 @@ def inputs_of(policy: Any, observations: Collection[Key]) -> Inputs | None:
         return data
     raise ArgumentError(
         f"policy: {type(policy).__name__} is a plain nn.Module whose arguments are {needed}, and "
-        f"the observations are {sorted(map(spell, observations))}; call them alike, or wrap it in "
-        "tensordict.nn.TensorDictModule(module, in_keys=[…], out_keys=[…])"
+        f"the observations are {sorted(map(format_key, observations))}; call them alike, or wrap "
+        "it in tensordict.nn.TensorDictModule(module, in_keys=[…], out_keys=[…])"
     )
 
 

@@ -23,7 +23,7 @@ from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.collector.policies.slot_rng import Draw, SlotRng, width_of
 from tallyroll.collector.run_plan import masking
 from tallyroll.collector.user_code import user_code
-from tallyroll.storage.rows.keys import Key, as_key, spell
+from tallyroll.storage.rows.keys import Key, as_key, format_key
 
 Array = NDArray[Any]
 
@@ -256,8 +256,8 @@ class RandomActions:
             lane = at if acting is None else int(acting[at])
             first = _system_of(self._base).first_lane
             raise TransitionError(
-                f"{MASK_NAME} in the infos: expected at least one value of {spell(key)} that is "
-                f"legal, got none in lane {first + lane}, where a random action is to be drawn; "
+                f"{MASK_NAME} in the infos: expected at least one value of {format_key(key)} that "
+                f"is legal, got none in lane {first + lane}, where a random action is to be drawn; "
                 "let the environment end the episode there, or correct the mask"
             )
         return marks

@@ -13,7 +13,7 @@ from tallyroll.collector.policies.policy import Policy
 from tallyroll.collector.policies.random_actions import action_keys
 from tallyroll.collector.policies.tensor_copies import own_tensors
 from tallyroll.collector.policies.trial import for_trial, generators_restored
-from tallyroll.storage.rows.keys import IS_INIT, NEXT, Key, as_key, spell
+from tallyroll.storage.rows.keys import IS_INIT, NEXT, Key, as_key, format_key
 
 
 def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
@@ -106,7 +106,7 @@ def refuse_states(policy: Policy, td: TensorDictBase, env: EnvBase, in_place: bo
     known = {as_key(key)[-1] for key in env.observation_spec.keys(True, True)}
     if not found or (IS_INIT in known and not in_place and all(key[0] != NEXT for key in found)):
         return
-    names = [spell(key) for key in found]
+    names = [format_key(key) for key in found]
     if any(key[0] == NEXT for key in found):
         raise PolicyError(
             f"the policy writes {names} and reads them in the next step, and no reset gives them "

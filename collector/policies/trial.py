@@ -19,7 +19,7 @@ from tallyroll.collector.policies.plain_modules import inputs_of, outputs_of
 from tallyroll.collector.policies.policy import Policy, copy_of
 from tallyroll.collector.slab.slab import SlabColumn
 from tallyroll.storage.rows.batch_dims import batch_dims_of
-from tallyroll.storage.rows.keys import NEXT, Key, as_key, spell
+from tallyroll.storage.rows.keys import NEXT, Key, as_key, format_key
 
 
 class Acts(Protocol):
@@ -64,7 +64,8 @@ def settle_inputs(
         count = outputs_of(for_trial(policy).module, inputs, td)
     if count < len(actions):
         raise PolicyError(
-            f"policy: expected it to return {', '.join(map(spell, actions))}, got {count} values"
+            f"policy: expected it to return {', '.join(map(format_key, actions))}, got {count} "
+            "values"
         )
     policy.takes(inputs, actions, count - len(actions))
 
@@ -89,7 +90,7 @@ def try_out(
         with generators_restored(), _noting_what_it_got(td):
             out = probe(td)
     except KeyError as error:
-        known = sorted(spell(as_key(key)) for key in td.keys(True, True))
+        known = sorted(format_key(as_key(key)) for key in td.keys(True, True))
         raise PolicyError(
             f"policy: {error.args[0]}; what it is given has the keys {known}"
         ) from error
@@ -102,8 +103,8 @@ def try_out(
     lead, given = len(env.batch_size), {as_key(key) for key in td.keys(True)}
     policy.batch_dims = batch_dims_of(out, lead)
     policy.notes += [
-        f"the policy writes {spell(as_key(name))}, {type(value).__name__}, which no column can "
-        "hold: it is in no row"
+        f"the policy writes {format_key(as_key(name))}, {type(value).__name__}, which no column "
+        "can hold: it is in no row"
         for name, value in out.items(True)
         if is_non_tensor(value) and as_key(name) not in given
     ]
@@ -117,7 +118,7 @@ def try_out(
             continue
         if value.shape[:lead] != env.batch_size:
             raise PolicyError(
-                f"policy: {spell(key)} has shape {list(value.shape)}, expected the batch size "
+                f"policy: {format_key(key)} has shape {list(value.shape)}, expected the batch size "
                 f"{list(env.batch_size)} in front"
             )
         extra[key] = SlabColumn(value.dtype, tuple(value.shape[lead:]))
@@ -128,7 +129,7 @@ def no_tensordict(got: object, given: Collection[Key] = ()) -> PolicyError:
     """The error for a policy that returns something else; ``given`` are its observations."""
     named = (
         ", or, for a function of tensors, name its arguments like observations: "
-        f"{', '.join(map(spell, given))}"
+        f"{', '.join(map(format_key, given))}"
     )
     return PolicyError(
         f"policy: expected a TensorDict back, got {type(got).__name__}; return the tensordict with "
@@ -157,7 +158,7 @@ def _noting_what_it_got(td: TensorDictBase) -> Iterator[None]:
     except Exception as error:
         given = _given(td)
         columns = [
-            f"{spell(key)} {SlabColumn(value.dtype, tuple(value.shape))}"
+            f"{format_key(key)} {SlabColumn(value.dtype, tuple(value.shape))}"
             for key, value in given.items()
         ]
         note = f"tallyroll: raised by the policy, on the first {', '.join(columns)}"
@@ -173,19 +174,22 @@ def _action_of(
     """The action in ``out`` as the environment takes it; ``policy`` learns how it becomes so."""
     action: Any = out.get(key, None)
     if action is None:
-        got = sorted(spell(name) for name in out.keys(True, True) if name not in td.keys(True))
+        got = sorted(format_key(name) for name in out.keys(True, True) if name not in td.keys(True))
         raise PolicyError(
-            f"policy: expected it to write {spell(key)}, got {got or 'no new key'}; set out_keys"
+            f"policy: expected it to write {format_key(key)}, got {got or 'no new key'}; set "
+            "out_keys"
         )
     wanted = SlabColumn(spec.dtype, tuple(spec.shape))
     if not isinstance(action, torch.Tensor):
-        raise PolicyError(f"policy: {spell(key)} is {type(action).__name__}, expected {wanted}")
+        raise PolicyError(
+            f"policy: {format_key(key)} is {type(action).__name__}, expected {wanted}"
+        )
     got_column = SlabColumn(action.dtype, tuple(action.shape))
     if wanted == got_column:
         return action
     form = form_of(key, action, spec, lead)
     if form is None:
-        raise PolicyError(f"policy: {spell(key)} is {got_column}, expected {wanted}")
+        raise PolicyError(f"policy: {format_key(key)} is {got_column}, expected {wanted}")
     policy.forms[key] = form
     if form.note:
         policy.notes.append(form.note)
@@ -195,16 +199,18 @@ def _action_of(
 def _check_action(key: Key, spec: Any, action: torch.Tensor, strict: bool) -> None:
     if spec.device is not None and action.device.type != spec.device.type:
         raise PolicyError(
-            f"policy: {spell(key)} is on {action.device}, expected {spec.device}; pass "
+            f"policy: {format_key(key)} is on {action.device}, expected {spec.device}; pass "
             "policy_device"
         )
     if action.is_floating_point() and not bool(torch.isfinite(action).all()):
-        raise PolicyError(f"policy: {spell(key)} holds NaN or infinity on the first observation")
+        raise PolicyError(
+            f"policy: {format_key(key)} holds NaN or infinity on the first observation"
+        )
     may_leave = isinstance(spec, Bounded) and action.is_floating_point() and not strict
     if not may_leave and not spec.is_in(action):
         raise PolicyError(
-            f"policy: {spell(key)} lies outside the action space on the first observation: got "
-            f"{action.reshape(-1)[:8].tolist()}, expected {describe(spec)}"
+            f"policy: {format_key(key)} lies outside the action space on the first observation: "
+            f"got {action.reshape(-1)[:8].tolist()}, expected {describe(spec)}"
         )
 
 

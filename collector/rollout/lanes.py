@@ -25,7 +25,7 @@ from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.progress import HALT
 from tallyroll.collector.slab.slab import Cursor, Slab, SlabColumn
 from tallyroll.collector.user_code import ENDS, user_code
-from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, spell
+from tallyroll.storage.rows.keys import DONE, NEXT, TERMINATED, TRUNCATED, Key, format_key
 
 LanesOfKey = Callable[[Key], torch.Tensor]
 """Takes a column; returns the lanes ``[lane]`` in which random actions replaced the policy's."""
@@ -267,10 +267,10 @@ def changed(key: Key, got: Any, wanted: torch.Tensor | None = None) -> Exception
     """Return the error for a value that differs in kind from that of the first step."""
     kind = TransitionError if key[0] == NEXT else PolicyError
     if got is None or wanted is None:
-        return kind(f"{spell(key)} is missing; it was there on the first step")
+        return kind(f"{format_key(key)} is missing; it was there on the first step")
     is_tensor = isinstance(got, torch.Tensor)
     return kind(
-        f"{spell(key)}: got "
+        f"{format_key(key)}: got "
         f"{SlabColumn(got.dtype, tuple(got.shape)) if is_tensor else type(got).__name__}, expected "
         f"{SlabColumn(wanted.dtype, tuple(wanted.shape))} as on the first step"
     )

@@ -55,8 +55,8 @@ from tallyroll.storage.rows.keys import (
     VALID,
     Key,
     as_key,
+    format_key,
     next_valid_keys,
-    spell,
 )
 
 MOST_SLOTS = 4096
@@ -185,9 +185,9 @@ def plan_slab(
             extra = try_out(policy, first, env, strict=options.checks.validate == "raise")
     if in_place and next_keys(extra):
         raise PolicyError(
-            f"the policy writes {[spell(key) for key in next_keys(extra)]}, which must be carried "
-            "from step to step and reset with each lane; add its primer to the environment: "
-            "TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
+            f"the policy writes {[format_key(key) for key in next_keys(extra)]}, which must be "
+            "carried from step to step and reset with each lane; add its primer to the "
+            "environment: TransformedEnv(env, InitTracker(), policy.make_tensordict_primer())"
         )
     if policy is not None:
         with torch.no_grad(), set_exploration_type(options.exploration_type), streams_kept(several):
@@ -235,8 +235,8 @@ def _require_values(columns: SlabColumns, error: type[CollectorError], maker: st
     for key, column in columns.items():
         if 0 in column.shape:
             raise error(
-                f"{spell(key)}: expected at least one value, got the shape {list(column.shape)} of "
-                f"{maker}; leave it out there, or in a wrapper"
+                f"{format_key(key)}: expected at least one value, got the shape "
+                f"{list(column.shape)} of {maker}; leave it out there, or in a wrapper"
             )
 
 
@@ -314,7 +314,7 @@ def copied_layout(env: EnvBase) -> dict[Key, SlabColumn]:
     lead = len(env.batch_size)
     flags = {as_key(key) for key in env.done_spec.keys(True, True)}
     for name, spec in env.observation_spec.items(True, True):
-        shown = spell(as_key(name))
+        shown = format_key(as_key(name))
         if spec.dtype is None:
             raise EnvironmentRefused(
                 f"{shown} is {type(spec).__name__}, which no column can hold; where it is a "
@@ -346,7 +346,7 @@ def _fake(env: EnvBase) -> TensorDictBase:
         return env.fake_tensordict()
     except NotImplementedError as error:
         columns = (*env.observation_spec.items(True, True), *env.full_action_spec.items(True, True))
-        hard = [spell(as_key(key)) for key, spec in columns if spec.dtype in SIGNED]
+        hard = [format_key(as_key(key)) for key, spec in columns if spec.dtype in SIGNED]
         if not hard:
             raise
         raise EnvironmentRefused(

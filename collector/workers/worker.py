@@ -44,7 +44,7 @@ from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.central import AskingPolicy, NoActions
 from tallyroll.collector.workers.leased_rollout import LeasedRollout
 from tallyroll.collector.workers.transport import Channel, Weights
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 
 _trial = threading.Lock()
 """A policy is tried out with generators and filters of warnings that threads share."""
@@ -55,7 +55,7 @@ def work(channel: Channel, job: Any) -> None:
     try:
         loaded = cloudpickle.loads(job)
         if loaded.threads is not None:  # a process of its own
-            ways.switch_off(loaded.off)
+            fast_paths.switch_off(loaded.off)
         worker = Worker(loaded, channel)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the parent raises it
         channel.send(report_of(error, "making the environment"))

@@ -20,7 +20,7 @@ from tallyroll.storage.files.mapping import Area
 from tallyroll.storage.files.paths import failed
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.rows.batch_check import BatchCheck
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
 from tallyroll.storage.rows.schema import Schema
 
@@ -276,7 +276,7 @@ class FixedRows:
 
     def __init__(self, schema: Schema, columns: Mapping[Key, np.ndarray]) -> None:
         self.arrays: list[np.ndarray] = []
-        wrong = [f"{spell(key)} is not a column" for key in columns if key not in schema.keys]
+        wrong = [f"{format_key(key)} is not a column" for key in columns if key not in schema.keys]
         for column in schema.columns:
             array = columns.get(column.key)
             if (
@@ -287,7 +287,7 @@ class FixedRows:
             ):
                 got = None if array is None else f"{array.dtype} {list(array.shape[1:])}"
                 wanted = f"{column.numpy_dtype} {list(column.shape)}"
-                wrong.append(f"{spell(column.key)} is {got}, expected {wanted}, contiguous")
+                wrong.append(f"{format_key(column.key)} is {got}, expected {wanted}, contiguous")
                 continue
             self.arrays.append(array)
         if wrong:

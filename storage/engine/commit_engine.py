@@ -14,11 +14,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from tallyroll.storage.engine.columns import CopiedInSteps, NewRows, PrivateRows
+from tallyroll.storage.engine.committed_counts import CommittedCounts
 from tallyroll.storage.engine.mapped_space import MappedSpace
-from tallyroll.storage.engine.right_to_write import RightToWrite
 from tallyroll.storage.engine.ring import in_use, pieces, slots_of
 from tallyroll.storage.engine.row_copies import RowCopies
-from tallyroll.storage.engine.seen_counts import SeenCounts
+from tallyroll.storage.engine.writer_check import RightToWrite
 from tallyroll.storage.errors import StorageError
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import ReaderLock, WriterLock
@@ -55,7 +55,7 @@ class Engine:
         self._format, self._header, self._lock = format, header, lock
         self._power = durability == "power"
         self._private = PrivateRows(format, schema)
-        self.counts = SeenCounts(header, follows=lock is None)
+        self.counts = CommittedCounts(header, follows=lock is None)
         self.right = RightToWrite(lock, format.path)
         self.space = MappedSpace(
             format,

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tallyroll.storage.engine.commit_engine import Durability, Engine
-from tallyroll.storage.engine.right_to_write import LOOK_SECONDS
+from tallyroll.storage.engine.writer_check import LOOK_SECONDS
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema, NotAStorage
 from tallyroll.storage.files.commit_header import Header, header_bytes
 from tallyroll.storage.files.lock import WriterLock

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import ADDRESSES, CommitCounts
 
@@ -227,7 +227,7 @@ class Extension:
 
     def functions(self) -> Any:
         """Return the extension; None if it was not built, or is switched off."""
-        return self.module if ways.is_on("kernel") else None
+        return self.module if fast_paths.is_on("kernel") else None
 
     def is_built(self) -> bool:
         """Return whether it was built."""
@@ -268,13 +268,14 @@ class Extension:
         return tuple(getattr(self.module, block, "").split())
 
     def _refuse(self, block: str, names: tuple[str, ...], built: tuple[str, ...]) -> None:
-        if not ways.is_on("kernel"):
+        if not fast_paths.is_on("kernel"):
             self.module = None
             return
         raise ExtensionMismatch(
             f"expected the extension {self.module.__file__} to have the words {', '.join(names)} "
             f"in {block}, got {', '.join(built) or 'none'}: it was built from other sources. "
-            f"Install tallyroll again, or set {ways.VARIABLE}=-kernel to do without the extension."
+            f"Install tallyroll again, or set {fast_paths.VARIABLE}=-kernel to do without the "
+            "extension."
         )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from tallyroll.storage.engine.columns import Places, PrivateRows
+from tallyroll.storage.engine.committed_counts import CommittedCounts, HeaderCounts
 from tallyroll.storage.engine.mapped_space import MappedSpace
 from tallyroll.storage.engine.pool import BufferPool, Room
 from tallyroll.storage.engine.ring import first_valid, in_use, overrun, rows_in, slots_at
-from tallyroll.storage.engine.seen_counts import HeaderCounts, SeenCounts
 from tallyroll.storage.errors import IndexOutOfRange
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.lock import is_held
@@ -42,7 +42,7 @@ class RowCopies:
         format: Format,
         header: Header,
         schema: Schema,
-        counts: SeenCounts,
+        counts: CommittedCounts,
         space: MappedSpace,
         lent: PrivateRows,
     ) -> None:

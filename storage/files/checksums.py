@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.progress import MoreDone
 
 _MOST_BLOCKS = 4096
@@ -55,7 +55,9 @@ def checksums(
         "rows": rows,
         "block_rows": size,
         "columns": {
-            spell(key): "".join(_of_block(each, progress) for each in _blocks(column, rows, size))
+            format_key(key): "".join(
+                _of_block(each, progress) for each in _blocks(column, rows, size)
+            )
             for key, column in columns.items()
         },
     }
@@ -78,11 +80,11 @@ def mismatches(
     size = recorded["block_rows"]
     _require_same_columns(columns, recorded["columns"])
     for key, column in columns.items():
-        wanted = recorded["columns"][spell(key)]
+        wanted = recorded["columns"][format_key(key)]
         if len(column) < rows or len(wanted) != _DIGITS * -(-rows // size):
             raise CorruptStorage(
-                f"the checksums of {spell(key)} are for {rows} rows in blocks of {size}, and it "
-                f"has {len(column)} rows and {len(wanted)} digits: one of them is damaged."
+                f"the checksums of {format_key(key)} are for {rows} rows in blocks of {size}, and "
+                f"it has {len(column)} rows and {len(wanted)} digits: one of them is damaged."
             )
         for number, block in enumerate(_blocks(column, rows, size)):
             if _of_block(block, progress) != wanted[_DIGITS * number : _DIGITS * (number + 1)]:
@@ -109,7 +111,7 @@ def rows_covered(recorded: Any) -> int:
 
 
 def _require_same_columns(columns: Iterable[Key], recorded: Mapping[str, str]) -> None:
-    here = {spell(key) for key in columns}
+    here = {format_key(key) for key in columns}
     if different := sorted(here ^ set(recorded)):
         raise CorruptStorage(
             f"the checksums in the manifest are of other columns than the storage has: "

@@ -35,14 +35,14 @@ _PAUSES = (0.00005, 0.002)
 """Seconds between two tries: the first pause, and the longest one."""
 
 
-class Forked(Protocol):
+class ForkAware(Protocol):
     """An object in `held`, whose `forked` is called in every child that this process forks."""
 
     def forked(self) -> None:
         """Give up the parent's lock: the child's descriptor would hold it after the parent ends."""
 
 
-held: weakref.WeakSet[Forked] = weakref.WeakSet()
+held: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
 def _tell() -> None:

@@ -22,7 +22,7 @@ from tallyroll.storage.files.paths import (
 )
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.space import Footprint
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.schema import Schema
 
 BESIDE: Final = (
@@ -158,13 +158,13 @@ class Format(ABC):
         for column in schema.columns:
             if (dims := 1 + len(column.shape)) > self.most_dims:
                 raise InvalidSchema(
-                    f"column {spell(column.key)} has {dims} dimensions, rows included, and this "
-                    f"format holds {self.most_dims}. Flatten some."
+                    f"column {format_key(column.key)} has {dims} dimensions, rows included, and "
+                    f"this format holds {self.most_dims}. Flatten some."
                 )
             if self.lacks_bfloat16 and column.dtype is torch.bfloat16:
                 raise InvalidSchema(
-                    f"column {spell(column.key)} is bfloat16, which {self.lacks_bfloat16} does not "
-                    "have. Convert it to float32 before writing, or use MemmapStorage."
+                    f"column {format_key(column.key)} is bfloat16, which {self.lacks_bfloat16} "
+                    "does not have. Convert it to float32 before writing, or use MemmapStorage."
                 )
 
     def prepare(self) -> None:

@@ -30,7 +30,7 @@ from tallyroll.storage.files.paths import failed, open_column, told
 from tallyroll.storage.files.safe_files import close_all, write_all
 from tallyroll.storage.formats.base import BESIDE, EVENTS_FILE
 from tallyroll.storage.formats.directory import DirectoryFormat
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 _HEADER, _LOCK = "tallyroll.header", "tallyroll.lock"
@@ -78,22 +78,22 @@ class MemmapFormat(DirectoryFormat):
             for depth, part in enumerate(column.key):
                 if part in META_FIELDS:
                     raise InvalidSchema(
-                        f"{part!r} in column {spell(column.key)} is a field of tensordict's "
+                        f"{part!r} in column {format_key(column.key)} is a field of tensordict's "
                         "meta.json and cannot be a name there. Rename it."
                     )
                 leaf = depth == len(column.key) - 1
                 name = _encode(part) + (".memmap" if leaf else "")
                 if len(name.encode()) + len(_ASIDE) > _LONGEST_NAME:
                     raise InvalidSchema(
-                        f"{part!r} in column {spell(column.key)} is too long for a file name."
+                        f"{part!r} in column {format_key(column.key)} is too long for a file name."
                     )
                 place, owner = (
                     place_of(column.key[: depth + 1], leaf=leaf),
-                    spell(column.key[: depth + 1]),
+                    format_key(column.key[: depth + 1]),
                 )
                 if taken.setdefault(place, owner) != owner or place.name in _OURS:
                     raise InvalidSchema(
-                        f"column {spell(column.key)} would lie at {place}, where "
+                        f"column {format_key(column.key)} would lie at {place}, where "
                         f"{taken[place]} is. Rename it."
                     )
 

@@ -73,7 +73,7 @@ class Estimate:
         return found
 
 
-class Sized(Protocol):
+class SizedFormat(Protocol):
     """A format, as far as the space that it takes is concerned."""
 
     path: Path
@@ -82,7 +82,7 @@ class Sized(Protocol):
         """Return the space of ``rows`` rows on disk."""
 
 
-def estimate(format: Sized, schema: Schema, rows: int, *, there: int = 0) -> Estimate:
+def estimate(format: SizedFormat, schema: Schema, rows: int, *, there: int = 0) -> Estimate:
     """Return the space that ``rows`` rows in all will take, and the space that is free.
 
     Args:
@@ -105,7 +105,7 @@ def estimate(format: Sized, schema: Schema, rows: int, *, there: int = 0) -> Est
     )
 
 
-def require_room(format: Sized, schema: Schema, rows: int, *, there: int = 0) -> None:
+def require_room(format: SizedFormat, schema: Schema, rows: int, *, there: int = 0) -> None:
     """Refuse ``rows`` rows that do not fit; ``there`` of them have their space already.
 
     Raises:

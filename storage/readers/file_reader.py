@@ -13,9 +13,9 @@ from tensordict import TensorDict
 
 from tallyroll.storage.engine.columns import Places
 from tallyroll.storage.engine.commit_engine import Engine
+from tallyroll.storage.engine.committed_counts import HeaderCounts
 from tallyroll.storage.engine.creation import manifest_of, open_existing
 from tallyroll.storage.engine.ring import pieces
-from tallyroll.storage.engine.seen_counts import HeaderCounts
 from tallyroll.storage.errors import CorruptStorage, IndexOutOfRange, NotInitialised
 from tallyroll.storage.files.lock import is_held
 from tallyroll.storage.files.manifest import Manifest
@@ -25,17 +25,17 @@ from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, Event
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.readers.event_file import EventFile, on_disk
 from tallyroll.storage.readers.row_reader import ColumnReader, ReusedRows, RowReader, columns_of
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.indexing import resolve
-from tallyroll.storage.rows.keys import Key, Keys, spell
-from tallyroll.storage.rows.nesting import Nest
+from tallyroll.storage.rows.keys import Key, Keys, format_key
 from tallyroll.storage.rows.origin import Numbers, Origin, came_from
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.slot_order import in_all_slots
-from tallyroll.storage.rows.steadily import steadily
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
+from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
 from tallyroll.storage.trajectories.index import TrajectoryIndex
-from tallyroll.storage.trajectories.lane_file import Owner, read_index
+from tallyroll.storage.trajectories.lane_file import IndexOwner, read_index
 
 Mode: TypeAlias = Literal["create", "append", "read"]
 
@@ -261,8 +261,8 @@ class FileReader(RowReader):
         files = self.format
         return read_table(files.inside, files.episodes_path, dtype, self.running().counts.head)
 
-    def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
-        owner = Owner(self.id, self.ring, self.rewinds)
+    def kept_index(self, *, whole: bool = False) -> SavedBlocks | None:
+        owner = IndexOwner(self.id, self.ring, self.rewinds)
         files, counts = self.format, self.running().counts
         return read_index(files.inside, files.index_path, owner, lambda: counts.head, whole=whole)
 
@@ -311,7 +311,7 @@ class FileReader(RowReader):
     def _place_of(self, key: Key) -> tuple[Engine, int]:
         engine = self.running()
         if key not in engine.keys:
-            names = ", ".join(map(spell, engine.keys))
+            names = ", ".join(map(format_key, engine.keys))
             raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
         return engine, engine.keys.index(key)
 
@@ -335,7 +335,7 @@ class FileReader(RowReader):
         return self.running().copies.gather([slots[id(each)] for each in rows])
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
-        return steadily(self, lambda: self._get(index, keys))
+        return read_consistently(self, lambda: self._get(index, keys))
 
     def get_into(self, index: Any, out: ReusedRows) -> TensorDict:
         engine = self.running()
@@ -370,7 +370,7 @@ class FileReader(RowReader):
             return nest(copies.take(where, seen, only), where.shape)
 
     def _slice(
-        self, where: slice, seen: HeaderCounts, only: Places | None, nest: Nest
+        self, where: slice, seen: HeaderCounts, only: Places | None, nest: TensorDictBuilder
     ) -> TensorDict:
         copies, ring = self.running().copies, self.ring
         numbers: Numbers

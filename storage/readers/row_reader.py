@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 from tensordict import TensorDict
 
+from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.engine.columns import Places
-from tallyroll.storage.engine.memory_left import require_memory
 from tallyroll.storage.engine.pool import Room
 from tallyroll.storage.engine.ring import index_at, overrun, rows_in, slots_at
 from tallyroll.storage.engine.ring import slots_of as ring_slots
@@ -22,13 +22,13 @@ from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, Overrun, S
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.formats.base import Format
 from tallyroll.storage.formats.memmap import MemmapFormat
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.indexing import resolve
-from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
-from tallyroll.storage.rows.nesting import Nest, array_of
+from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.rows.origin import Origin, came_from
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.rows.steadily import steadily
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder, array_of
+from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.index import TrajectoryIndex
 from tallyroll.storage.trajectories.mapping import Trajectories
 
@@ -44,8 +44,8 @@ def numbers_of(reader: RowReader, index: Any) -> np.ndarray:
     return reader.rows_at(np.asarray(where), span)
 
 
-def columns_of(reader: RowReader, keys: Keys | None) -> tuple[Places | None, Nest]:
-    """Return the places of some columns, or None for all, and the `Nest` that joins their arrays.
+def columns_of(reader: RowReader, keys: Keys | None) -> tuple[Places | None, TensorDictBuilder]:
+    """Return the places of some columns, or None for all, and a builder that joins their arrays.
 
     Raises:
         ColumnsMissing: a column is not there, or none is named.
@@ -207,7 +207,7 @@ class RowReader(ABC):
         """
         return None
 
-    def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
+    def kept_index(self, *, whole: bool = False) -> SavedBlocks | None:
         """Return the index of trajectories that is kept beside the rows; None without one.
 
         It may end before the last row. With ``whole`` all of it is checked, however large it is.
@@ -365,10 +365,10 @@ class RowReader(ABC):
         Raises:
             IndexOutOfRange: a row is not there, or is overwritten while it is read.
         """
-        return steadily(self, lambda: _take(self, rows, keys))
+        return read_consistently(self, lambda: _take(self, rows, keys))
 
-    def chosen(self, keys: Keys) -> tuple[tuple[int, ...], Nest]:
-        """Return the places of some columns, and the `Nest` that joins their arrays.
+    def chosen(self, keys: Keys) -> tuple[tuple[int, ...], TensorDictBuilder]:
+        """Return the places of some columns, and the `TensorDictBuilder` that joins their arrays.
 
         Raises:
             ColumnsMissing: a column is not there, or none is named.
@@ -379,19 +379,22 @@ class RowReader(ABC):
             every = {as_key(key): None for key in wanted}
             if not every or not every.keys() <= {*self.keys}:
                 raise ColumnsMissing(
-                    f"keys: expected some of {', '.join(map(spell, self.keys))}, got "
-                    f"{', '.join(map(spell, every)) or 'none'}."
+                    f"keys: expected some of {', '.join(map(format_key, self.keys))}, got "
+                    f"{', '.join(map(format_key, every)) or 'none'}."
                 )
             only = tuple(self.keys.index(key) for key in every)
             columns = [
                 (key, self.schema.columns[place].dtype)
                 for key, place in zip(every, only, strict=True)
             ]
-            found = self._chosen[wanted] = only, Nest(columns, self.schema.batch_shapes)
+            found = self._chosen[wanted] = (
+                only,
+                TensorDictBuilder(columns, self.schema.batch_shapes),
+            )
         return found
 
     @cached_property
-    def _chosen(self) -> dict[tuple[str | Key, ...], tuple[tuple[int, ...], Nest]]:
+    def _chosen(self) -> dict[tuple[str | Key, ...], tuple[tuple[int, ...], TensorDictBuilder]]:
         return {}
 
     def get(self, index: Any, keys: Keys | None = None) -> TensorDict:
@@ -430,18 +433,18 @@ class RowReader(ABC):
         """
         if not self.ring:
             return self.get(slice(None), keys)
-        return steadily(self, lambda: _oldest_first(self, keys))
+        return read_consistently(self, lambda: _oldest_first(self, keys))
 
     def overrun(self, what: str) -> Overrun:
         """Return the error for rows that a writer overwrites before they are read."""
         return overrun(self.path, self.ring, what)
 
     @cached_property
-    def nest(self) -> Nest:
+    def nest(self) -> TensorDictBuilder:
         """The nest that joins arrays [*batch, ...], one a column, to the TensorDict of a batch."""
         schema = self.schema
         columns = [(column.key, column.dtype) for column in schema.columns]
-        return Nest(columns, schema.batch_shapes)
+        return TensorDictBuilder(columns, schema.batch_shapes)
 
     def __len__(self) -> int:
         return len(self.span)
@@ -535,8 +538,8 @@ class ReusedRows:
             found = array_of(key, rows[key])
             if (found.dtype, found.shape) != (array.dtype, array.shape):
                 raise ValueError(
-                    f"out was made for another storage: its column {spell(key)} is {array.dtype} "
-                    f"{list(array.shape[1:])}, and here it is {found.dtype} "
+                    f"out was made for another storage: its column {format_key(key)} is "
+                    f"{array.dtype} {list(array.shape[1:])}, and here it is {found.dtype} "
                     f"{list(found.shape[1:])}."
                 )
             np.copyto(array, found)

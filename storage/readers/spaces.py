@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tallyroll.storage.files.copied_runs import all_makers
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.rows.spaces import NO_SPACE, SPACES, agreed, space_of
 
@@ -36,7 +36,7 @@ def spaces_of(entries: Iterable[Mapping[str, Any]], schema: Schema) -> dict[Key,
         runs += made
     by_all, found = agreed_spaces(runs), dict[Key, dict[str, Any]]()
     for column in schema.columns:
-        said = by_all.get(spell(column.key))
+        said = by_all.get(format_key(column.key))
         if said is not None and column.dtype is not torch.bfloat16:
             try:
                 fits = space_of(said).differs(column.numpy_dtype, column.shape) is None

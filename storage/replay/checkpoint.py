@@ -58,8 +58,8 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
         with closing(RowWriter(opened)) as copy:
             _bring_up(copy, source)
             if isinstance(source, FileReader):
-                from tallyroll.storage.ext.overlays.beside import Overlays
-                from tallyroll.storage.ext.overlays.copying import copy_overlays
+                from tallyroll.storage.ext.overlays.overlay_copies import copy_overlays
+                from tallyroll.storage.ext.overlays.overlay_set import Overlays
 
                 with closing(Overlays(target)) as overlays:
                     copy_overlays(source, overlays, exactly=True)
@@ -85,7 +85,7 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
                 if not target.initialised or _behind(target, copy):
                     _bring_up(writer, copy)
                 if storage.mode != "read":
-                    from tallyroll.storage.ext.overlays.copying import copy_overlays
+                    from tallyroll.storage.ext.overlays.overlay_copies import copy_overlays
 
                     copy_overlays(copy, storage.overlay_files, exactly=False)
 

@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from tallyroll.storage.ext.card.page import Card
-    from tallyroll.storage.ext.copying import CopyReport
-    from tallyroll.storage.ext.exchange.exporting import Cuts, ExportReport
-    from tallyroll.storage.ext.exchange.following import Follow
+    from tallyroll.storage.ext.exchange.dataset_export import Cuts, ExportReport
+    from tallyroll.storage.ext.exchange.followed_export import Follow
     from tallyroll.storage.ext.packed.column_writers import FrameStack
-    from tallyroll.storage.ext.packed.packing import Format, PackReport
+    from tallyroll.storage.ext.packed.pack import Format, PackReport
     from tallyroll.storage.ext.statistics.normaliser import Normaliser
     from tallyroll.storage.ext.statistics.statistics import Statistics
+    from tallyroll.storage.ext.storage_copy import CopyReport
     from tallyroll.storage.ext.training.row_dataset import Last, RowDataset
     from tallyroll.storage.ext.views.trajectories import StoredTrajectories
     from tallyroll.storage.ext.views.view_reader import ViewReader
@@ -311,7 +311,7 @@ class DiskStorage(RowStore, AsTensorStorage):
                 have no trajectory.
             ColumnsMissing: the rows do not say which trajectory they belong to.
         """
-        from tallyroll.storage.ext.views.splitting import split
+        from tallyroll.storage.ext.views.split import split
 
         parts = split(self.trajectories, shares, seed)
         return {name: self._over(reader) for name, reader in parts.items()}
@@ -365,7 +365,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             DamagedOverlay: an overlay cannot be used; ``drop`` leaves it out.
             ValueError: an argument is none of its values.
         """
-        from tallyroll.storage.ext.copying import copy
+        from tallyroll.storage.ext.storage_copy import copy
 
         self.reader.require_open()
         return copy(
@@ -428,7 +428,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             StateMismatch: rows are taken back meanwhile.
             ValueError: an argument is none of its values.
         """
-        from tallyroll.storage.ext.exchange.following import export_storage
+        from tallyroll.storage.ext.exchange.followed_export import export_storage
 
         return export_storage(
             self,
@@ -477,7 +477,7 @@ class DiskStorage(RowStore, AsTensorStorage):
             MissingLibrary: the extra ``pack``, or ``hdf5``, is not installed.
             ValueError: an argument is none of its values.
         """
-        from tallyroll.storage.ext.packed.packing import pack
+        from tallyroll.storage.ext.packed.pack import pack
 
         self.reader.require_open()
         return pack(

@@ -15,7 +15,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tallyroll.storage.compat import entries_of, tensor_guards
 from tallyroll.storage.errors import RowsMismatch
 from tallyroll.storage.rows.batch_dims import levels_of
-from tallyroll.storage.rows.keys import TRAJ_IDS, Key, spell
+from tallyroll.storage.rows.keys import TRAJ_IDS, Key, format_key
 from tallyroll.storage.rows.schema import Schema
 
 _IS_NESTED = attrgetter("is_nested")
@@ -173,12 +173,12 @@ class BatchCheck:
             got = rows.get(column.key)
             wanted = f"an array of {column.numpy_dtype}, shape {[count, *column.shape]}"
             if got is None:
-                found.append(f"{spell(column.key)} is missing")
+                found.append(f"{format_key(column.key)} is missing")
             elif not isinstance(got, np.ndarray):
-                found.append(f"{spell(column.key)} is {type(got).__name__}, expected {wanted}")
+                found.append(f"{format_key(column.key)} is {type(got).__name__}, expected {wanted}")
             elif got.dtype != column.numpy_dtype or got.shape != (count, *column.shape):
                 found.append(
-                    f"{spell(column.key)} has {got.dtype}, shape {list(got.shape)}, expected "
+                    f"{format_key(column.key)} has {got.dtype}, shape {list(got.shape)}, expected "
                     f"{wanted}"
                 )
         if _has_several_ids(rows) and self._one_id:

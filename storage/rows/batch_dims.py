@@ -14,7 +14,7 @@ from typing import TypeAlias
 from tensordict import TensorDictBase, is_non_tensor
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 
 BatchDims: TypeAlias = Mapping[Key, int]
 """Counts by level, without the levels whose count is 0."""
@@ -71,8 +71,8 @@ def require_fitting(dims: BatchDims, shapes: Shapes) -> None:
     for level in [*dims, *possible]:
         if dims.get(level, 0) != possible.get(level, 0):
             raise InvalidSchema(
-                f"{spell(level) or 'the root'} has {dims.get(level, 0)} batch dimensions after "
-                f"the rows, which its columns and the levels around it do not have."
+                f"{format_key(level) or 'the root'} has {dims.get(level, 0)} batch dimensions "
+                f"after the rows, which its columns and the levels around it do not have."
             )
 
 
@@ -93,8 +93,10 @@ def from_counts(columns: Sequence[tuple[Key, Sequence[int] | None]]) -> dict[Key
         counts = [0] * len(key) if given is None else given
         listed = isinstance(counts, list) and len(counts) == len(key)
         if not listed or not all(type(n) is int and n >= 0 for n in counts):
-            raise InvalidSchema(f"{spell(key)} has batch_dims {given!r:.100}.")
+            raise InvalidSchema(f"{format_key(key)} has batch_dims {given!r:.100}.")
         for depth, count in enumerate(counts):
             if found.setdefault(key[:depth], count) != count:
-                raise InvalidSchema(f"{spell(key)} has other batch_dims than columns beside it.")
+                raise InvalidSchema(
+                    f"{format_key(key)} has other batch_dims than columns beside it."
+                )
     return {level: found[level] for level in sorted(found, key=len) if found[level]}

@@ -61,7 +61,7 @@ def as_key(key: str | tuple[str, ...]) -> Key:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
-def spell(key: str | tuple[str, ...]) -> str:
+def format_key(key: str | tuple[str, ...]) -> str:
     """Return a key as users read and write it: ``next/observation``."""
     return key if isinstance(key, str) else "/".join(key)
 

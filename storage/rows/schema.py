@@ -22,8 +22,8 @@ from tallyroll.storage.rows.batch_dims import (
     shapes_of,
 )
 from tallyroll.storage.rows.dtypes import NAMES, NUMPY, TORCH
-from tallyroll.storage.rows.keys import Key, can_be_stored, spell
-from tallyroll.storage.rows.nesting import leaves, require_dense
+from tallyroll.storage.rows.keys import Key, can_be_stored, format_key
+from tallyroll.storage.rows.tensordict_builder import leaves, require_dense
 
 _MOST_COLUMNS, _MOST_PARTS, _LONGEST_PART, _MOST_SIZES = 2**14, 32, 4096, 64
 _MOST_ROW_NBYTES = 2**47
@@ -47,23 +47,23 @@ class Column:
         _check_key(self.key)
         if self.dtype not in NUMPY:
             raise InvalidSchema(
-                f"column {spell(self.key)} has dtype {self.dtype}; a storage holds "
+                f"column {format_key(self.key)} has dtype {self.dtype}; a storage holds "
                 f"{', '.join(NAMES)}. Convert it before writing."
             )
         if len(self.shape) > _MOST_SIZES:
             raise InvalidSchema(
-                f"column {spell(self.key)} has {len(self.shape)} dimensions a row, and may have "
-                f"{_MOST_SIZES}. Flatten some."
+                f"column {format_key(self.key)} has {len(self.shape)} dimensions a row, and may "
+                f"have {_MOST_SIZES}. Flatten some."
             )
         if min(self.shape, default=1) >= 1 and self.row_nbytes > _MOST_ROW_NBYTES:
             raise InvalidSchema(
-                f"column {spell(self.key)} has shape {list(self.shape)}: a row would have "
+                f"column {format_key(self.key)} has shape {list(self.shape)}: a row would have "
                 f"{self.row_nbytes} bytes, and may have {_MOST_ROW_NBYTES}."
             )
         if min(self.shape, default=1) < 1:
             raise InvalidSchema(
-                f"column {spell(self.key)} has shape {list(self.shape)}, which holds no values. "
-                "Leave it out."
+                f"column {format_key(self.key)} has shape {list(self.shape)}, which holds no "
+                "values. Leave it out."
             )
 
     @property
@@ -102,13 +102,13 @@ class Schema:
         if not keys:
             raise InvalidSchema("a storage needs at least one column and got none.")
         if len(set(keys)) < len(keys):
-            twice = sorted(spell(key) for key, count in Counter(keys).items() if count > 1)
+            twice = sorted(format_key(key) for key, count in Counter(keys).items() if count > 1)
             raise InvalidSchema(f"columns named twice: {', '.join(twice)}.")
         groups = {key[:depth] for key in keys for depth in range(1, len(key))}
         for key in keys:
             if key in groups:
                 raise InvalidSchema(
-                    f"{spell(key)} is both a column and a group of columns. Rename one."
+                    f"{format_key(key)} is both a column and a group of columns. Rename one."
                 )
         require_fitting(dict(self.batch_dims), self._shapes)
 
@@ -188,16 +188,20 @@ class Schema:
         got = {column.key: column for column in other.columns}
         found: list[str] = []
         for key, column in wanted.items():
-            found += [f"{spell(key)} is missing"] if key not in got else _differ(column, got[key])
-        return found + [f"{spell(key)} is not a column here" for key in got if key not in wanted]
+            found += (
+                [f"{format_key(key)} is missing"] if key not in got else _differ(column, got[key])
+            )
+        return found + [
+            f"{format_key(key)} is not a column here" for key in got if key not in wanted
+        ]
 
 
 def _differ(wanted: Column, got: Column) -> Iterable[str]:
     if wanted.dtype != got.dtype:
-        yield f"{spell(wanted.key)} has dtype {got.dtype_name}, expected {wanted.dtype_name}"
+        yield f"{format_key(wanted.key)} has dtype {got.dtype_name}, expected {wanted.dtype_name}"
     if wanted.shape != got.shape:
         shapes = f"{list(got.shape)} a row, expected {list(wanted.shape)}"
-        yield f"{spell(wanted.key)} has shape {shapes}"
+        yield f"{format_key(wanted.key)} has shape {shapes}"
 
 
 def _check_count(columns: Sized) -> None:

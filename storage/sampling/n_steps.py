@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from tallyroll.storage.errors import ColumnsMissing, SumTooLarge
 from tallyroll.storage.readers.row_reader import RowReader, numbers_of
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.dtypes import SIGNED
 from tallyroll.storage.rows.keys import (
     CUT,
@@ -25,10 +26,9 @@ from tallyroll.storage.rows.keys import (
     TRUNCATED,
     Key,
     as_key,
+    format_key,
     next_valid_keys,
-    spell,
 )
-from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import flags_of, floats_of
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _check(reader: RowReader, n: int, dtype: torch.dtype | None) -> None:
 
 
 def _require(reader: RowReader, keys: Sequence[Key]) -> None:
-    missing = [spell(key) for key in keys if key not in reader.keys]
+    missing = [format_key(key) for key in keys if key not in reader.keys]
     if missing:
         raise ColumnsMissing(
             f"{reader.path} has no {', no '.join(missing)}, which n-step returns are made of."
@@ -223,7 +223,7 @@ class _Returns:
 
 
 def _rows(reader: RowReader, index: Any, returns: _Returns) -> TensorDict:
-    return steadily(reader, lambda: _rows_left(reader, index, returns))
+    return read_consistently(reader, lambda: _rows_left(reader, index, returns))
 
 
 def _rows_left(reader: RowReader, index: Any, returns: _Returns) -> TensorDict:
@@ -330,7 +330,7 @@ def _discounted(
     if isinstance(gamma, np.ndarray) and not _broadcasts(gamma.shape, column.shape):
         raise ValueError(
             f"gamma is a number, or a tensor that broadcasts to {list(column.shape)}, the shape of "
-            f"{spell(column.key)} in a row; got {list(gamma.shape)}."
+            f"{format_key(column.key)} in a row; got {list(gamma.shape)}."
         )
     powers = np.arange(len(values)).reshape(-1, *(1 for _ in values.shape[1:]))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -356,9 +356,9 @@ def _too_large(
     single = abs(total) < torch.finfo(torch.float32).max and not whole
     wider = torch.float32 if single else torch.float64
     return SumTooLarge(
-        f"expected sums of {spell(column.key)} ({column.dtype_name}) in {reader.path} that {dtype} "
-        f"holds{' without rounding' if whole else ''}, got {total}. Scale the rewards that are "
-        f"stored{f', or pass dtype={wider}' if dtype != wider else ''}."
+        f"expected sums of {format_key(column.key)} ({column.dtype_name}) in {reader.path} that "
+        f"{dtype} holds{' without rounding' if whole else ''}, got {total}. Scale the rewards that "
+        f"are stored{f', or pass dtype={wider}' if dtype != wider else ''}."
     )
 
 

@@ -10,13 +10,17 @@ import torch
 from tallyroll.storage.errors import NoSlices, ShortTrajectory
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import MASK, Key
-from tallyroll.storage.sampling.drawn_from import KeepsNothing, require_slots_stay, require_storage
+from tallyroll.storage.sampling.sampled_storage import (
+    StatelessSampler,
+    require_slots_stay,
+    require_storage,
+)
 from tallyroll.storage.trajectories.mapping import draw
 from tallyroll.storage.trajectories.slice_columns import done_keys, init_keys, slice_marks
 from tallyroll.storage.trajectories.windows import By, Short, Slices, Windows
 
 
-class TrajectorySliceSampler(KeepsNothing):
+class TrajectorySliceSampler(StatelessSampler):
     """Draws slices of trajectories uniformly, with replacement, among all that there are.
 
     For a replay buffer over a Tallyroll storage::

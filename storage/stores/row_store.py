@@ -26,8 +26,8 @@ from tallyroll.storage.stores.row_writer import NoWriter, RowWriter
 from tallyroll.storage.trajectories.mapping import Trajectories
 
 if TYPE_CHECKING:
-    from tallyroll.storage.ext.overlays.beside import Overlays
     from tallyroll.storage.ext.overlays.overlay import Overlay
+    from tallyroll.storage.ext.overlays.overlay_set import Overlays
     from tallyroll.storage.ext.overlays.storage_overlays import StorageOverlays
 
 

@@ -27,7 +27,7 @@ from tallyroll.storage.rows.origin import Told, origin_of
 from tallyroll.storage.rows.origin import came_from as came_from_rows
 from tallyroll.storage.rows.progress import MoreDone
 from tallyroll.storage.rows.slot_order import oldest_first
-from tallyroll.storage.stores.given_rows import GivenRows, schema_of, with_new_ids
+from tallyroll.storage.stores.input_rows import InputRows, schema_of, with_new_ids
 from tallyroll.storage.stores.opened_files import OpenedFiles
 from tallyroll.storage.stores.run_claim import RunClaim
 from tallyroll.storage.stores.run_entries import RunEntries
@@ -60,7 +60,7 @@ class FirstRows:
         reader.require_open()
         self.schema = schema = schema_of(rows, without, items=items)
         reader.format.check(schema)
-        self.given, self.id_checks = GivenRows(reader, schema), IdChecks.of(reader, schema)
+        self.given, self.id_checks = InputRows(reader, schema), IdChecks.of(reader, schema)
         self.checked = self.given.checked(rows, without)
         if ids != "fresh" and self.id_checks is not None:
             self.id_checks.admit(self.checked.values)
@@ -251,9 +251,9 @@ class RowWriter:
         return checked
 
     @cached_property
-    def given(self) -> GivenRows:
+    def given(self) -> InputRows:
         """The maker of `NewRows` from the rows that callers give."""
-        return GivenRows(self.reader, self.reader.schema)
+        return InputRows(self.reader, self.reader.schema)
 
     @cached_property
     def _id_checks(self) -> IdChecks | None:

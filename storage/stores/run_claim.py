@@ -11,7 +11,7 @@ from typing import Protocol
 from tallyroll.storage.errors import RunUnderWay
 
 
-class Claimed(Protocol):
+class Claimable(Protocol):
     """A storage that a run may claim, or its files."""
 
     path: Path
@@ -26,7 +26,7 @@ class RunClaim:
     between would be counted as its own. A claim also ends when its run is deleted.
     """
 
-    def __init__(self, claimed: Claimed) -> None:
+    def __init__(self, claimed: Claimable) -> None:
         self._claimed = claimed
         self._run: weakref.ref[object] | None = None
         self._run_begun = False

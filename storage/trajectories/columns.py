@@ -19,12 +19,12 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
-    spell,
+    format_key,
 )
-from tallyroll.storage.rows.reading import Reading
+from tallyroll.storage.rows.readable_rows import ReadableRows
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.trajectories.by_lane import RowChunk
 from tallyroll.storage.trajectories.episodes import EpisodeRows
+from tallyroll.storage.trajectories.lane_stretches import RowChunk
 
 WHOSE: Final = (TRAJ_IDS, STEP, LANE)
 """The columns that say to which trajectory a row belongs."""
@@ -36,7 +36,7 @@ _CHUNK_ROWS = 2**18
 _LOOKS = 8
 
 
-class Counted(Protocol):
+class RowFollower(Protocol):
     """Something that follows the rows, up to a number of them."""
 
     @property
@@ -44,7 +44,7 @@ class Counted(Protocol):
         """The number of rows that it has followed."""
 
 
-def unread(reader: Reading, counted: Counted) -> Iterator[tuple[int, int]]:
+def unread(reader: ReadableRows, counted: RowFollower) -> Iterator[tuple[int, int]]:
     """Yield stretches of the rows that are not ``counted`` yet, each no longer than a ring.
 
     A ring goes on while it is read, and what was read first may be overwritten by then: it is
@@ -70,11 +70,11 @@ class RowOrder:
             key for key in (POLICY_VERSION, RESET_SEED) if not missing(schema, (key,))
         }
 
-    def chunk(self, reader: Reading, start: int, stop: int) -> RowChunk:
+    def chunk(self, reader: ReadableRows, start: int, stop: int) -> RowChunk:
         """Whose the rows ``[start, stop)`` are, without the first ones if they are gone."""
         return _left(reader, RowChunk(start, *self._whose(reader, start, stop)))
 
-    def episode_rows(self, reader: Reading, start: int, stop: int) -> EpisodeRows:
+    def episode_rows(self, reader: ReadableRows, start: int, stop: int) -> EpisodeRows:
         """Return the rows that episodes are counted from, as `chunk`."""
         count = stop - start
         terminated, truncated = (
@@ -98,10 +98,10 @@ class RowOrder:
         rows = EpisodeRows(start, ids, steps, lane, terminated, truncated, reward, version, seed)
         return _left(reader, rows)
 
-    def _whose(self, reader: Reading, start: int, stop: int) -> list[np.ndarray]:
+    def _whose(self, reader: ReadableRows, start: int, stop: int) -> list[np.ndarray]:
         return [numbers_of(self._column(reader, key, start, stop)) for key in WHOSE]
 
-    def _column(self, reader: Reading, key: Key, start: int, stop: int) -> np.ndarray:
+    def _column(self, reader: ReadableRows, key: Key, start: int, stop: int) -> np.ndarray:
         """Return rows of one column, [stop - start, ...]."""
         found = reader.column(key).slice(start, stop)
         if reader.ring:  # before `_left` looks whether they were overwritten
@@ -109,7 +109,7 @@ class RowOrder:
         return floats_of(found) if key in self._sixteen_bits else found
 
 
-def _left(reader: Reading, rows: Chunk) -> Chunk:
+def _left(reader: ReadableRows, rows: Chunk) -> Chunk:
     """Return the rows without the first ones that a writer overwrote during the copy."""
     gone = min(max(0, reader.span.start - rows.start), len(rows.ids)) if reader.ring else 0
     return rows.part(gone) if gone else rows
@@ -119,7 +119,7 @@ def missing(schema: Schema, keys: Iterable[Key]) -> list[str]:
     """Return the columns that are missing, or are neither one number a row nor flags."""
     columns = {column.key: column for column in schema.columns}
     return [
-        spell(key)
+        format_key(key)
         for key in keys
         if key not in columns
         or (key in _NUMBERS and math.prod(columns[key].shape) != 1)

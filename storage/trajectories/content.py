@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from tallyroll.storage.errors import ColumnsMissing
-from tallyroll.storage.rows.keys import CUT, STEP, TRAJ_IDS, Key, spell
-from tallyroll.storage.rows.reading import Reading
+from tallyroll.storage.rows.keys import CUT, STEP, TRAJ_IDS, Key, format_key
+from tallyroll.storage.rows.readable_rows import ReadableRows
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.columns import missing, numbers_of
 
@@ -26,7 +26,7 @@ def compared_columns(schema: Schema) -> list[Column]:
     """Return the columns that are content, by name."""
     return sorted(
         (column for column in schema.columns if column.key != CUT),
-        key=lambda column: spell(column.key),
+        key=lambda column: format_key(column.key),
     )
 
 
@@ -47,7 +47,7 @@ class Content:
     """
 
     def __init__(
-        self, reader: Reading, numbering: Numbering = "kept", steps_apart: int = 63
+        self, reader: ReadableRows, numbering: Numbering = "kept", steps_apart: int = 63
     ) -> None:
         if numbering not in ("kept", "relative"):
             raise ValueError(f"ids: expected 'kept' or 'relative', got {numbering!r}")

@@ -28,7 +28,7 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.rows.dtypes import in_float64
-from tallyroll.storage.trajectories.by_lane import (
+from tallyroll.storage.trajectories.lane_stretches import (
     MOST_LANES,
     NOBODY,
     LaneOrder,

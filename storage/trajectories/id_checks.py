@@ -17,16 +17,16 @@ import torch
 from tallyroll.storage.errors import TrajectoryIdTaken
 from tallyroll.storage.rows.keys import DONE, LANE, STEP, TERMINATED, TRAJ_IDS, TRUNCATED
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.trajectories.by_lane import (
+from tallyroll.storage.trajectories.columns import RowOrder, flags_of, numbers_of, unread
+from tallyroll.storage.trajectories.episodes import Episodes
+from tallyroll.storage.trajectories.index import IndexedReader, says_whose
+from tallyroll.storage.trajectories.lane_stretches import (
     MOST_LANES,
     NOBODY,
-    Stretches,
+    LaneStretches,
     extended,
     lane_order,
 )
-from tallyroll.storage.trajectories.columns import RowOrder, flags_of, numbers_of, unread
-from tallyroll.storage.trajectories.episodes import Episodes
-from tallyroll.storage.trajectories.index import Indexed, says_whose
 
 Ids: TypeAlias = Literal["check", "renumber", "fresh"]
 
@@ -40,7 +40,7 @@ class IdChecks:
     with its last trajectory.
     """
 
-    def __init__(self, reader: Indexed, schema: Schema) -> None:
+    def __init__(self, reader: IndexedReader, schema: Schema) -> None:
         keys = schema.keys
         self._reader, self._path = reader, reader.path
         self._places = tuple(keys.index(key) for key in (TRAJ_IDS, STEP, LANE))
@@ -66,7 +66,7 @@ class IdChecks:
         """True if the batch fills the ring, so that no stored row stays."""
 
     @classmethod
-    def of(cls, reader: Indexed, schema: Schema) -> IdChecks | None:
+    def of(cls, reader: IndexedReader, schema: Schema) -> IdChecks | None:
         """Return the checks for rows of ``schema``; None if they have no ids."""
         return cls(reader, schema) if says_whose(schema) else None
 
@@ -147,7 +147,7 @@ class IdChecks:
         self._admitted = int(begun.max()), order.own, id, steps.take(last) + 1
 
     def _require_trajectories(
-        self, runs: Stretches, ids: np.ndarray, steps: np.ndarray, ended: np.ndarray
+        self, runs: LaneStretches, ids: np.ndarray, steps: np.ndarray, ended: np.ndarray
     ) -> None:
         """Refuse rows, by lane, that cannot follow each other, or runs of which two have one id."""
         gaps = steps[1:] != steps[:-1] + 1

@@ -13,16 +13,16 @@ from tensordict import TensorDictBase
 from tallyroll.storage.errors import ColumnsMissing, CorruptStorage, DamagedTable
 from tallyroll.storage.files.copied_runs import goes_on
 from tallyroll.storage.formats.base import Format
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import REWARD, TERMINATED, TRAJ_IDS, Key
-from tallyroll.storage.rows.reading import Reading
+from tallyroll.storage.rows.readable_rows import ReadableRows
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.rows.steadily import steadily
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.blocks.tail import least_block
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing, numbers_of, unread
 from tallyroll.storage.trajectories.episode_file import write_table
 from tallyroll.storage.trajectories.episodes import Episodes, runs_of
-from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex, write_index
+from tallyroll.storage.trajectories.lane_file import IndexOwner, UnusableIndex, write_index
 from tallyroll.storage.trajectories.row_index import RowIndex
 from tallyroll.storage.trajectories.slice_columns import SliceColumns
 
@@ -49,7 +49,7 @@ class TrajectoryIndex:
         self._in_file = self._in_index = -1
         self._rewinds = 0
 
-    def rows(self, reader: Reading) -> RowIndex:
+    def rows(self, reader: ReadableRows) -> RowIndex:
         """Return the index of all committed rows.
 
         Raises:
@@ -64,7 +64,7 @@ class TrajectoryIndex:
                     rows.extend(order.chunk(reader, start, stop))
             return rows
 
-    def _begun(self, reader: Reading) -> RowIndex:
+    def _begun(self, reader: ReadableRows) -> RowIndex:
         """Return the index of the rows that it knows, or that are known beside the rows."""
         self._forget_rewound(reader)
         rows = self._rows
@@ -73,13 +73,13 @@ class TrajectoryIndex:
             rows = self._rows = RowIndex(reader.ring, self._kept(reader, again=rows is not None))
         return rows
 
-    def _kept(self, reader: Reading, *, again: bool) -> KeptBlocks | None:
+    def _kept(self, reader: ReadableRows, *, again: bool) -> SavedBlocks | None:
         """Return the blocks that are kept beside the rows, unless they turned out to be damaged."""
         self._in_index = -1
         if again:
             return None
         try:
-            kept: KeptBlocks | None = reader.kept_index()
+            kept: SavedBlocks | None = reader.kept_index()
             if kept is None or not _fits(kept, reader):
                 return None
         except (UnusableIndex, CorruptStorage):
@@ -88,7 +88,7 @@ class TrajectoryIndex:
         return kept
 
     def episodes(
-        self, reader: Reading, progress: Callable[[int], object] = lambda rows: None
+        self, reader: ReadableRows, progress: Callable[[int], object] = lambda rows: None
     ) -> Episodes:
         """Return the table of all committed rows; raise as `rows` does.
 
@@ -107,27 +107,27 @@ class TrajectoryIndex:
                     progress(episodes.seen)
             return episodes
 
-    def table(self, reader: Reading) -> np.ndarray:
+    def table(self, reader: ReadableRows) -> np.ndarray:
         """Return the lines of the trajectories that have rows left; raise as `rows` does."""
         with self.lock:
-            return steadily(
+            return read_consistently(
                 reader,
                 lambda: self.episodes(reader).table(reader.span.start, _active_from(reader)),
             )
 
-    def _forget_rewound(self, reader: Reading) -> None:
+    def _forget_rewound(self, reader: ReadableRows) -> None:
         """Begin again if rows were taken back: numbers from there on mean other rows."""
         seen = max(self._rows.seen if self._rows else 0, self.counted.seen if self.counted else 0)
         if (rewinds := reader.rewinds) != self._rewinds or reader.head < seen:
             self._rows = self.counted = None
             self._rewinds, self._in_file, self._in_index = rewinds, -1, -1
 
-    def _order_of(self, reader: Reading) -> RowOrder:
+    def _order_of(self, reader: ReadableRows) -> RowOrder:
         if self._order is None:
             self._order = RowOrder(reader.schema)
         return self._order
 
-    def load(self, reader: Reading) -> Episodes:
+    def load(self, reader: ReadableRows) -> Episodes:
         """Return a new table with the lines of the file, from which the caller counts on."""
         shapes = {column.key: column.shape for column in reader.schema.columns}
         episodes = Episodes(reader.ring, shapes.get(REWARD, ()))
@@ -141,7 +141,7 @@ class TrajectoryIndex:
                 self._in_file = episodes.seen
         return episodes
 
-    def _belongs(self, lines: np.ndarray, reader: Reading) -> bool:
+    def _belongs(self, lines: np.ndarray, reader: ReadableRows) -> bool:
         """Return whether the last trajectory of every lane in a table is where the table says."""
         last = np.full(int(lines["lane"].max(initial=-1)) + 1, -1)
         last[lines["lane"]] = np.arange(len(lines))
@@ -150,7 +150,7 @@ class TrajectoryIndex:
         ids = numbers_of(reader.column(TRAJ_IDS).take(line["last_row"]))
         return bool((ids == line["id"]).all())
 
-    def make_way(self, reader: Reading, rows: Any) -> None:
+    def make_way(self, reader: ReadableRows, rows: Any) -> None:
         """Count the rows that a batch, or an index of its rows, will overwrite in a ring.
 
         Without a table, which no caller has needed yet, nothing is counted.
@@ -160,7 +160,7 @@ class TrajectoryIndex:
             with contextlib.suppress(CorruptStorage):  # `table` raises it to its caller
                 self.episodes(reader)
 
-    def save(self, reader: InFiles, *, synced: bool) -> None:
+    def save(self, reader: FileBackedReader, *, synced: bool) -> None:
         """Write the table beside the rows, before their writer closes, if they can have one.
 
         Raises:
@@ -180,7 +180,7 @@ class TrajectoryIndex:
             with contextlib.suppress(CorruptStorage):
                 self._save_rows(reader, synced=synced)
 
-    def _save_rows(self, reader: InFiles, *, synced: bool) -> None:
+    def _save_rows(self, reader: FileBackedReader, *, synced: bool) -> None:
         """Write the index beside the rows, where there are blocks that it does not have there.
 
         Do without it where it cannot be written.
@@ -191,14 +191,14 @@ class TrajectoryIndex:
         if reader.head - max(rows.in_blocks, reader.span.start) >= least_block():
             self.rows(reader)
         if rows.in_blocks > self._in_index:
-            owner = Owner(reader.id, reader.ring, self._rewinds)
+            owner = IndexOwner(reader.id, reader.ring, self._rewinds)
             files = reader.format
             with contextlib.suppress(OSError):
                 write_index(files.inside, files.index_path, owner, rows.state(), synced=synced)
                 self._in_index = rows.in_blocks
 
 
-class Indexed(Reading, Protocol):
+class IndexedReader(ReadableRows, Protocol):
     """A reader with an index of its rows."""
 
     @property
@@ -206,13 +206,13 @@ class Indexed(Reading, Protocol):
         """The index of the rows of each trajectory."""
 
 
-class InFiles(Reading, Protocol):
+class FileBackedReader(ReadableRows, Protocol):
     """A reader of rows in files of ours."""
 
     format: Format
 
 
-def _fits(kept: KeptBlocks, reader: Reading) -> bool:
+def _fits(kept: SavedBlocks, reader: ReadableRows) -> bool:
     """Return whether the last rows of lanes, of many those of some, are what kept blocks say."""
     base, _, ids, steps = kept.tail.state
     lane = np.flatnonzero(base > 0)
@@ -226,7 +226,7 @@ def _fits(kept: KeptBlocks, reader: Reading) -> bool:
     )
 
 
-def _active_from(reader: Reading) -> int | None:
+def _active_from(reader: ReadableRows) -> int | None:
     """Return the first row of the run that is being written, None if no process writes.
 
     Runs that were copied in parts count as one, because their trajectories may go on.
@@ -245,7 +245,7 @@ def says_whose(schema: Schema) -> bool:
     return not missing(schema, WHOSE)
 
 
-def _require(reader: Reading, keys: tuple[Key, ...]) -> None:
+def _require(reader: ReadableRows, keys: tuple[Key, ...]) -> None:
     if lacking := missing(reader.schema, keys):
         raise ColumnsMissing(
             f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one a row; flags for "

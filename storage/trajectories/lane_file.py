@@ -24,8 +24,8 @@ import numpy as np
 
 from tallyroll.storage.files.mapping import Region, map_file
 from tallyroll.storage.files.safe_files import Inside, closing
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
-from tallyroll.storage.trajectories.blocks.piles import Stored
+from tallyroll.storage.trajectories.blocks.growable import StoredArray
+from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.blocks.state import (
     BY_BLOCK,
     BY_CELL,
@@ -57,7 +57,7 @@ class UnusableIndex(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class IndexOwner:
     """The rows that an index is of."""
 
     id: str | None
@@ -70,7 +70,7 @@ def _padding(nbytes: int, step: int) -> bytes:
 
 
 def write_index(
-    inside: Inside, path: Path, owner: Owner, state: BlockState, *, synced: bool
+    inside: Inside, path: Path, owner: IndexOwner, state: BlockState, *, synced: bool
 ) -> None:
     """Write the file aside and rename it, so that ``path`` is always whole.
 
@@ -118,8 +118,8 @@ def _content(line: bytes, state: BlockState) -> Iterator[Any]:
 
 
 def read_index(
-    inside: Inside, path: Path, owner: Owner, head: Callable[[], int], *, whole: bool = False
-) -> KeptBlocks | None:
+    inside: Inside, path: Path, owner: IndexOwner, head: Callable[[], int], *, whole: bool = False
+) -> SavedBlocks | None:
     """Return the blocks in a file that is mapped; None without one, or of before a rewind.
 
     Args:
@@ -154,7 +154,7 @@ def read_index(
             region = map_file(file, size, "read")
         if whole or size <= CHECKED:
             _compare(region)
-        return KeptBlocks(owner.ring, says.state(region, begin), path)
+        return SavedBlocks(owner.ring, says.state(region, begin), path)
     except (ValueError, IndexError) as error:
         raise UnusableIndex(f"{path} cannot be used: {error}.") from error
     except OSError as error:
@@ -224,7 +224,7 @@ class _Head:
         return BlockState(self.rows, by_block, by_lane, by_cell, shelves)
 
 
-def _stored(key: Sequence[int]) -> tuple[Stored, ...]:
+def _stored(key: Sequence[int]) -> tuple[StoredArray, ...]:
     return empty_shelf(key).stored
 
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from tallyroll.storage.engine.kernel import compiled, copy_table
 from tallyroll.storage.formats.base import Format
-from tallyroll.storage.rows.keys import TRAJ_IDS, spell
+from tallyroll.storage.rows.keys import TRAJ_IDS, format_key
 from tallyroll.storage.rows.progress import MoreDone
-from tallyroll.storage.rows.reading import ReadColumn, Reading
+from tallyroll.storage.rows.readable_rows import ReadableRows, ReadColumn
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.content import (
     Content,
@@ -30,7 +30,7 @@ from tallyroll.storage.trajectories.content import (
     compared_columns,
     expanded,
 )
-from tallyroll.storage.trajectories.kept_leaves import LEAF, KeptLeaves, UnusableLeaves
+from tallyroll.storage.trajectories.leaf_hashes import LEAF, LeafHashes, UnusableLeaves
 
 
 class Packing:
@@ -46,7 +46,7 @@ class Packing:
 
     def __init__(
         self,
-        reader: Reading,
+        reader: ReadableRows,
         columns: Sequence[tuple[ReadColumn, int]],
         rows: np.ndarray,
         counts: np.ndarray,
@@ -104,10 +104,10 @@ _HASH_NBYTES: Final = 32
 
 
 def hash_of(
-    reader: Reading,
+    reader: ReadableRows,
     ids: Numbering = "kept",
     progress: MoreDone | None = None,
-    kept: KeptLeaves | None = None,
+    kept: LeafHashes | None = None,
 ) -> str:
     """Return one SHA-256 of the rows that a reader has at this moment; see `content_hash`.
 
@@ -131,19 +131,19 @@ def hash_of(
 def about(schema: Schema) -> bytes:
     """Return the words that the hash of the content begins with: the columns of the rows."""
     columns = [
-        [spell(column.key), column.dtype_name, list(column.shape)]
+        [format_key(column.key), column.dtype_name, list(column.shape)]
         for column in compared_columns(schema)
     ]
     return f"{_MAGIC}\n{json.dumps(columns)}\n".encode()
 
 
-def kept_of(reader: Reading, files: Format) -> KeptLeaves:
+def kept_of(reader: ReadableRows, files: Format) -> LeafHashes:
     """Return the hashes that are kept of the storage of a reader, which lies in these files."""
     columns = about(reader.schema)
-    return KeptLeaves(files, reader.id, columns, lambda: reader.head, reader.rewinds)
+    return LeafHashes(files, reader.id, columns, lambda: reader.head, reader.rewinds)
 
 
-def _with(kept: KeptLeaves, leaves: Leaves, progress: MoreDone | None) -> np.ndarray:
+def _with(kept: LeafHashes, leaves: Leaves, progress: MoreDone | None) -> np.ndarray:
     """Return the hashes of all leaves, of which some are kept; keep the others, too."""
     lines = leaves.lines()
     known = np.zeros(len(lines), np.bool_)
@@ -172,7 +172,7 @@ class Leaves:
     Both are powers of two that follow from the bytes of a row.
     """
 
-    def __init__(self, reader: Reading, ids: Numbering = "kept") -> None:
+    def __init__(self, reader: ReadableRows, ids: Numbering = "kept") -> None:
         columns = compared_columns(reader.schema)
         self._row_nbytes = sum(column.row_nbytes for column in columns)
         shift = max(1, _LEAF_NBYTES // self._row_nbytes).bit_length() - 1
@@ -264,7 +264,7 @@ class Leaves:
 class _Renumbered:
     """The ids of rows, numbered otherwise."""
 
-    def __init__(self, reader: Reading, rows: np.ndarray, ids: np.ndarray) -> None:
+    def __init__(self, reader: ReadableRows, rows: np.ndarray, ids: np.ndarray) -> None:
         self._reader, slots = reader, reader.slots_of(rows)
         self.array = np.zeros(int(slots.max(initial=-1)) + 1, ids.dtype)
         self.array[slots] = ids

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.errors import NoSlices, UnknownTrajectory
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import MASK, STEP
-from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import numbers_of
 from tallyroll.storage.trajectories.episodes import END_NAMES, table_dtype
-from tallyroll.storage.trajectories.index import Indexed
+from tallyroll.storage.trajectories.index import IndexedReader
 from tallyroll.storage.trajectories.slice_columns import SliceColumns
 from tallyroll.storage.trajectories.windows import (
     By,
@@ -77,7 +77,7 @@ class Trajectories(Mapping[int, TensorDict]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def __init__(self, reader: Indexed, owner: object = None) -> None:
+    def __init__(self, reader: IndexedReader, owner: object = None) -> None:
         self._reader, self._owner = reader, reader if owner is None else owner
         self._index = reader.trajectory_index
 
@@ -152,7 +152,7 @@ class Trajectories(Mapping[int, TensorDict]):
         Raises:
             UnknownTrajectory: no row of it is stored.
         """
-        return steadily(self._reader, lambda: self._rows_of(id))
+        return read_consistently(self._reader, lambda: self._rows_of(id))
 
     def _rows_of(self, id: Any) -> np.ndarray:
         with self._index.lock:
@@ -166,7 +166,7 @@ class Trajectories(Mapping[int, TensorDict]):
 
     def __getitem__(self, id: int) -> TensorDict:
         """Return the rows of a trajectory, batch size [rows]; raise as `rows_of`."""
-        found = steadily(self._reader, lambda: self._rows(self._rows_of(id)))
+        found = read_consistently(self._reader, lambda: self._rows(self._rows_of(id)))
         if not len(found):
             raise _unknown(self._reader, id)
         return found
@@ -255,7 +255,7 @@ class Trajectories(Mapping[int, TensorDict]):
         """
         check_positive("num_slices", num_slices)
         windows = Windows(slice_len, short, by, from_start, burn_in)
-        return steadily(self._reader, lambda: self._slices(num_slices, windows, generator))
+        return read_consistently(self._reader, lambda: self._slices(num_slices, windows, generator))
 
     def _slices(
         self, num_slices: int, windows: Windows, generator: torch.Generator | None
@@ -305,7 +305,7 @@ class _Values(ValuesView[TensorDict]):
 
 
 def draw(
-    reader: Indexed, num_slices: int, windows: Windows, generator: torch.Generator | None
+    reader: IndexedReader, num_slices: int, windows: Windows, generator: torch.Generator | None
 ) -> Slices:
     """Draw the rows of slices; see `Trajectories.sample_slices`."""
     if not len(reader.span):
@@ -325,21 +325,21 @@ def draw(
                     raise
 
 
-def _require_room(reader: Indexed, num_slices: int, length: int) -> None:
+def _require_room(reader: IndexedReader, num_slices: int, length: int) -> None:
     nbytes = num_slices * length * (_slice_columns(reader).row_nbytes + _NUMBER_NBYTES)
     if nbytes > _LARGE_NBYTES:
         what = f"{num_slices:,} slices of {length:,} rows"
         require_memory(nbytes, what, "Ask for fewer slices, or shorter ones.")
 
 
-def _slice_columns(reader: Indexed) -> SliceColumns:
+def _slice_columns(reader: IndexedReader) -> SliceColumns:
     index = reader.trajectory_index
     if (found := index.slice_columns) is None:
         found = index.slice_columns = SliceColumns(reader.schema)
     return found
 
 
-def _steps_in(reader: Indexed) -> Callable[[np.ndarray], np.ndarray]:
+def _steps_in(reader: IndexedReader) -> Callable[[np.ndarray], np.ndarray]:
     return lambda rows: numbers_of(reader.column(STEP).take(rows))
 
 
@@ -354,7 +354,7 @@ def _drawn_by(generator: torch.Generator | None) -> Any:
     return pick
 
 
-def _unknown(reader: Indexed, id: object) -> UnknownTrajectory:
+def _unknown(reader: IndexedReader, id: object) -> UnknownTrajectory:
     return UnknownTrajectory(
         f"{reader.path} has no rows of trajectory {id}. See storage.trajectories.ids for those "
         "that there are."

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import numpy as np
 
 from tallyroll.storage.errors import NoSlices
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
 from tallyroll.storage.trajectories.blocks.lane_blocks import LaneBlocks, Segments
+from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.blocks.state import BlockState
-from tallyroll.storage.trajectories.by_lane import RowChunk
+from tallyroll.storage.trajectories.lane_stretches import RowChunk
 
 _ROUNDS, _MOST_TRIED = 8, 2**14
 
@@ -31,7 +31,7 @@ class RowIndex:
         kept: what it goes on from.
     """
 
-    def __init__(self, ring: int = 0, kept: KeptBlocks | None = None) -> None:
+    def __init__(self, ring: int = 0, kept: SavedBlocks | None = None) -> None:
         self._blocks: LaneBlocks = kept or LaneBlocks(ring)
         # By length: first rows of blocks, and how many slices end in each.
         self._counts: dict[int, deque[tuple[int, int]]] = {}
@@ -44,7 +44,7 @@ class RowIndex:
     @property
     def damaged(self) -> bool:
         """True if it turned out that what it went on from is damaged."""
-        return isinstance(self._blocks, KeptBlocks) and self._blocks.damaged
+        return isinstance(self._blocks, SavedBlocks) and self._blocks.damaged
 
     @property
     def in_blocks(self) -> int:

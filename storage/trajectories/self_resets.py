@@ -37,7 +37,7 @@ from functools import lru_cache
 import numpy as np
 
 from tallyroll.storage.rows.row_words import batches, words
-from tallyroll.storage.trajectories.by_lane import LaneOrder, lane_order
+from tallyroll.storage.trajectories.lane_stretches import LaneOrder, lane_order
 
 LEAST = 16
 """The least number of ends for a verdict, and four times that of observations in between."""
@@ -70,7 +70,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ComparisonCounts:
     """Counts of the comparisons."""
 
     ends: int = 0
@@ -87,7 +87,7 @@ class Seen:
     """The surprise of the telling ends that are equal."""
 
 
-def judge(seen: Seen, least: int = LEAST) -> Verdict:
+def judge(seen: ComparisonCounts, least: int = LEAST) -> Verdict:
     """Say what ``seen`` shows, once it holds ``least`` ends and a quarter as many inner ones."""
     if seen.ends < least:
         return Verdict.UNDECIDED
@@ -102,7 +102,7 @@ def judge(seen: Seen, least: int = LEAST) -> Verdict:
     return Verdict.UNDECIDED if seen.telling else Verdict.FINE
 
 
-def _agree(seen: Seen) -> bool:
+def _agree(seen: ComparisonCounts) -> bool:
     """Return whether 9 of 10 finals, and 9 of 10 telling ones, equal the start that follows."""
     return 10 * seen.equal >= 9 * seen.ends and 10 * seen.telling_equal >= 9 * seen.telling
 
@@ -182,7 +182,7 @@ class SelfResets:
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
         self.verdict = Verdict.UNDECIDED
-        self.seen = Seen()
+        self.seen = ComparisonCounts()
         """The counts of the lanes, or of the kind of end, that the verdict is about; else all."""
         self.places: list[int] = []
         """Numbers of the first few ends whose final observation is the first one that follows."""
@@ -336,9 +336,9 @@ class SelfResets:
 
     def _seen(
         self, ends: np.ndarray, inner: np.ndarray, row: int = 0, value: int | None = None
-    ) -> Seen:
+    ) -> ComparisonCounts:
         """Return the counts [4] and [2], with the surprise of ends with ``value`` in ``row``."""
-        seen = Seen(*map(int, (*ends, *inner)))
+        seen = ComparisonCounts(*map(int, (*ends, *inner)))
         if not seen.telling or not _agree(seen):
             return seen
         chosen = self._ends

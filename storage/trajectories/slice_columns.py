@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage.rows.keys import CUT, DONE, Key, is_done, is_init
-from tallyroll.storage.rows.nesting import Nest
 from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
 from tallyroll.storage.trajectories.windows import Slices
 
 
@@ -69,12 +69,14 @@ class SliceColumns:
         self.row_nbytes = schema.row_nbytes
         self.dones = [(key, keys.index(key)) for key in done_keys(schema)]
         self.inits = [keys.index(key) for key in init_keys(schema)]
-        self._nest: Nest | None = None
+        self._nest: TensorDictBuilder | None = None
         if self.dones and CUT not in keys and not schema.batch_dims:
             columns = [(each.key, each.dtype) for each in schema.columns]
-            self._nest = Nest([*columns, (CUT, torch.bool)])
+            self._nest = TensorDictBuilder([*columns, (CUT, torch.bool)])
 
-    def marked(self, arrays: Sequence[np.ndarray], slices: Slices, nest: Nest) -> TensorDict:
+    def marked(
+        self, arrays: Sequence[np.ndarray], slices: Slices, nest: TensorDictBuilder
+    ) -> TensorDict:
         """Write the marks into arrays [slices, length, ...] of all columns; return them as one.
 
         ``nest`` is that of the reader.

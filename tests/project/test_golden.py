@@ -27,7 +27,7 @@ import tallyroll.collector.errors
 import tallyroll.storage
 import tallyroll.storage.errors
 from tallyroll.collector import MultiprocessCollector, SyncCollector
-from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, ways
+from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, fast_paths
 from tallyroll.storage.storages import DiskStorage
 
 from collect_kit import ByObservation
@@ -141,7 +141,7 @@ def test_a_run_is_what_it_was(source: str, tmp_path: Path) -> None:
 def test_a_header_and_its_records_are_what_they_were(off: tuple[str, ...], tmp_path: Path) -> None:
     """The text of the last record, and every byte of the header but for which file it is."""
     path, found = tmp_path / "rows", {}
-    with ways.switched_off(*off), MemmapStorage(path, max_size=48) as storage:
+    with fast_paths.switched_off(*off), MemmapStorage(path, max_size=48) as storage:
         env = factory(DISABLED, 0, LANES)
         with SyncCollector(env, ByObservation(), storage=storage, finals="kept", **RUN) as run:
             for calls in range(1, 30):

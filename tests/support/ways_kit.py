@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 
 Functions = TypeVar("Functions")
 
@@ -19,13 +19,13 @@ def drawn_off(number: int) -> list[str]:
         return []
     rng = np.random.default_rng([number, 71])
     share = rng.choice([0.1, 0.4, 0.8])
-    return [way for way in ways.WAYS if rng.random() < share]
+    return [way for way in fast_paths.WAYS if rng.random() < share]
 
 
 def built(found: Functions | None) -> Functions:
     """Return the functions of an extension, which are there wherever a compiler was."""
     if found is None:
-        assert "kernel" in ways.off() or shutil.which("cc") is None, (
+        assert "kernel" in fast_paths.off() or shutil.which("cc") is None, (
             "there is a compiler, and no kernel was built"
         )
         pytest.skip("there is no compiler")

@@ -29,7 +29,7 @@ from loopback_kit import (
 from tallyroll.collector import MultiprocessCollector, RayCollector
 from tallyroll.collector.cli import main
 from tallyroll.storage import CorruptStorage, open_storage, verify
-from tallyroll.storage.ext.sharded.acknowledged import KeptShard
+from tallyroll.storage.ext.sharded.acknowledged_rows import ShardRows
 from tallyroll.storage.ext.sharded.files import ShardedFiles
 
 from worker_faults_kit import Faults, check_lives
@@ -73,7 +73,7 @@ def rows_of(path: Path) -> Any:
         return storage[:].clone()
 
 
-def shards_of(path: Path) -> list[KeptShard]:
+def shards_of(path: Path) -> list[ShardRows]:
     """Shards that have rows which count."""
     if not path.exists():
         return []

@@ -17,7 +17,7 @@ from tallyroll.collector.policies.mask_rules import MaskRule
 from tallyroll.collector.rollout.lanes import ended_in
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab
-from tallyroll.storage.rows.keys import NEXT, RANDOM_VERSION, Key, spell
+from tallyroll.storage.rows.keys import NEXT, RANDOM_VERSION, Key, format_key
 
 
 class OutOfRangeWarning(UserWarning):
@@ -257,7 +257,7 @@ def _violation(check: Range, slab: Slab, slot: int, lane: int, state: LaneState)
     where = f" at {[int(index) for index in at]}" if at else ""
     what = "the action space" if check.by_policy else "its space"
     said = (
-        f"{spell(check.key)} lies outside {what} at lane {slab.first_lane + lane}, step "
+        f"{format_key(check.key)} lies outside {what} at lane {slab.first_lane + lane}, step "
         f"{step_of(slab, slot, lane, state)} of its trajectory: got {_exact(value[at])}{where}, "
         f"expected [{_exact(low[at])}, {_exact(high[at])}] and no NaN"
     )
@@ -277,8 +277,8 @@ def _bad_mask(
 ) -> str:
     marks = values_of(slab, rule.mask, slot, slot + 1)[0, lane]
     return (
-        f"{spell(rule.mask)}, as the environment made it at lane {slab.first_lane + lane}, step "
-        f"{step_of(slab, slot, lane, state)} of its trajectory: got {marks.tolist()!r:.200}, "
+        f"{format_key(rule.mask)}, as the environment made it at lane {slab.first_lane + lane}, "
+        f"step {step_of(slab, slot, lane, state)} of its trajectory: got {marks.tolist()!r:.200}, "
         f"expected {wanted}"
     )
 
@@ -307,9 +307,9 @@ def _fault_of(
         return None
     lane = int(np.argmax(forbidden))
     return PolicyError(
-        f"{spell(rule.action)} is not legal at lane {slab.first_lane + lane}, step "
+        f"{format_key(rule.action)} is not legal at lane {slab.first_lane + lane}, step "
         f"{step_of(slab, slot, lane, state)} of its trajectory: got "
-        f"{actions[0, lane].tolist()!r:.100}, expected one that {spell(rule.mask)} "
+        f"{actions[0, lane].tolist()!r:.100}, expected one that {format_key(rule.mask)} "
         f"{marks[0, lane].tolist()!r:.200} allows; let the policy keep to the mask"
     )
 

@@ -22,7 +22,7 @@ from tallyroll.collector.user_code import user_code
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.rows.batch_dims import Shapes, batch_dims_of
 from tallyroll.storage.rows.dtypes import NUMPY
-from tallyroll.storage.rows.keys import CUT, DONE, LANE, TRAJ_IDS, as_key, spell
+from tallyroll.storage.rows.keys import CUT, DONE, LANE, TRAJ_IDS, as_key, format_key
 
 
 class LaidOut(NamedTuple):
@@ -182,6 +182,6 @@ def _require_rows(stored: TensorDictBase, count: int) -> None:
     if not isinstance(stored, TensorDictBase) or stored.batch_size != torch.Size([count]):
         got = list(getattr(stored, "batch_size", [])) or type(stored).__name__
         raise ArgumentError(f"postproc: expected a TensorDict of batch size [{count}], got {got}")
-    missing = [spell(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if stored.get(k, None) is None]
+    missing = [format_key(k) for k in (CUT, DONE, LANE, TRAJ_IDS) if stored.get(k, None) is None]
     if missing:
         raise ArgumentError(f"postproc: expected the columns {missing} kept, they are gone")

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.storage.rows.keys import CUT, DONE, STEP, TRAJ_IDS, Key, spell
+from tallyroll.storage.rows.keys import CUT, DONE, STEP, TRAJ_IDS, Key, format_key
 
 Rows = dict[Key, torch.Tensor]
 
@@ -49,8 +49,8 @@ class OwnFlags:
                 continue
             if column.shape[1:] != own.shape[1:]:
                 raise ArgumentError(
-                    f"postproc: expected {spell(key)} of shape {list(own.shape[1:])} a row, got "
-                    f"{list(column.shape[1:])}; write the other form under another name"
+                    f"postproc: expected {format_key(key)} of shape {list(own.shape[1:])} a row, "
+                    f"got {list(column.shape[1:])}; write the other form under another name"
                 )
             if at is None:
                 at = torch.from_numpy(self._places(rows))
@@ -69,8 +69,8 @@ class OwnFlags:
             return self.at
         raise ArgumentError(
             "postproc: expected each row's collector/traj_ids and collector/step kept, got others, "
-            f"so that {', '.join(map(spell, self.flags))} cannot be stored as the environment gave "
-            "them; keep these two columns"
+            f"so that {', '.join(map(format_key, self.flags))} cannot be stored as the environment "
+            "gave them; keep these two columns"
         )
 
 

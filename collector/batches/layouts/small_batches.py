@@ -14,7 +14,7 @@ from tallyroll.storage.engine.kernel import compiled, copy_table, table_of
 from tallyroll.storage.engine.pool import BufferPool, Room
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.keys import CUT, DONE, TRAJ_IDS, Key
-from tallyroll.storage.rows.nesting import Nest
+from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
 
 MARKS = ("none", "last", "first", "cut")
 """The marks of a column by their numbers, in the table of `StepKernel.store_slots`."""
@@ -52,7 +52,7 @@ class SmallBatches:
         self._inits = [keys.index(key) for key in inits]
         self._ids = keys.index(TRAJ_IDS)
         dtypes = [torch.from_numpy(each[:0]).dtype for each in self._columns]
-        self._nest = Nest([*zip(keys, dtypes, strict=True), (CUT, torch.bool)], behind)
+        self._nest = TensorDictBuilder([*zip(keys, dtypes, strict=True), (CUT, torch.bool)], behind)
         self._table = self._table_of(self._columns)
 
     def _table_of(self, columns: Sequence[np.ndarray]) -> bytes:

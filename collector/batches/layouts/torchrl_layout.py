@@ -39,7 +39,7 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
-    spell,
+    format_key,
 )
 
 Shape = tuple[int, ...]
@@ -95,7 +95,8 @@ class TorchrlLayout:
         elif not self._truncated:
             raise ArgumentError(
                 "set_truncated=True wants an environment that declares 'truncated', got "
-                f"{sorted(map(spell, plan.flags))}; leave it out, or call its add_truncated_keys()"
+                f"{sorted(map(format_key, plan.flags))}; leave it out, or call its "
+                "add_truncated_keys()"
             )
         self._last: dict[Key, NDArray[np.bool_]] = {}
         """The flags below the root in the last row of each lane ``[lane, ...]``."""

@@ -21,9 +21,9 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     Key,
     as_key,
+    format_key,
     is_done,
     is_init,
-    spell,
 )
 
 Int = NDArray[np.int64]
@@ -120,7 +120,7 @@ def _numbers(rows: TensorDictBase, key: Key) -> Int | None:
         return None
     if column.numel() != len(rows):
         raise ArgumentError(
-            f"{spell(key)}: expected one number for each of {len(rows)} rows, got the shape "
+            f"{format_key(key)}: expected one number for each of {len(rows)} rows, got the shape "
             f"{list(column.shape)}."
         )
     found: Int = column.reshape(-1).cpu().numpy()
@@ -244,8 +244,8 @@ def padded(rows: TensorDictBase, lengths: Int, lead: tuple[int, ...] | None = No
 def _flat(rows: TensorDictBase) -> TensorDictBase:
     if rows.get(TRAJ_IDS, None) is None:
         raise ArgumentError(
-            f"expected rows with {spell(TRAJ_IDS)}, got the keys "
-            f"{sorted(spell(key) for key in rows.keys(True, True))}"
+            f"expected rows with {format_key(TRAJ_IDS)}, got the keys "
+            f"{sorted(format_key(key) for key in rows.keys(True, True))}"
         )
     flat = rows if rows.ndim == 1 else rows.reshape(-1)
     mask = flat.get(MASK, None)

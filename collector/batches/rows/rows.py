@@ -32,8 +32,8 @@ from tallyroll.storage.rows.keys import (
     TRUNCATED,
     Key,
 )
-from tallyroll.storage.rows.nesting import Nest
 from tallyroll.storage.rows.row_refs import LARGE_NBYTES, RowRefs
+from tallyroll.storage.rows.tensordict_builder import TensorDictBuilder
 
 Rows = dict[Key, torch.Tensor]
 """Columns ``[row, ...]`` of equal length."""
@@ -280,6 +280,6 @@ def as_tensordict(
     ``behind`` are further batch dimensions of nested TensorDicts, parents first.
     """
     columns = list(rows.values())
-    nest = Nest([(key, column.dtype) for key, column in rows.items()], behind)
+    nest = TensorDictBuilder([(key, column.dtype) for key, column in rows.items()], behind)
     td = nest.of_tensors(columns, (len(columns[0]) if columns else 0,))
     return td if device is None else td.to(device)

@@ -15,7 +15,7 @@ from tallyroll.collector.batches.stored.sinks import takes_rows
 from tallyroll.collector.errors import ArgumentError, ItemsDiffer
 from tallyroll.storage.rows.batch_dims import Shapes
 from tallyroll.storage.rows.dtypes import SIGNED
-from tallyroll.storage.rows.keys import TRAJ_IDS, spell
+from tallyroll.storage.rows.keys import TRAJ_IDS, format_key
 
 
 class CutItemWarning(UserWarning):
@@ -53,9 +53,9 @@ def require_takes(behind: Storage, rows: Rows) -> None:
             name = str(column.dtype).removeprefix("torch.")
             raise ArgumentError(
                 f"replay_buffer: expected columns that {type(behind).__name__} can write, got "
-                f"{spell(key)} of {name}, for which torch has no such operation; give the buffer "
-                "one of tallyroll's storages (MemmapStorage(max_size=…)), or cast in a wrapper of "
-                "the environment"
+                f"{format_key(key)} of {name}, for which torch has no such operation; give the "
+                "buffer one of tallyroll's storages (MemmapStorage(max_size=…)), or cast in a "
+                "wrapper of the environment"
             )
 
 

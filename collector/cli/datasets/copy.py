@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tallyroll.storage.ext.copying import CopyReport
+    from tallyroll.storage.ext.storage_copy import CopyReport
 
 # No line is longer than 78 columns.
 
@@ -318,7 +318,7 @@ def _complete_shards(args: argparse.Namespace) -> "list[Path]":
     from tallyroll.collector.cli.datasets.shard_states import ShardStates, waited_for
     from tallyroll.collector.cli.output import CommandError, emit
     from tallyroll.collector.cli.progress import shown_progress
-    from tallyroll.storage.ext.aside import require_free
+    from tallyroll.storage.ext.atomic_create import require_free
     from tallyroll.storage.files.paths import user_path
 
     if args.shards < 1 or not 0 < args.timeout < float("inf"):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tallyroll.storage.ext.packed.packing import PackReport
+    from tallyroll.storage.ext.packed.pack import PackReport
 
 # No line is longer than 78 columns.
 

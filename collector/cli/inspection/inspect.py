@@ -42,7 +42,7 @@ from tallyroll.storage.files.manifest import exported
 from tallyroll.storage.files.run_events import EVENTS
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.spaces import spaces_of
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.spaces import spelled
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import (
@@ -107,7 +107,7 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
         "row_bytes": storage.schema.row_nbytes,
         "columns": [
             {
-                "name": spell(column.key),
+                "name": format_key(column.key),
                 "dtype": column.dtype_name,
                 "shape": list(column.shape),
                 "row_bytes": column.row_nbytes,
@@ -130,7 +130,7 @@ def _overlays(storage: DiskStorage) -> list[dict[str, Any]]:
     """The overlays beside the rows; of one that cannot be used, the error."""
     found: list[dict[str, Any]] = []
     for name in storage.overlays:
-        said: dict[str, Any] = {"name": spell(name)}
+        said: dict[str, Any] = {"name": format_key(name)}
         try:
             overlay = storage.overlay(name)
             dtype = str(overlay.dtype).removeprefix("torch.")
@@ -204,7 +204,7 @@ def _episodes(storage: DiskStorage, span: range, runs: list[dict[str, Any]]) -> 
 def _first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
     """Some rows, by name of column; of bfloat16 the bits."""
     reader, numbers = storage.reader, np.arange(rows.start, rows.stop)
-    columns = {spell(key): reader.column(key).take(numbers).tolist() for key in reader.keys}
+    columns = {format_key(key): reader.column(key).take(numbers).tolist() for key in reader.keys}
     return [
         {name: as_json(column[at]) for name, column in columns.items()} for at in range(len(rows))
     ]

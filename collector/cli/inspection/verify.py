@@ -11,7 +11,7 @@ from tallyroll.collector.cli.output import CommandError, emit
 from tallyroll.collector.cli.page import Page
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.storage import Finding, NotAStorage, Report, verify, verify_dataset
-from tallyroll.storage.ext.soundness.checking import kind_at, kinds
+from tallyroll.storage.ext.dataset_checks.verify_dataset import kind_at, kinds
 
 
 def run(args: argparse.Namespace) -> int:

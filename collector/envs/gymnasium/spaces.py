@@ -16,7 +16,7 @@ from tallyroll.collector.errors import SpaceError, TransitionError
 from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.collector.policies.random_actions import MASK_NAME, block_draw
 from tallyroll.storage.rows.dtypes import NUMPY
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 
 _SUPPORTED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _SUPPORTED += [torch.float16, torch.float32, torch.float64, torch.complex64]
@@ -62,7 +62,7 @@ class Leaf:
         coded = [text.encode() for text in ((texts,) if isinstance(texts, str) else texts)]
         if too_long := next((text for text in coded if len(text) > width), None):
             raise TransitionError(
-                f"{spell(self.key)}: the space declares at most {width} bytes of text, the "
+                f"{format_key(self.key)}: the space declares at most {width} bytes of text, the "
                 f"environment returned {too_long.decode()!r}; correct the environment's space"
             )
         joined = b"".join(text.ljust(width, b"\0") for text in coded)
@@ -178,12 +178,12 @@ def _leaves(
         dtype, shape = space.dtype, space.shape
         if key[0] == "action" and dtype in _NO_ACTIONS:
             raise SpaceError(
-                f"the space {space!r} at {spell(key)}: torch cannot compare {dtype}, so no policy "
-                "chooses such actions; take a wider integer in a wrapper, and cast it there"
+                f"the space {space!r} at {format_key(key)}: torch cannot compare {dtype}, so no "
+                "policy chooses such actions; take a wider integer in a wrapper, and cast it there"
             )
         if dtype is None or shape is None or dtype not in _TORCH_DTYPES:
             raise SpaceError(
-                f"the space {space!r} at {spell(key)} has no fixed dtype and shape that a "
+                f"the space {space!r} at {format_key(key)} has no fixed dtype and shape that a "
                 "column could hold; wrap the environment so that it returns arrays"
             )
         spec = _spec_of_lanes(of_all, (lanes, *shape), np.dtype(dtype)) or _spec(space, lanes)

@@ -22,7 +22,7 @@ from torchrl.envs import EnvBase
 from tallyroll.collector.envs.setup.observation_columns import info_columns
 from tallyroll.collector.options import Options
 from tallyroll.collector.slab.slab import SlabColumns
-from tallyroll.storage.rows.keys import COLLECTOR, COUNTERS, NEXT, as_key, spell
+from tallyroll.storage.rows.keys import COLLECTOR, COUNTERS, NEXT, as_key, format_key
 from tallyroll.storage.rows.spaces import OF_LANES, Space, agreed, box, box_of_lanes, space_of
 
 
@@ -41,9 +41,9 @@ def spaces_of(env: EnvBase, layout: SlabColumns, options: Options) -> dict[str, 
         key = as_key(name)
         own = key[0] == COLLECTOR or key[-1] in COUNTERS or key in infos
         if not own and key in layout and (NEXT, *key) in layout:
-            found[spell(key)] = _said(spec, lead, first)
+            found[format_key(key)] = _said(spec, lead, first)
     for name, spec in env.full_action_spec.items(True, True):
-        found[spell(as_key(name))] = _said(spec, lead, first)
+        found[format_key(as_key(name))] = _said(spec, lead, first)
     return {name: said for name, said in found.items() if said is not None}
 
 

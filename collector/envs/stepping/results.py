@@ -11,7 +11,7 @@ from tallyroll.collector.envs.stepping.arrays import as_flags, as_tensor
 from tallyroll.collector.envs.system import Array, Mask, Step, System
 from tallyroll.collector.errors import TransitionError, ValueRefused
 from tallyroll.storage.rows.dtypes import NUMPY
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 
 
 def kind_of(system: System) -> str:
@@ -54,7 +54,7 @@ class Results:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if not isinstance(value, np.ndarray) or (shape, dtype) != wanted:
             raise TransitionError(
-                f"{spell(self._names[index])}: the space declares {wanted[1]} "
+                f"{format_key(self._names[index])}: the space declares {wanted[1]} "
                 f"{list(wanted[0])}, the environment returned {dtype} {list(shape or ())} "
                 f"({type(value).__name__}); correct the environment's space, or cast in a wrapper"
             )
@@ -73,8 +73,8 @@ class Results:
         for name, value, (shape, dtype) in zip(self._names, found, self._specs, strict=True):
             if (value.shape, value.dtype) != (shape, dtype):
                 raise TransitionError(
-                    f"{spell(name)}: the space declares {dtype} {list(shape)}, the environment "
-                    f"returned {value.dtype} {list(value.shape)}"
+                    f"{format_key(name)}: the space declares {dtype} {list(shape)}, the "
+                    f"environment returned {value.dtype} {list(value.shape)}"
                 )
         return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 
 Array = np.ndarray[Any, Any]
 
@@ -181,7 +181,7 @@ class Comparison:
         ``where``: trajectories, steps, rows and lanes, ``[n]`` each. Columns come in their order
         within a block, and blocks in the order of time.
         """
-        name = spell(key)
+        name = format_key(key)
         rows = differing_rows(stored, replayed, self.atol)
         before = self.columns.setdefault(name, 0.0)
         if not len(rows) and self.atol <= 0:

@@ -49,7 +49,7 @@ from tallyroll.storage.errors import ColumnsMissing, UnknownTrajectory
 from tallyroll.storage.ext.joined.union import UnionReader
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.package.versions import versions
-from tallyroll.storage.rows.keys import COLLECTOR, CONTEXT, RESET_SEED, Key, spell
+from tallyroll.storage.rows.keys import COLLECTOR, CONTEXT, RESET_SEED, Key, format_key
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import DiskStorage, open_storage
 
@@ -418,7 +418,7 @@ class _Replay:
             if id not in found.first:
                 by_reason[why].append(id)
         rest = [
-            spell(column.key)
+            format_key(column.key)
             for column in self._storage.schema.columns
             if column.key not in self._made and column.key[0] != COLLECTOR
         ]

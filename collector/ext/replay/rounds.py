@@ -23,7 +23,7 @@ from tallyroll.storage.rows.keys import (
     TERMINATED,
     TRUNCATED,
     Key,
-    spell,
+    format_key,
 )
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import END_TERMINATED, END_TRUNCATED
@@ -198,15 +198,15 @@ class Round:
         lacking = [key for key in layout if key[0] not in (COLLECTOR,) and key not in schema]
         if lacking:
             raise ArgumentError(
-                f"the environment makes columns that are not stored, {[*map(spell, lacking)]}; "
-                "make it as the run did (create_env_fn=)"
+                "the environment makes columns that are not stored, "
+                f"{[*map(format_key, lacking)]}; make it as the run did (create_env_fn=)"
             )
         for column in schema.columns:
             made = layout.get(column.key)
             if made is not None and (made.dtype, made.shape) != (column.dtype, column.shape):
                 raise ArgumentError(
-                    f"{spell(column.key)}: stored as {column.dtype} {[*column.shape]}, and the "
-                    f"environment makes {made.dtype} {[*made.shape]}; make it as the run did "
+                    f"{format_key(column.key)}: stored as {column.dtype} {[*column.shape]}, and "
+                    f"the environment makes {made.dtype} {[*made.shape]}; make it as the run did "
                     "(create_env_fn=)"
                 )
 

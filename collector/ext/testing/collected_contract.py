@@ -24,7 +24,7 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
-    spell,
+    format_key,
 )
 
 
@@ -88,17 +88,19 @@ class CollectedContract(SystemCase):
             lost = not as_flags(out.final_valid)[lane]
         for key, before, value in zip(hand.d.observation, seen, after, strict=True):
             got = columns[_name(key)][row]
-            assert np.array_equal(got, before[lane]), f"{where}: {spell(key)} {got} {before[lane]}"
+            assert np.array_equal(got, before[lane]), (
+                f"{where}: {format_key(key)} {got} {before[lane]}"
+            )
             got = columns[_name((NEXT, *key))][row]
-            assert lost or np.array_equal(got, value[lane]), f"{where}: next {spell(key)}"
+            assert lost or np.array_equal(got, value[lane]), f"{where}: next {format_key(key)}"
         for key, value in zip(hand.d.reward, out.reward, strict=True):
             got = columns[_name((NEXT, *key))][row].reshape(-1)
             wanted = as_tensor(value, torch.device("cpu")).numpy()[lane]
             assert np.array_equal(got, np.asarray(wanted, got.dtype).reshape(-1)), f"{where}: {key}"
         for key, flags in ((TERMINATED, out.terminated), (TRUNCATED, out.truncated)):
-            assert bool(columns[key][row]) == as_flags(flags)[lane], f"{where}: {spell(key)}"
+            assert bool(columns[key][row]) == as_flags(flags)[lane], f"{where}: {format_key(key)}"
         if NEXT_VALID in columns:
-            assert bool(columns[NEXT_VALID][row]) != lost, f"{where}: {spell(NEXT_VALID)}"
+            assert bool(columns[NEXT_VALID][row]) != lost, f"{where}: {format_key(NEXT_VALID)}"
 
 
 def _name(key: Key) -> Any:

@@ -13,7 +13,7 @@ from tallyroll.collector.ext.testing.hand import Values
 from tallyroll.collector.ext.testing.system_case import SEED, SystemCase
 from tallyroll.storage.rows.keys import (
     Key,
-    spell,
+    format_key,
 )
 
 
@@ -51,9 +51,9 @@ class DeclarationContract(SystemCase):
             tensor = torch.from_numpy(value)
             wanted = (spec.dtype, (lanes, *spec.shape))
             got = (tensor.dtype, tuple(tensor.shape))
-            assert got == wanted, f"{spell(key)}: declared {wanted}, got {got}"
+            assert got == wanted, f"{format_key(key)}: declared {wanted}, got {got}"
             grown = spec.cpu().expand(lanes, *spec.shape)
-            assert grown.is_in(tensor), f"{spell(key)}: {value!r:.200} is not in {spec}"
+            assert grown.is_in(tensor), f"{format_key(key)}: {value!r:.200} is not in {spec}"
 
     def test_episodes_end_more_than_once(self) -> None:
         """Check that every lane ends and goes on, and that truncation is reported as declared."""

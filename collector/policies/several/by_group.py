@@ -26,7 +26,7 @@ from tallyroll.collector.policies.several.policy_part import PolicyPart, whose
 from tallyroll.collector.policies.trial import settle_inputs, try_out
 from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
 from tallyroll.storage.package.near_names import did_you_mean
-from tallyroll.storage.rows.keys import POLICY_VERSIONS, RANDOM_VERSION, Key, as_key, spell
+from tallyroll.storage.rows.keys import POLICY_VERSIONS, RANDOM_VERSION, Key, as_key, format_key
 
 
 class JointByGroup(Joint):
@@ -123,8 +123,8 @@ class JointByGroup(Joint):
         twice = [key for key in columns if key in self.columns]
         if twice:
             raise PolicyError(
-                f"the policy of the group {group!r} writes {spell(twice[0])}, as the policy of "
-                f"another group does; give it a name below the group: {group}/{twice[0][-1]}"
+                f"the policy of the group {group!r} writes {format_key(twice[0])}, as the policy "
+                f"of another group does; give it a name below the group: {group}/{twice[0][-1]}"
             )
         self.owner |= {(*prefix, *key): number for key in policy.writes}
         return columns, dims
@@ -160,7 +160,7 @@ def _groups_of(env: EnvBase) -> dict[str, tuple[Key, ...]]:
         if len(key) < 2:
             raise ArgumentError(
                 "policy: {group: policy} is for groups of agents, and the environment has the "
-                f"action {spell(key)}; give one policy, or [(lanes, policy), …]"
+                f"action {format_key(key)}; give one policy, or [(lanes, policy), …]"
             )
         found[key[0]] = (*found.get(key[0], ()), key)
     return found
@@ -203,7 +203,7 @@ def _called(
     written = [key for key in policy.writes if inside is None and key in action_keys(env)]
     others = [key for key in written if key[0] != group]
     if others:
-        raise PolicyError(f"it writes {spell(others[0])}, the action of another group")
+        raise PolicyError(f"it writes {format_key(others[0])}, the action of another group")
     return found
 
 

@@ -21,7 +21,7 @@ from tallyroll.collector.policies.several.entries import (
 )
 from tallyroll.collector.policies.several.policy_part import PolicyId, PolicyPart, whose
 from tallyroll.collector.slab.slab import SlabColumn, SlabColumns
-from tallyroll.storage.rows.keys import Key, as_key, spell
+from tallyroll.storage.rows.keys import Key, as_key, format_key
 
 Rows = slice | torch.Tensor
 
@@ -197,7 +197,7 @@ class Joint(nn.Module):
         for key, column in columns.items():
             if self.columns.setdefault(key, column) != column:
                 raise PolicyError(
-                    f"policy {part.id}: {spell(key)} is {column}, and {self.columns[key]} of "
+                    f"policy {part.id}: {format_key(key)} is {column}, and {self.columns[key]} of "
                     "another policy; let them write the same, or another name"
                 )
         self.batch_dims |= dims
@@ -282,8 +282,9 @@ def put(
         to = full if rows is None else full[rows]
         if to.shape != value.shape or to.dtype != value.dtype:
             raise PolicyError(
-                f"policy {part.id}: {spell(key)}: got {SlabColumn(value.dtype, tuple(value.shape))}"
-                f", expected {SlabColumn(to.dtype, tuple(to.shape))} as on the first step"
+                f"policy {part.id}: {format_key(key)}: got "
+                f"{SlabColumn(value.dtype, tuple(value.shape))}, expected "
+                f"{SlabColumn(to.dtype, tuple(to.shape))} as on the first step"
             )
         if rows is None:
             full.copy_(value)

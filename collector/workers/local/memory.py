@@ -19,7 +19,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from tallyroll.collector.errors import ArgumentError
-from tallyroll.storage.engine.memory_left import available_bytes
+from tallyroll.storage.engine.available_memory import available_bytes
 
 ALIGNMENT = 64
 """Bytes, a cache line: two processes that write neighbours do not slow each other down."""

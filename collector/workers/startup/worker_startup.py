@@ -24,7 +24,7 @@ from tallyroll.collector.workers.member import Member
 from tallyroll.collector.workers.pool import WorkerPool
 from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Place
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 
 Lead = Generator[object, Any, Any]
 """The way of one worker: yields questions, is sent their answers, first that to its start."""
@@ -448,7 +448,7 @@ def _require_same(first: m.SlabRequest, other: m.SlabRequest, member: Member) ->
     wanted, got = first.plan, other.plan
     if got != wanted or list(got.layout) != list(wanted.layout):
         differing = [
-            f"{spell(key)} is {got.layout.get(key)} and not {wanted.layout.get(key)}"
+            f"{format_key(key)} is {got.layout.get(key)} and not {wanted.layout.get(key)}"
             for key in {*wanted.layout, *got.layout}
             if wanted.layout.get(key) != got.layout.get(key)
         ]
@@ -462,8 +462,8 @@ def _require_same(first: m.SlabRequest, other: m.SlabRequest, member: Member) ->
         if other.actions[key] != spec:
             one, two = (" ".join(str(each).split()) for each in (spec, other.actions[key]))
             raise EnvironmentRefused(
-                f"{member.who}: its action space differs from that of worker 0: {spell(key)} is "
-                f"{two} and not {one}; make the same environment in every worker"
+                f"{member.who}: its action space differs from that of worker 0: {format_key(key)} "
+                f"is {two} and not {one}; make the same environment in every worker"
             )
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from tallyroll.storage.ext.card.page import UNKNOWN, Card
-from tallyroll.storage.ext.exchange.about import counts_said, runs_said, spaces_said
-from tallyroll.storage.ext.exchange.door import ExchangeFormat, opened_source, refused
+from tallyroll.storage.ext.exchange.base import ExchangeFormat, opened_source, refused
+from tallyroll.storage.ext.exchange.readme import counts_said, runs_said, spaces_said
 from tallyroll.storage.ext.exchange.registry import format_named
 from tallyroll.storage.files.copied_runs import is_deep
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.files.safe_files import Inside, open_file
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.schema import Schema
 
 PAGE: Final = "README.md"
@@ -82,7 +82,7 @@ def card_of_export(
         columns=[
             {
                 "name": shown,
-                "said": spell(column.key),
+                "said": format_key(column.key),
                 "dtype": column.dtype_name,
                 "shape": list(column.shape),
                 "space": spaces.get(column.key),

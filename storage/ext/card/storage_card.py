@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from tallyroll.storage.ext.card.page import UNKNOWN, Card
-from tallyroll.storage.ext.exchange.about import flat_runs
-from tallyroll.storage.ext.exchange.beside import statistics_kept
+from tallyroll.storage.ext.exchange.readme import flat_runs
+from tallyroll.storage.ext.exchange.sidecar import statistics_kept
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.readers.spaces import spaces_of
-from tallyroll.storage.rows.keys import TERMINATED, spell
+from tallyroll.storage.rows.consistent_read import read_consistently
+from tallyroll.storage.rows.keys import TERMINATED, format_key
 from tallyroll.storage.rows.progress import Progress
-from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import WHOSE, missing
 from tallyroll.storage.trajectories.episodes import END_NAMES
 from tallyroll.storage.trajectories.leaves import hash_of
@@ -47,7 +47,7 @@ def card_of(reader: RowReader, licence: str | None, progress: Progress | None) -
             rows=len(reader),
             columns=[
                 {
-                    "name": spell(c.key),
+                    "name": format_key(c.key),
                     "dtype": c.dtype_name,
                     "shape": list(c.shape),
                     "space": spaces.get(c.key),
@@ -63,4 +63,4 @@ def card_of(reader: RowReader, licence: str | None, progress: Progress | None) -
             loading=_LOADING.format(path=reader.path.name),
         )
 
-    return steadily(reader, made)
+    return read_consistently(reader, made)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.door import Block
+from tallyroll.storage.ext.exchange.base import Block
 from tallyroll.storage.rows.dtypes import TORCH
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column, Schema

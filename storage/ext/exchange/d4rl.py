@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.about import schema_said
-from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming, refused
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
 from tallyroll.storage.ext.exchange.hdf5_files import (
     as_stored,
     column_of,
@@ -21,7 +21,7 @@ from tallyroll.storage.ext.exchange.hdf5_files import (
     read_rows,
     text_of,
 )
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.ext.exchange.readme import schema_said
 from tallyroll.storage.ext.exchange.roles import Roles, under
 from tallyroll.storage.formats.hdf5.guarded_file import new_hdf5
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED, Key
@@ -59,7 +59,7 @@ class D4rlFormat(ExchangeFormat):
         """Refuse rows that are no transitions."""
         Roles.of(schema, self.name)
 
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+    def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
         """Write all columns, a block of rows at a time."""
         places, count = _places(rows.schema), len(rows)
         with new_hdf5(place) as (file, guard):
@@ -85,7 +85,7 @@ class D4rlFormat(ExchangeFormat):
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Open the file, and look at the shape of each dataset."""
         with opened_hdf5(place) as file:
             datasets = datasets_in(file, place)
@@ -106,7 +106,7 @@ def _parsed(text: str, place: Path) -> Any:
         raise refused(place, f"its text cannot be read ({error})") from error
 
 
-def _of_ours(datasets: dict[Key, Any], schema: Schema, about: Any, place: Path) -> Incoming:
+def _of_ours(datasets: dict[Key, Any], schema: Schema, about: Any, place: Path) -> ImportRows:
     places = _places(schema)
     found = {key: datasets.get(path) for key, path in places.items()}
     if lacking := ["/".join(places[key]) for key, each in found.items() if each is None]:
@@ -122,7 +122,7 @@ def _of_ours(datasets: dict[Key, Any], schema: Schema, about: Any, place: Path) 
                 for each in schema.columns
             }
 
-    return Incoming(schema, rows, blocks(), about, "d4rl")
+    return ImportRows(schema, rows, blocks(), about, "d4rl")
 
 
 def _rows(found: Mapping[Key, Any], place: Path) -> int:
@@ -132,7 +132,7 @@ def _rows(found: Mapping[Key, Any], place: Path) -> int:
     return int(counts.pop())
 
 
-def _foreign(datasets: dict[Key, Any], place: Path) -> Incoming:
+def _foreign(datasets: dict[Key, Any], place: Path) -> ImportRows:
     """Return the rows of a file that another program made."""
     columns, sources, lost = dict[Key, Column](), dict[Key, Any](), 0
     for path, data in datasets.items():
@@ -204,7 +204,7 @@ class _Foreign:
         if self._shifted and rows and not self._flags(rows - 1, rows)[0]:
             self._rows, self._left_out = rows - 1, 1
 
-    def incoming(self, lost: int) -> Incoming:
+    def incoming(self, lost: int) -> ImportRows:
         columns = [*self._columns.values()]
         columns += [
             Column((NEXT, *k), self._columns[k].dtype, self._columns[k].shape)
@@ -214,7 +214,7 @@ class _Foreign:
             columns += Schema.of({NEXT_VALID: np.empty(0, bool)}).columns
         schema = Schema(tuple(columns))
         missing = {"columns": lost, "rows_without_next_observation": self._left_out}
-        return Incoming(schema, self._rows, self._blocks(schema, missing), None, "d4rl", missing)
+        return ImportRows(schema, self._rows, self._blocks(schema, missing), None, "d4rl", missing)
 
     def _flags(self, start: int, stop: int) -> np.ndarray:
         """Return where an episode ends, bool [stop - start]."""

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.about import LIMIT
-from tallyroll.storage.ext.exchange.door import refused
+from tallyroll.storage.ext.exchange.base import refused
+from tallyroll.storage.ext.exchange.readme import LIMIT
 from tallyroll.storage.files.safe_files import Inside
 
 _FIELD: Final = re.compile(r"\{([A-Za-z_]{1,40})(?::0?([0-9]))?d?\}")

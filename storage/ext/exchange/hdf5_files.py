@@ -12,10 +12,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.memory_left import require_memory
-from tallyroll.storage.ext.exchange.about import LIMIT
-from tallyroll.storage.ext.exchange.door import refused
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.engine.available_memory import require_memory
+from tallyroll.storage.ext.exchange.base import refused
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
+from tallyroll.storage.ext.exchange.readme import LIMIT
 from tallyroll.storage.files.safe_files import open_file
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 from tallyroll.storage.rows.dtypes import TORCH

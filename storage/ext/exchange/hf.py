@@ -9,8 +9,8 @@ from typing import Final
 
 from tallyroll.storage.ext.card.export_card import PAGE, card_of_export
 from tallyroll.storage.ext.exchange.arrow import names_of
-from tallyroll.storage.ext.exchange.door import ExchangeFormat, Incoming, refused
-from tallyroll.storage.ext.exchange.outgoing import Outgoing
+from tallyroll.storage.ext.exchange.base import ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.parquet import parquet_rows, write_parquet
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.schema import Schema
@@ -35,7 +35,7 @@ class HfFormat(ExchangeFormat):
         """Return keys joined by dots."""
         return names_of(schema)
 
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+    def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
         """Write a file for each half a gigabyte of rows, and the card."""
         data = place / _DATA
         data.mkdir(parents=True)
@@ -48,7 +48,7 @@ class HfFormat(ExchangeFormat):
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Open all files; the card is not read."""
         data = place / _DATA
         with contextlib.ExitStack() as stack:

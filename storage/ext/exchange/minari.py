@@ -14,30 +14,30 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.ext.exchange.about import LIMIT, schema_said
-from tallyroll.storage.ext.exchange.door import ExchangeFormat, Incoming, refused
+from tallyroll.storage.ext.exchange.base import ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.export_rows import ExportEpisode, ExportRows
 from tallyroll.storage.ext.exchange.hdf5_files import (
     as_stored,
     opened_hdf5,
 )
-from tallyroll.storage.ext.exchange.of_minari.arrow_episodes import (
+from tallyroll.storage.ext.exchange.minari_parts.arrow_episodes import (
     KINDS,
     ArrowEpisodes,
 )
-from tallyroll.storage.ext.exchange.of_minari.incoming import (
-    Episodes,
+from tallyroll.storage.ext.exchange.minari_parts.entry_paths import nested
+from tallyroll.storage.ext.exchange.minari_parts.episode_rows import (
     EpisodesIn,
     Hdf5Episodes,
+    MinariEpisodes,
 )
-from tallyroll.storage.ext.exchange.of_minari.pictures import pictures_of
-from tallyroll.storage.ext.exchange.of_minari.places import nested
-from tallyroll.storage.ext.exchange.of_minari.spaces import (
+from tallyroll.storage.ext.exchange.minari_parts.pictures import pictures_of
+from tallyroll.storage.ext.exchange.minari_parts.spaces import (
     Spaces,
     entry_of,
     known_in,
     spaces_in,
 )
-from tallyroll.storage.ext.exchange.outgoing import Episode, Outgoing
+from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
 from tallyroll.storage.ext.exchange.roles import Roles
 from tallyroll.storage.ext.exchange.successors import Successors
 from tallyroll.storage.files.safe_files import Inside, closing, open_file
@@ -49,7 +49,7 @@ from tallyroll.storage.rows.keys import (
     TERMINATED,
     TRUNCATED,
     Key,
-    spell,
+    format_key,
 )
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -72,11 +72,11 @@ class MinariFormat(ExchangeFormat):
         for each in (*roles.observations, *roles.actions):
             if each.dtype.is_complex:
                 raise InvalidSchema(
-                    f"{spell(each.key)} is complex, and Minari has no space of such numbers. "
+                    f"{format_key(each.key)} is complex, and Minari has no space of such numbers. "
                     "Leave it out: columns=."
                 )
 
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+    def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
         """Write one episode after the other."""
         minari = needed("minari", "minari", "an export to Minari needs")
         roles = Roles.of(rows.schema, self.name)
@@ -101,7 +101,7 @@ class MinariFormat(ExchangeFormat):
         return {**successors.lost, "dtypes": dtypes, "spaces": spaces.lost}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Open the files, and look at the shape of each dataset."""
         data = place / _DATA if (place / _DATA).is_dir() else place
         metadata = _json(data, _METADATA, place)
@@ -112,7 +112,7 @@ class MinariFormat(ExchangeFormat):
         jpeg = metadata.get("jpeg_encoding") and about is None
         known = known_in(spaces)
         pictures = pictures_of(known) if jpeg else {}
-        episodes: Episodes
+        episodes: MinariEpisodes
         with contextlib.ExitStack() as stack:
             if kind == "hdf5":
                 file = stack.enter_context(opened_hdf5(data / _FILE))
@@ -156,14 +156,14 @@ def _guarded(storage: Any, path: Path) -> Iterator[GuardedFile]:
 
 
 def _buffers(
-    rows: Outgoing, roles: Roles, successors: Successors, guard: GuardedFile
+    rows: ExportRows, roles: Roles, successors: Successors, guard: GuardedFile
 ) -> Iterator[Any]:
     for each in rows.episodes():
         guard.check()
         yield _buffer(each, roles, successors)
 
 
-def _buffer(episode: Episode, roles: Roles, successors: Successors) -> Any:
+def _buffer(episode: ExportEpisode, roles: Roles, successors: Successors) -> Any:
     from minari.data_collector import EpisodeBuffer
 
     rows = episode.rows

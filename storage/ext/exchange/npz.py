@@ -14,12 +14,12 @@ from typing import IO, Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.ext.exchange.about import LIMIT, schema_said
-from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming, refused
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
+from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
 from tallyroll.storage.files.safe_files import open_file
 from tallyroll.storage.rows.dtypes import TORCH
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 _ABOUT, _END = "tallyroll", ".npy"
@@ -43,11 +43,11 @@ class NpzFormat(ExchangeFormat):
         if (_ABOUT,) in schema.keys:
             raise InvalidSchema(f"a column {_ABOUT} has the name of the text beside it. Rename it.")
 
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+    def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
         """Write one column after the other, a block of rows at a time."""
         with zipfile.ZipFile(place, "x", allowZip64=True) as archive:
             for column in rows.schema.columns:
-                with archive.open(spell(column.key) + _END, "w", force_zip64=True) as file:
+                with archive.open(format_key(column.key) + _END, "w", force_zip64=True) as file:
                     header = {
                         "descr": np.lib.format.dtype_to_descr(column.numpy_dtype),
                         "fortran_order": False,
@@ -61,7 +61,7 @@ class NpzFormat(ExchangeFormat):
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Open the archive, and look at the header of each array."""
         with contextlib.ExitStack() as stack:
             try:
@@ -81,7 +81,7 @@ class _Members:
         self._files: dict[Key, IO[bytes]] = {}
         self._dtypes: dict[Key, np.dtype[Any]] = {}
 
-    def incoming(self) -> Incoming:
+    def incoming(self) -> ImportRows:
         archive, place = self._archive, self._place
         infos = {each.filename: each for each in archive.infolist()}
         if len(infos) < len(archive.infolist()):
@@ -102,10 +102,10 @@ class _Members:
             there = found.get(each.key)
             wanted = (each.numpy_dtype, each.shape)
             if there is None or (there.numpy_dtype, there.shape) != wanted:
-                raise refused(place, f"{spell(each.key)} is not as its text says")
+                raise refused(place, f"{format_key(each.key)} is not as its text says")
         total = rows.pop()
         lost = {"columns": len({*found} - {*schema.keys})}
-        return Incoming(schema, total, self._blocks(schema, total), about, "npy", lost)
+        return ImportRows(schema, total, self._blocks(schema, total), about, "npy", lost)
 
     def _about(self, info: zipfile.ZipInfo | None) -> Any:
         if info is None:
@@ -157,8 +157,8 @@ class _Members:
         try:
             content = self._files[column.key].read(wanted)
         except (*_BAD_ZIP, *_DAMAGE) as error:
-            raise refused(self._place, f"{spell(column.key)}: {error}") from error
+            raise refused(self._place, f"{format_key(column.key)}: {error}") from error
         if len(content) != wanted:
-            raise refused(self._place, f"{spell(column.key)} ends before its last row")
+            raise refused(self._place, f"{format_key(column.key)} ends before its last row")
         array = np.frombuffer(content, self._dtypes[column.key])
         return array.reshape(count, *column.shape).astype(column.numpy_dtype, copy=False)

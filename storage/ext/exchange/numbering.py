@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.door import Block
+from tallyroll.storage.ext.exchange.base import Block
 from tallyroll.storage.rows.keys import (
     DONE,
     LANE,
@@ -18,7 +18,7 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
-    spell,
+    format_key,
 )
 from tallyroll.storage.rows.schema import Column, Schema
 from tallyroll.storage.trajectories.columns import floats_of, missing
@@ -83,7 +83,7 @@ class EndFlags:
             return block
         first, self._rows = self._rows, self._rows + len(next(iter(block.values())))
         return block | {
-            key: flags_of_ends(block[key], column, spell(key), first)
+            key: flags_of_ends(block[key], column, format_key(key), first)
             for key, column in self._numbers.items()
         }
 
@@ -93,7 +93,7 @@ def _is_flag(key: Key) -> bool:
     return key[-1] in _FLAG_NAMES and (key[0] == NEXT or len(key) == 1)
 
 
-class Numbering:
+class TrajectoryNumbering:
     """Gives rows of one lane, one trajectory after the other, the columns that say whose they are.
 
     Args:

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.about import LIMIT, schema_said
 from tallyroll.storage.ext.exchange.arrow import (
     ABOUT,
     ArrowColumn,
@@ -20,8 +19,9 @@ from tallyroll.storage.ext.exchange.arrow import (
     names_of,
     to_batch,
 )
-from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming, refused
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
+from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
 from tallyroll.storage.files.safe_files import open_file
 from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.rows.schema import Schema
@@ -45,19 +45,19 @@ class ParquetFormat(ExchangeFormat):
         """Return keys joined by dots."""
         return names_of(schema)
 
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+    def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
         """Write a group of rows for each block."""
         write_parquet(rows, lambda number: place)
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Open the file, and check what its footer says."""
         with contextlib.ExitStack() as stack:
             yield parquet_rows([place], place, stack)
 
 
-def write_parquet(rows: Outgoing, place_of: Any, groups: int | None = None) -> int:
+def write_parquet(rows: ExportRows, place_of: Any, groups: int | None = None) -> int:
     """Write rows to files, of so many groups each (None: one file); return how many files."""
     arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), parquet_module()
     kinds = arrow_schema(arrow, rows.schema, rows.about)
@@ -97,7 +97,7 @@ def _writer(parquet: Any, place: Path, kinds: Any) -> Any:
     )
 
 
-def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStack) -> Incoming:
+def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStack) -> ImportRows:
     """Return the rows of files, one after the other.
 
     Raises:
@@ -128,7 +128,7 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
     version = files[0].metadata.format_version
     lost = {"columns": len(found) - len(columns)}
     blocks = _blocks(arrow, files, columns, schema, place)
-    return Incoming(schema, rows, blocks, about, str(version), lost)
+    return ImportRows(schema, rows, blocks, about, str(version), lost)
 
 
 def damage_of(arrow: Any) -> tuple[type[Exception], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-from tallyroll.storage.ext.exchange.door import ExchangeFormat
+from tallyroll.storage.ext.exchange.base import ExchangeFormat
 
 GROUP = "tallyroll.exchange"
 """The group of entry points, each of them a subclass of `ExchangeFormat`."""

@@ -13,7 +13,7 @@ from tallyroll.storage.rows.keys import (
     TERMINATED,
     TRUNCATED,
     Key,
-    spell,
+    format_key,
 )
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -46,7 +46,7 @@ class Roles:
             each for each in schema.columns if _observed(each.key) and _alike(found, each)
         )
         actions = tuple(each for each in schema.columns if _acts(each.key))
-        lacking = [spell(key) for key in (REWARD, TERMINATED) if key not in found]
+        lacking = [format_key(key) for key in (REWARD, TERMINATED) if key not in found]
         lacking += [] if observations else ["observation, with next/observation"]
         lacking += [] if actions else [_ACTION]
         if lacking:
@@ -57,7 +57,7 @@ class Roles:
         for key in (TERMINATED, TRUNCATED):
             if key in found and (found[key].dtype_name, found[key].row_nbytes) != ("bool", 1):
                 raise InvalidSchema(
-                    f"{spell(key)}: expected one bool a row, got {list(found[key].shape)} of "
+                    f"{format_key(key)}: expected one bool a row, got {list(found[key].shape)} of "
                     f"{found[key].dtype_name}."
                 )
         roles = (REWARD, TERMINATED, TRUNCATED)

@@ -12,14 +12,14 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.ext.exchange.about import LIMIT, schema_said
-from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming, refused
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES, Outgoing
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
+from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.formats.memmap import META_FIELDS, MemmapFormat, meta_of, place_of
 from tallyroll.storage.rows.batch_dims import fitting
 from tallyroll.storage.rows.dtypes import NAMES
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 _META, _ABOUT = "meta.json", "tallyroll.json"
@@ -40,7 +40,7 @@ class TorchrlFormat(ExchangeFormat):
         """Refuse names that tensordict cannot store."""
         MemmapFormat(Path("rows")).check(schema)
 
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+    def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
         """Write all columns, a block of rows at a time."""
         for folder, meta in meta_of(rows.schema, len(rows)).items():
             (place / folder).mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class TorchrlFormat(ExchangeFormat):
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Read all ``meta.json``, and compare them with the sizes of files."""
         inside = Inside(place)
         columns, dims, rows, lost = _Tree(inside).read()
@@ -85,7 +85,7 @@ class TorchrlFormat(ExchangeFormat):
                     )
                 files[each.key] = file
             blocks = _blocks(files, schema, rows, place)
-            yield Incoming(schema, rows, blocks, about, "memmap", {"columns": lost})
+            yield ImportRows(schema, rows, blocks, about, "memmap", {"columns": lost})
 
 
 def _json(inside: Inside, path: Path) -> Any:
@@ -150,7 +150,7 @@ class _Tree:
         try:
             self._columns.append(Column(key, found, tuple(shape[1:])))
         except InvalidSchema as error:
-            raise refused(root, f"{spell(key)}: {error}") from error
+            raise refused(root, f"{format_key(key)}: {error}") from error
 
     def _count(self, rows: int) -> None:
         if rows < 0 or (self._rows is not None and rows != self._rows):
@@ -166,7 +166,7 @@ def _blocks(files: Mapping[Key, Any], schema: Schema, rows: int, place: Path) ->
         for each in schema.columns:
             content = files[each.key].read(count * each.row_nbytes)
             if len(content) != count * each.row_nbytes:
-                raise refused(place, f"{spell(each.key)} ends before its last row")
+                raise refused(place, f"{format_key(each.key)} ends before its last row")
             array = np.frombuffer(content, each.numpy_dtype)
             block[each.key] = array.reshape(count, *each.shape)
         yield block

@@ -11,7 +11,7 @@ from tallyroll.storage.engine.columns import Columns, Places
 from tallyroll.storage.engine.pool import BufferPool
 from tallyroll.storage.engine.ring import in_use
 from tallyroll.storage.errors import StorageError
-from tallyroll.storage.ext.joined.members import Member
+from tallyroll.storage.ext.joined.members import UnionMember
 from tallyroll.storage.files.mapping import PAGE_NBYTES, Region, maps_left
 from tallyroll.storage.formats.memmap import MemmapFormat
 from tallyroll.storage.readers.file_reader import FileReader
@@ -34,7 +34,11 @@ class JoinedMaps:
     """
 
     def __init__(
-        self, members: Sequence[Member], schema: Schema, regions: list[Region], begins: list[int]
+        self,
+        members: Sequence[UnionMember],
+        schema: Schema,
+        regions: list[Region],
+        begins: list[int],
     ) -> None:
         slots = max(1, begins[-1] + _slots_of(members[-1]))
         arrays = [
@@ -53,7 +57,7 @@ class JoinedMaps:
         self._rings = rings if rings.any() else None
 
     @classmethod
-    def of(cls, members: Sequence[Member], schema: Schema) -> JoinedMaps | None:
+    def of(cls, members: Sequence[UnionMember], schema: Schema) -> JoinedMaps | None:
         """Return the maps; None if a member is not memory-mapped, or the system has no room."""
         formats = []
         for each in members:
@@ -126,5 +130,5 @@ class JoinedMaps:
         return found
 
 
-def _slots_of(member: Member) -> int:
+def _slots_of(member: UnionMember) -> int:
     return in_use(member.span.stop, member.reader.ring)

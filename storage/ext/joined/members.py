@@ -16,7 +16,7 @@ from tallyroll.storage.files.paths import is_pattern, user_path
 from tallyroll.storage.files.run_events import EVENTS, events_of
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.batch_dims import fitting
-from tallyroll.storage.rows.keys import Keys, as_key, spell
+from tallyroll.storage.rows.keys import Keys, as_key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 PathLike = str | os.PathLike[str]
@@ -27,7 +27,7 @@ _MOST_NAMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class UnionMember:
     """A storage of a union."""
 
     reader: RowReader
@@ -114,9 +114,9 @@ def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
         names = (columns,) if isinstance(columns, str) else columns
         wanted = [as_key(key) for key in dict.fromkeys(map(as_key, names))]
         if not wanted or (unknown := [key for key in wanted if key not in every]):
-            got = ", ".join(map(spell, unknown if wanted else [])) or "none"
+            got = ", ".join(map(format_key, unknown if wanted else [])) or "none"
             raise ColumnsMissing(
-                f"columns: expected some of {', '.join(map(spell, every))}, got {got}."
+                f"columns: expected some of {', '.join(map(format_key, every))}, got {got}."
             )
         wanted.sort(key=list(every).index)
     by_key = [{each.key: each for each in reader.schema.columns} for reader in readers]
@@ -126,7 +126,7 @@ def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
             reader.path for reader, own in zip(readers, by_key, strict=True) if key not in own
         ]
         if without:
-            lacking.append(f"{spell(key)} is not in {_some(without)}")
+            lacking.append(f"{format_key(key)} is not in {_some(without)}")
         differ = [
             f"{reader.path} has {own[key].dtype_name} {list(own[key].shape)}"
             for reader, own in zip(readers, by_key, strict=True)
@@ -134,9 +134,13 @@ def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
         ]
         if differ:
             told = f"{every[key].dtype_name} {list(every[key].shape)}"
-            other.append(f"{spell(key)} is {told} in the first that has it, and {_some(differ)}")
+            other.append(
+                f"{format_key(key)} is {told} in the first that has it, and {_some(differ)}"
+            )
     if lacking or other:
-        common = [spell(key) for key in every if all(own.get(key) == every[key] for own in by_key)]
+        common = [
+            format_key(key) for key in every if all(own.get(key) == every[key] for own in by_key)
+        ]
         raise SchemaMismatch(
             f"these storages have not the same columns: {'; '.join([*lacking, *other])}. Give "
             f"columns= with those that you want of the {len(common)} that all have alike: "
@@ -147,7 +151,7 @@ def joined_schema(readers: Sequence[RowReader], columns: Keys | None) -> Schema:
     return Schema(chosen, tuple(dims.items()))
 
 
-def joined_runs(members: Iterable[Member]) -> list[dict[str, Any]]:
+def joined_runs(members: Iterable[UnionMember]) -> list[dict[str, Any]]:
     """Return the runs of all members, with the numbers that their rows have in the union.
 
     A run whose first rows are gone from a ring begins with the member's first row.
@@ -162,7 +166,7 @@ def joined_runs(members: Iterable[Member]) -> list[dict[str, Any]]:
     return found
 
 
-def _moved(run: Mapping[str, Any], member: Member) -> dict[str, Any]:
+def _moved(run: Mapping[str, Any], member: UnionMember) -> dict[str, Any]:
     entry, by, first = dict(run), member.moved_by, member.rows.start
     for name in _ROWS_OF_RUN:
         if type(entry.get(name)) is int:

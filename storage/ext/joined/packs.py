@@ -12,15 +12,15 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.engine.columns import Places
-from tallyroll.storage.ext.joined.members import Member
+from tallyroll.storage.ext.joined.members import UnionMember
 from tallyroll.storage.ext.packed.chunk_cache import CachedArray, Chunks, Workers, budgets
 from tallyroll.storage.ext.packed.columns import (
     PackedColumn,
+    RowRequest,
     RowsColumn,
     StateColumn,
     States,
     Tables,
-    Wanted,
     copied,
 )
 from tallyroll.storage.ext.packed.packed_reader import PackedReader, usual_cache_nbytes
@@ -135,7 +135,7 @@ class JoinedPacks:
         schema: the columns that are wanted.
     """
 
-    def __init__(self, members: Sequence[Member], schema: Schema) -> None:
+    def __init__(self, members: Sequence[UnionMember], schema: Schema) -> None:
         there = [(number, each) for number, each in enumerate(members) if len(each.rows)]
         readers = [_packed(each) for _, each in there]
         self._workers = Workers(max(each.threads for each in readers))
@@ -164,7 +164,7 @@ class JoinedPacks:
             self._moves.append(moves[size])
 
     @classmethod
-    def of(cls, members: Sequence[Member], schema: Schema) -> JoinedPacks | None:
+    def of(cls, members: Sequence[UnionMember], schema: Schema) -> JoinedPacks | None:
         """Return the columns; None if a member is not packed, or not as the others are."""
         kinds = set()
         for each in members:
@@ -203,7 +203,7 @@ class JoinedPacks:
             only: the places of the columns; None: all.
         """
         moved: dict[int, np.ndarray] = {}
-        wanted: list[Wanted] = []
+        wanted: list[RowRequest] = []
         for place in range(len(self._columns)) if only is None else only:
             move, at = self._moves[place], rows
             if move is not None:
@@ -233,7 +233,7 @@ class JoinedPacks:
             each.close()
 
 
-def _packed(member: Member) -> PackedReader:
+def _packed(member: UnionMember) -> PackedReader:
     assert isinstance(member.reader, PackedReader)
     return member.reader
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tallyroll.storage.ext.joined.members import Member
+from tallyroll.storage.ext.joined.members import UnionMember
 from tallyroll.storage.files.copied_runs import copied_runs
 
 SHARD: Final = "shard"
@@ -88,12 +88,12 @@ class Shards:
         }
 
 
-def shards_of(members: Iterable[Member]) -> Shards | None:
+def shards_of(members: Iterable[UnionMember]) -> Shards | None:
     """Return the shards among members; None without any.
 
     A member is a shard if all its runs say that it is the same one.
     """
-    of_runs: dict[tuple[str, int], list[tuple[Member, int, int | None]]] = {}
+    of_runs: dict[tuple[str, int], list[tuple[UnionMember, int, int | None]]] = {}
     foreign = []
     for member in members:
         if (said := shard_said(member.reader.runs)) is None:
@@ -107,7 +107,9 @@ def shards_of(members: Iterable[Member]) -> Shards | None:
     return Shards(runs, tuple(foreign))
 
 
-def _shards_of_run(run: str, of: int, found: list[tuple[Member, int, int | None]]) -> RunShards:
+def _shards_of_run(
+    run: str, of: int, found: list[tuple[UnionMember, int, int | None]]
+) -> RunShards:
     paths: dict[int, list[str]] = {}
     rows = 0
     for member, index, _ in found:

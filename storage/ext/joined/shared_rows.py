@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from tallyroll.storage.errors import RowsDoubled
-from tallyroll.storage.ext.joined.members import Member
+from tallyroll.storage.ext.joined.members import UnionMember
 from tallyroll.storage.files.copied_runs import (
     COPIED,
     LEFT_OUT,
@@ -65,7 +65,7 @@ class _Stretch:
     """How often the storage had taken rows back by then."""
 
 
-def refuse_shared_rows(members: Sequence[Member]) -> None:
+def refuse_shared_rows(members: Sequence[UnionMember]) -> None:
     """Raise `RowsDoubled` if two members have the same row of one storage.
 
     Manifests say which members are copies of which rows. Rows are read only where that does not
@@ -101,7 +101,7 @@ def refuse_shared_rows(members: Sequence[Member]) -> None:
                 raise _doubled(members[other], members[number], None)
 
 
-def _doubled(one: Member, other: Member, id: str | None) -> RowsDoubled:
+def _doubled(one: UnionMember, other: UnionMember, id: str | None) -> RowsDoubled:
     if id in (one.id, other.id):
         copy, source = (other, one) if id == one.id else (one, other)
         got = f"rows that were copied from {source.path}, which is here too"

@@ -24,7 +24,7 @@ from tallyroll.storage.errors import (
     TrajectoryIdTaken,
 )
 from tallyroll.storage.ext.joined.maps import JoinedMaps
-from tallyroll.storage.ext.joined.members import Member, joined_runs, joined_schema
+from tallyroll.storage.ext.joined.members import UnionMember, joined_runs, joined_schema
 from tallyroll.storage.ext.joined.packs import JoinedPacks
 from tallyroll.storage.ext.joined.shards import Shards, shards_of
 from tallyroll.storage.ext.joined.shared_rows import refuse_shared_rows
@@ -32,7 +32,7 @@ from tallyroll.storage.files.copied_runs import SOURCES, source_of
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.row_reader import ColumnReader, RowReader, columns_of
 from tallyroll.storage.rows.indexing import resolve
-from tallyroll.storage.rows.keys import TRAJ_IDS, Key, Keys, spell
+from tallyroll.storage.rows.keys import TRAJ_IDS, Key, Keys, format_key
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.columns import missing, numbers_of
 from tallyroll.storage.trajectories.episodes import END_CUT, END_OPEN
@@ -47,9 +47,9 @@ class TakenBack:
     whether one has opened them.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[UnionMember]) -> None:
         self._members = members
-        self._open: list[Member] = []
+        self._open: list[UnionMember] = []
         self._others = 0
         self._next = -1.0
 
@@ -75,7 +75,7 @@ class TakenBack:
                 require_kept(each)
 
 
-def require_kept(member: Member) -> None:
+def require_kept(member: UnionMember) -> None:
     """Raise `StateMismatch` if rows of a member were taken back since the union was opened."""
     if member.reader.rewinds != member.rewinds:
         raise StateMismatch(
@@ -129,7 +129,7 @@ _NAMED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UnionPart:
     """The rows of one member among rows that are wanted."""
 
     member: int
@@ -227,7 +227,7 @@ class UnionReader(RowReader):
             first = rows.stop
             manifest = each.manifest
             found.append(
-                Member(
+                UnionMember(
                     each,
                     each.path,
                     manifest["id"],
@@ -240,7 +240,7 @@ class UnionReader(RowReader):
         _refuse_doubled(found)
         if spans is None:  # with spans, it was opened before, or has the shards of one run
             refuse_shared_rows(found)
-        self.members: tuple[Member, ...] = tuple(found)
+        self.members: tuple[UnionMember, ...] = tuple(found)
         """The storages, in their order, and which rows are theirs."""
         self._span = range(first)
         self._member_of = MemberOf(np.array([each.rows.start for each in found], np.int64), first)
@@ -297,7 +297,7 @@ class UnionReader(RowReader):
     def id(self) -> str:
         """The name of these rows: another union of the same rows, numbered so, has it too."""
         said = [[each.id, each.span.start, each.span.stop] for each in self.members]
-        of = json.dumps([said, self.ids, [*map(spell, self._schema.keys)]]).encode()
+        of = json.dumps([said, self.ids, [*map(format_key, self._schema.keys)]]).encode()
         return hashlib.sha256(of).hexdigest()[:32]
 
     @property
@@ -434,7 +434,7 @@ class UnionReader(RowReader):
         found = self._columns.get(key)
         if found is None:
             if key not in self._schema:
-                names = ", ".join(map(spell, self._schema.keys))
+                names = ", ".join(map(format_key, self._schema.keys))
                 raise KeyError(f"{self.path} has no column {key!r}; it has {names}.")
             found = self._columns[key] = UnionColumn(self, key)
         return found
@@ -535,12 +535,12 @@ class UnionReader(RowReader):
         found = JoinedMaps.of(self.members, self._schema)
         return found or JoinedPacks.of(self.members, self._schema)
 
-    def parts(self, rows: np.ndarray) -> list[Part]:
+    def parts(self, rows: np.ndarray) -> list[UnionPart]:
         """Return the rows [*] of each member that has some, of those that are wanted."""
         self.require_open()
         flat = rows.reshape(-1)
         if len(self.members) == 1:
-            return [Part(0, slice(None), flat - self._moves[0])]
+            return [UnionPart(0, slice(None), flat - self._moves[0])]
         of = self._member_of(flat)
         own = flat - self._moves[of]
         order = of.argsort(kind="stable")
@@ -549,9 +549,9 @@ class UnionReader(RowReader):
         for number, end in enumerate(ends.tolist()):
             if end > begin:
                 at = order[begin:end] if end - begin < len(flat) else slice(None)
-                found.append(Part(number, at, own[at]))
+                found.append(UnionPart(number, at, own[at]))
             begin = end
-        return found or [Part(0, slice(None), own)]
+        return found or [UnionPart(0, slice(None), own)]
 
     def stretches(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
         """Yield the numbers of members, and which of their rows the rows ``[start, stop)`` are."""
@@ -578,8 +578,8 @@ class UnionReader(RowReader):
             )
 
 
-def _refuse_doubled(members: Sequence[Member]) -> None:
-    by_id: dict[str, Member] = {}
+def _refuse_doubled(members: Sequence[UnionMember]) -> None:
+    by_id: dict[str, UnionMember] = {}
     for each in members:
         if (before := by_id.setdefault(each.id, each)) is not each:
             raise RowsDoubled(

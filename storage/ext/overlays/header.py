@@ -23,7 +23,7 @@ import torch
 
 from tallyroll.storage.errors import DamagedOverlay, FormatVersionMismatch, InvalidSchema
 from tallyroll.storage.rows.dtypes import exact_tensor
-from tallyroll.storage.rows.keys import Key, as_key, spell
+from tallyroll.storage.rows.keys import Key, as_key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 HEADER_NBYTES: Final = 4096
@@ -38,7 +38,7 @@ _Fill = bool | int | float | complex
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class OverlayColumn:
     """The column that an overlay keeps of each row, and the value of rows that have none yet."""
 
     column: Column
@@ -61,7 +61,7 @@ class Kept:
         number: _Fill = as_tensor(self.fill_array.copy(), self.column).item()
         return number
 
-    def differences(self, other: Kept) -> list[str]:
+    def differences(self, other: OverlayColumn) -> list[str]:
         """Return how ``other`` differs, one part of a sentence each."""
         mine, theirs = self._said(), other._said()
         return [
@@ -76,7 +76,9 @@ class Kept:
         return {"dtype": column.dtype_name, "shape": shape, "fill": fill}
 
 
-def kept_as(key: str | Key, dtype: torch.dtype, shape: Sequence[int] | int, fill: _Fill) -> Kept:
+def kept_as(
+    key: str | Key, dtype: torch.dtype, shape: Sequence[int] | int, fill: _Fill
+) -> OverlayColumn:
     """Return what an overlay is to keep, checked.
 
     Raises:
@@ -86,7 +88,7 @@ def kept_as(key: str | Key, dtype: torch.dtype, shape: Sequence[int] | int, fill
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(type(size) is int for size in sizes):
         raise InvalidSchema(
-            f"overlay {spell(key)}: expected a shape of whole numbers, got {shape!r:.80}."
+            f"overlay {format_key(key)}: expected a shape of whole numbers, got {shape!r:.80}."
         )
     column = Column(as_key(key), dtype, sizes)
     if isinstance(fill, torch.Tensor | np.ndarray | np.generic) and fill.ndim == 0:
@@ -97,10 +99,10 @@ def kept_as(key: str | Key, dtype: torch.dtype, shape: Sequence[int] | int, fill
         made = exact_tensor(fill, dtype)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
-            f"overlay {spell(key)}, fill: expected a number that {column.dtype_name} has, got "
+            f"overlay {format_key(key)}, fill: expected a number that {column.dtype_name} has, got "
             f"{fill!r:.80} ({error}). Give another fill or dtype."
         ) from error
-    return Kept(column, as_array(made, column).tobytes())
+    return OverlayColumn(column, as_array(made, column).tobytes())
 
 
 def as_array(tensor: torch.Tensor, column: Column) -> np.ndarray:
@@ -119,14 +121,14 @@ def as_tensor(array: np.ndarray, column: Column) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class OverlayOwner:
     """The storage that an overlay belongs to."""
 
     id: str | None
     ring: int
 
 
-def header_bytes(kept: Kept, owner: Owner, rewinds: int) -> bytes:
+def header_bytes(kept: OverlayColumn, owner: OverlayOwner, rewinds: int) -> bytes:
     """Return the first page of a new file, without entries, that knows of so many rewinds.
 
     Raises:
@@ -137,7 +139,7 @@ def header_bytes(kept: Kept, owner: Owner, rewinds: int) -> bytes:
     content = json.dumps(said).encode()
     if _START.size + len(content) > WORDS_AT:
         raise InvalidSchema(
-            f"overlay {spell(kept.key)}: its key and shape take {len(content)} bytes, and "
+            f"overlay {format_key(kept.key)}: its key and shape take {len(content)} bytes, and "
             f"may take {WORDS_AT - _START.size}. Make them shorter."
         )
     start = _START.pack(_MAGIC, _VERSION, len(content), _crc(_VERSION, content))
@@ -145,7 +147,7 @@ def header_bytes(kept: Kept, owner: Owner, rewinds: int) -> bytes:
     return ((start + content).ljust(WORDS_AT, b"\0") + words).ljust(HEADER_NBYTES, b"\0")
 
 
-def read_header(page: bytes, path: Path, key: Key, owner: Owner) -> Kept:
+def read_header(page: bytes, path: Path, key: Key, owner: OverlayOwner) -> OverlayColumn:
     """Return what the file of overlay ``key`` keeps, from its first page.
 
     Raises:
@@ -156,17 +158,19 @@ def read_header(page: bytes, path: Path, key: Key, owner: Owner) -> Kept:
     try:
         column = Schema.from_json([said]).columns[0]
         fill = bytes.fromhex(said["fill"])
-        whose = Owner(said["id"], said["ring"])
+        whose = OverlayOwner(said["id"], said["ring"])
     except (InvalidSchema, KeyError, TypeError, ValueError) as error:
         raise damaged(path, f"its header does not say what it is ({error!r:.200})") from error
     if len(fill) != column.numpy_dtype.itemsize or column.key != key:
-        raise damaged(path, f"its header is of {spell(column.key)}, and its name of {spell(key)}")
+        raise damaged(
+            path, f"its header is of {format_key(column.key)}, and its name of {format_key(key)}"
+        )
     if whose != owner:
         raise damaged(path, f"it belongs to another storage ({whose.id}, ring {whose.ring})")
-    return Kept(column, fill)
+    return OverlayColumn(column, fill)
 
 
-def is_of_another(page: bytes, path: Path, owner: Owner) -> bool:
+def is_of_another(page: bytes, path: Path, owner: OverlayOwner) -> bool:
     """Return True if a first page is whole and names another storage than ``owner``."""
     try:
         said = _said_in(page, path)

@@ -15,7 +15,7 @@ from tallyroll.storage.readers.row_reader import ColumnReader, RowReader
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.origin import Origin
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 
 
 class _OverlayColumn(ColumnReader):
@@ -123,7 +123,7 @@ class OverlaidReader(RowReader):
     def is_written(self) -> bool:
         return self.rows.is_written
 
-    def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
+    def kept_index(self, *, whole: bool = False) -> SavedBlocks | None:
         return self.rows.kept_index(whole=whole)
 
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:

@@ -14,7 +14,7 @@ from tallyroll.storage.ext.overlays.overlay_file import OverlayFile
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import numbers_of
 from tallyroll.storage.rows.dtypes import exact_tensor
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 
 _PATIENCE_SECONDS: Final = 1.0
 
@@ -160,7 +160,7 @@ class Overlay:
 
     def _given(self, values: Any, batch: tuple[int, ...]) -> np.ndarray:
         """Return values as one array [n, *shape]."""
-        column, name = self._file.kept.column, spell(self.key)
+        column, name = self._file.kept.column, format_key(self.key)
         if isinstance(values, np.ndarray | np.generic):
             values = torch.as_tensor(np.asarray(values))
         if not isinstance(values, torch.Tensor):
@@ -189,7 +189,7 @@ class Overlay:
     def __repr__(self) -> str:
         column = self._file.kept.column
         return (
-            f"{type(self).__name__}({spell(self.key)!r}, {column.dtype_name}, "
+            f"{type(self).__name__}({format_key(self.key)!r}, {column.dtype_name}, "
             f"{list(column.shape)}, fill={self.fill!r}, {self._reader.path})"
         )
 

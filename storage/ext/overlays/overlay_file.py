@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from tallyroll.storage.engine.right_to_write import RightToWrite
+from tallyroll.storage.engine.writer_check import RightToWrite
 from tallyroll.storage.errors import (
     ColumnsMissing,
     Overrun,
@@ -31,8 +31,8 @@ from tallyroll.storage.ext.overlays.header import (
     REWINDS,
     ROOM,
     WORDS_AT,
-    Kept,
-    Owner,
+    OverlayColumn,
+    OverlayOwner,
     damaged,
     header_bytes,
     read_header,
@@ -43,8 +43,8 @@ from tallyroll.storage.files.paths import FULL, OTHER_KINDS, failed, translated
 from tallyroll.storage.files.rewind_history import least_kept
 from tallyroll.storage.files.safe_files import data_in
 from tallyroll.storage.readers.file_reader import FileReader
-from tallyroll.storage.rows.keys import Key, spell
-from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.rows.consistent_read import read_consistently
+from tallyroll.storage.rows.keys import Key, format_key
 
 _BLOCK_NBYTES: Final = 2**20
 _FEWEST: Final = 1024
@@ -53,9 +53,9 @@ _ORDERED: Final = ("x86_64", "AMD64")
 """Processors on which a reader sees stores in the order in which a writer made them."""
 
 
-def owner_of(reader: FileReader) -> Owner:
+def owner_of(reader: FileReader) -> OverlayOwner:
     """Return the storage that a reader reads, as overlays name it."""
-    return Owner(reader.id, reader.ring)
+    return OverlayOwner(reader.id, reader.ring)
 
 
 def lock_of(path: Path) -> Path:
@@ -80,12 +80,12 @@ def acquire(reader: FileReader, path: Path, key: Key) -> WriterLock:
             holder = inside.read_start(place, 32).strip()
         who = f"process {holder.decode(errors='replace')}" if holder else "another process"
         raise StorageLocked(
-            f"overlay {spell(key)} of {reader.path} has one writer at a time, and {who} writes to "
-            "it. Close the storage there, or write from there."
+            f"overlay {format_key(key)} of {reader.path} has one writer at a time, and {who} "
+            "writes to it. Close the storage there, or write from there."
         ) from error
 
 
-def make_file(reader: FileReader, path: Path, kept: Kept) -> None:
+def make_file(reader: FileReader, path: Path, kept: OverlayColumn) -> None:
     """Make the file of a new overlay, without entries: whole, or not at all."""
     page = header_bytes(kept, owner_of(reader), reader.rewinds)
     with translated(path, len(page)):
@@ -210,7 +210,7 @@ class OverlayFile:
 
     def values_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return copies of the values of ``rows`` [n], and which have one, bool [n]; as `take`."""
-        return steadily(self._reader, lambda: self._take(rows))
+        return read_consistently(self._reader, lambda: self._take(rows))
 
     def _take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         mapped, column = self._mapped(), self.kept.column
@@ -288,8 +288,8 @@ class OverlayFile:
         """Take the lock, if this is the first write; raise a `WriteError` without the right."""
         if not self.writable:
             raise ReadOnlyStorage(
-                f"overlay {spell(self.key)} of {self._reader.path} was opened to be read. Open it "
-                "by storage.overlay(..., writable=True), in one process at a time."
+                f"overlay {format_key(self.key)} of {self._reader.path} was opened to be read. "
+                "Open it by storage.overlay(..., writable=True), in one process at a time."
             )
         if not self._closed.alive:
             raise StorageClosed(f"{self.path} was closed. Ask the storage for the overlay again.")
@@ -377,8 +377,8 @@ class OverlayFile:
 
 def _missing(reader: FileReader, key: Key, why: str = "") -> ColumnsMissing:
     return ColumnsMissing(
-        f"{reader.path} has no overlay {spell(key)}{why}. Make it: storage.overlay(name, dtype, "
-        "shape, fill)."
+        f"{reader.path} has no overlay {format_key(key)}{why}. Make it: storage.overlay(name, "
+        "dtype, shape, fill)."
     )
 
 

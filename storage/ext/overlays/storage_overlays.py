@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import ReadOnlyStorage
-from tallyroll.storage.ext.overlays.beside import Overlays
 from tallyroll.storage.ext.overlays.header import kept_as
 from tallyroll.storage.ext.overlays.overlaid import OverlaidReader
 from tallyroll.storage.ext.overlays.overlay import Overlay
 from tallyroll.storage.ext.overlays.overlay_file import OverlayFile
+from tallyroll.storage.ext.overlays.overlay_set import Overlays
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.dtypes import NAMES, TORCH

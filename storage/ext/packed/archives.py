@@ -35,9 +35,9 @@ from tallyroll.storage.ext.packed.shards import LocalFiles, ShardChunks
 from tallyroll.storage.files.manifest import Manifest, read_manifest
 from tallyroll.storage.files.safe_files import Inside, open_any
 from tallyroll.storage.formats.metadata_checks import differs
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
-from tallyroll.storage.trajectories.lane_file import Owner, read_index
+from tallyroll.storage.trajectories.lane_file import IndexOwner, read_index
 
 OURS: Final = "tallyroll"
 MANIFEST, EPISODES, INDEX = "manifest.json", "episodes.npy", "trajectories.index"
@@ -64,7 +64,7 @@ class Archive(ABC):
         """Return the table of episodes, None without one; raise as `read_table` does."""
         return None
 
-    def read_index(self, owner: Owner, rows: int, *, whole: bool) -> KeptBlocks | None:
+    def read_index(self, owner: IndexOwner, rows: int, *, whole: bool) -> SavedBlocks | None:
         """Return the index of trajectories, which has at most ``rows`` rows; None without one.
 
         Raise as `read_index` does.
@@ -105,7 +105,7 @@ class ZarrArchive(Archive):
     def read_episodes(self, dtype: np.dtype[Any], rows: int) -> np.ndarray | None:
         return read_table(self.inside, self.ours / EPISODES, dtype, rows)
 
-    def read_index(self, owner: Owner, rows: int, *, whole: bool) -> KeptBlocks | None:
+    def read_index(self, owner: IndexOwner, rows: int, *, whole: bool) -> SavedBlocks | None:
         return read_index(self.inside, self.ours / INDEX, owner, lambda: rows, whole=whole)
 
     def shown_wrongly(self, layout: Layout, manifest: Manifest) -> Iterator[str]:

@@ -33,7 +33,7 @@ from tallyroll.storage.ext.packed.stacks import (
     in_order,
     same_bits,
 )
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 MakeWriter: TypeAlias = Callable[[ArrayLayout], ChunkWriter]
@@ -88,21 +88,21 @@ def frames_declared(schema: Schema, stacks: Sequence[FrameStack]) -> dict[Key, t
         key = (each.key,) if isinstance(each.key, str) else tuple(each.key)
         if key not in shapes:
             raise ValueError(
-                f"stacks: there is no column {spell(key)}; there are "
-                f"{', '.join(map(spell, shapes))}."
+                f"stacks: there is no column {format_key(key)}; there are "
+                f"{', '.join(map(format_key, shapes))}."
             )
         shape, axis = shapes[key], each.axis
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
-                f"stacks: {spell(key)} has values of shape {list(shape)}, of which none is axis "
-                f"{axis}."
+                f"stacks: {format_key(key)} has values of shape {list(shape)}, of which none is "
+                f"axis {axis}."
             )
         axis %= len(shape)
         n = shape[axis] if each.n is None else each.n
         if type(n) is not int or n < 2 or shape[axis] % n or n > 4096:
             raise ValueError(
-                f"stacks: {spell(key)} has values of shape {list(shape)}, and {n!r:.80} frames "
-                f"cannot be stacked along axis {axis} of that."
+                f"stacks: {format_key(key)} has values of shape {list(shape)}, and {n!r:.80} "
+                f"frames cannot be stacked along axis {axis} of that."
             )
         found[key] = n, axis
     return found

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tallyroll.storage.engine.memory_left import is_little, require_memory
+from tallyroll.storage.engine.available_memory import is_little, require_memory
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.ext.packed.chunk_cache import CachedArray
 from tallyroll.storage.ext.packed.layout import StatesLayout
@@ -28,7 +28,7 @@ def _as_they_are(found: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RowRequest:
     """Rows of an array, and what makes the values of a column of them."""
 
     array: CachedArray
@@ -36,7 +36,7 @@ class Wanted:
     made: Callable[[np.ndarray], np.ndarray] = _as_they_are
 
 
-def copied(wanted: Sequence[Wanted]) -> list[np.ndarray]:
+def copied(wanted: Sequence[RowRequest]) -> list[np.ndarray]:
     """Return the values of columns, those that are made of one array by one call of it.
 
     What came next after a row is mostly in the chunk that has the row.
@@ -58,7 +58,7 @@ class PackedColumn(ColumnReader):
         """The array that its values are made of."""
 
     @abstractmethod
-    def wanted(self, rows: np.ndarray) -> Wanted:
+    def wanted(self, rows: np.ndarray) -> RowRequest:
         """Return which rows of its array the values of ``rows`` [*] are made of."""
 
 
@@ -72,8 +72,8 @@ class RowsColumn(PackedColumn):
     def source(self) -> CachedArray:
         return self._array
 
-    def wanted(self, rows: np.ndarray) -> Wanted:
-        return Wanted(self._array, rows - self._first if self._first else rows)
+    def wanted(self, rows: np.ndarray) -> RowRequest:
+        return RowRequest(self._array, rows - self._first if self._first else rows)
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         return self._array.take(rows - self._first if self._first else rows, out)
@@ -160,15 +160,15 @@ class StateColumn(PackedColumn):
     def source(self) -> CachedArray:
         return self.states.frames
 
-    def wanted(self, rows: np.ndarray) -> Wanted:
+    def wanted(self, rows: np.ndarray) -> RowRequest:
         breaks, starts = self.states.tables()
         state = state_of(rows.reshape(-1) - self._first, breaks, self.is_next)
         frames = self.states.frames
         if starts is None:
-            return Wanted(frames, self.states.frame_of(state).reshape(rows.shape))
+            return RowRequest(frames, self.states.frame_of(state).reshape(rows.shape))
         at, zeros = frames_of(state, starts, self.states.layout.n)
         shape = (*rows.shape, *self._column.shape)
-        return Wanted(frames, at, lambda found: self._stacked(found, zeros, shape))
+        return RowRequest(frames, at, lambda found: self._stacked(found, zeros, shape))
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         breaks, starts = self.states.tables()

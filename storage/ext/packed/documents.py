@@ -8,7 +8,7 @@ from typing import Any
 
 from tallyroll.storage.ext.packed.layout import ArrayLayout, Layout
 from tallyroll.storage.files.manifest import Manifest, attributes_of
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.schema import Schema
 
 Document = dict[str, Any]
@@ -65,7 +65,7 @@ def _attributes(
             yield PurePosixPath(*layout.arrays[place.array].path), told
     for number, states in enumerate(layout.states):
         keys = {
-            each.is_next: spell(column.key)
+            each.is_next: format_key(column.key)
             for column, each in zip(schema.columns, layout.columns, strict=True)
             if each.states == number
         }

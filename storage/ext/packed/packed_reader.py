@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.engine.memory_left import available_bytes, is_little
+from tallyroll.storage.engine.available_memory import available_bytes, is_little
 from tallyroll.storage.errors import CorruptStorage, InvalidSchema, NotAStorage
 from tallyroll.storage.ext.packed.archives import Archive, Hdf5Archive, ZarrArchive
 from tallyroll.storage.ext.packed.chunk_cache import CachedArray, Workers, budgets
@@ -24,11 +24,11 @@ from tallyroll.storage.ext.packed.columns import (
 from tallyroll.storage.ext.packed.layout import Layout
 from tallyroll.storage.files.manifest import Manifest
 from tallyroll.storage.readers.row_reader import RowReader, numbers_of
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.index import TrajectoryIndex
-from tallyroll.storage.trajectories.lane_file import Owner
+from tallyroll.storage.trajectories.lane_file import IndexOwner
 
 CACHE_NBYTES: Final = 2**29
 """The bytes of decompressed chunks that a reader keeps, where a tenth of the memory is as much."""
@@ -161,7 +161,7 @@ class PackedReader(RowReader):
         try:
             return self._columns[key]
         except KeyError:
-            names = ", ".join(map(spell, self.keys))
+            names = ", ".join(map(format_key, self.keys))
             raise KeyError(f"{self.path} has no column {key!r}; it has {names}.") from None
 
     @cached_property
@@ -180,8 +180,8 @@ class PackedReader(RowReader):
     def episode_lines(self, dtype: np.dtype[Any]) -> np.ndarray | None:
         return self._archive.read_episodes(dtype, self.span.stop)
 
-    def kept_index(self, *, whole: bool = False) -> KeptBlocks | None:
-        return self._archive.read_index(Owner(self.id, 0, 0), self.layout.rows, whole=whole)
+    def kept_index(self, *, whole: bool = False) -> SavedBlocks | None:
+        return self._archive.read_index(IndexOwner(self.id, 0, 0), self.layout.rows, whole=whole)
 
     def made_wrongly(self) -> Iterator[str]:
         return self._archive.shown_wrongly(self.layout, self._manifest)

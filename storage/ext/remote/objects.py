@@ -34,7 +34,7 @@ _REDIRECTS: Final = {301, 302, 303, 307, 308}
 _PORTS: Final = {"http": 80, "https": 443}
 
 
-class _NotFollowed(urllib.request.HTTPRedirectHandler):
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Returns a redirect as the error that it is."""
 
     def redirect_request(self, *_: Any) -> None:
@@ -51,7 +51,7 @@ def redirected_host(method: str, url: str, timeout: float) -> str | None:
         url: an ``http://`` or ``https://`` URL.
         timeout: seconds.
     """
-    opener = urllib.request.build_opener(_NotFollowed)
+    opener = urllib.request.build_opener(_NoRedirects)
     request = urllib.request.Request(url, method=method)  # noqa: S310  S3Options checks the scheme
     with contextlib.suppress(OSError, ValueError):
         try:
@@ -96,7 +96,7 @@ _SIGNS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ListedObject:
     """An object as it was when it was listed."""
 
     nbytes: int
@@ -159,14 +159,14 @@ class Objects:
                 "threads are not here. Open it again in the child, or start it by 'spawn'."
             )
 
-    def listed(self) -> dict[str, Found]:
+    def listed(self) -> dict[str, ListedObject]:
         """Return all objects by their names below the address, of which there may be none."""
 
-        def every() -> dict[str, Found]:
-            found: dict[str, Found] = {}
+        def every() -> dict[str, ListedObject]:
+            found: dict[str, ListedObject] = {}
             for page in self._calls.list(self._store):
                 for each in page:
-                    found[each["path"]] = Found(each["size"], each["e_tag"])
+                    found[each["path"]] = ListedObject(each["size"], each["e_tag"])
                 if len(found) > _MOST_OBJECTS:
                     raise CorruptStorage(
                         f"{self.place} has more than {_MOST_OBJECTS:,} objects, and no dataset has "
@@ -176,7 +176,7 @@ class Objects:
 
         return self._tried("list", "", every)
 
-    def read(self, name: str, begin: int, stop: int, listed: Found) -> bytes:
+    def read(self, name: str, begin: int, stop: int, listed: ListedObject) -> bytes:
         """Return bytes of an object.
 
         Raises:

@@ -22,7 +22,7 @@ _HEX: Final = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedObject:
     """An object of a dataset."""
 
     nbytes: int
@@ -34,7 +34,7 @@ class PushPlan:
     """The objects of a dataset by name, and the id of the dataset."""
 
     id: str
-    objects: dict[str, Planned]
+    objects: dict[str, PlannedObject]
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +61,7 @@ def parsed(content: bytes, place: object) -> PushPlan:
     """
     try:
         said = json.loads(content)
-        objects = {name: Planned(*said["objects"][name]) for name in said["objects"]}
+        objects = {name: PlannedObject(*said["objects"][name]) for name in said["objects"]}
         sound = isinstance(said["id"], str) and all(
             is_inside(name)
             and type(each.nbytes) is int

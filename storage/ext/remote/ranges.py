@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tallyroll.storage.ext.remote.address import S3Path
-from tallyroll.storage.ext.remote.objects import Found, Objects
+from tallyroll.storage.ext.remote.objects import ListedObject, Objects
 from tallyroll.storage.files.safe_files import Inside
 
 _SUFFIX: Final = ".block"
@@ -130,7 +130,7 @@ class ObjectFiles:
     def __init__(self, objects: Objects) -> None:
         self.root: S3Path = objects.place
         self.objects, options = objects, objects.options
-        self.listed: dict[str, Found] = objects.listed()
+        self.listed: dict[str, ListedObject] = objects.listed()
         self._size, self._options = options.block_nbytes, options
         self.memory = MemoryBlocks(options.memory_nbytes)
         folder = options.folder

@@ -31,9 +31,9 @@ from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 from tallyroll.storage.formats.metadata_checks import differs
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.storages import ReaderStorage, require_reading
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks
+from tallyroll.storage.trajectories.blocks.saved_blocks import SavedBlocks
 from tallyroll.storage.trajectories.episode_file import read_table
-from tallyroll.storage.trajectories.lane_file import Owner, UnusableIndex, read_index
+from tallyroll.storage.trajectories.lane_file import IndexOwner, UnusableIndex, read_index
 
 _THREADS: Final = 8
 _TABLE_LIMIT: Final = 2**32
@@ -134,7 +134,7 @@ class RemoteArchive(Archive):
         with self._copied(EPISODES, min(_TABLE_LIMIT, rows * dtype.itemsize + 2**17)) as copy:
             return None if copy is None else read_table(*copy, dtype, rows)
 
-    def read_index(self, owner: Owner, rows: int, *, whole: bool) -> KeptBlocks | None:
+    def read_index(self, owner: IndexOwner, rows: int, *, whole: bool) -> SavedBlocks | None:
         with self._copied(INDEX, _TABLE_LIMIT) as copy:
             if copy is None:
                 return None

@@ -12,13 +12,16 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.dataset_checks import hdf5
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, Where
+from tallyroll.storage.ext.dataset_checks.values import LONG_RUN, zero_rows
+from tallyroll.storage.ext.exchange.base import Block, ImportRows
 from tallyroll.storage.ext.exchange.d4rl import key_of
-from tallyroll.storage.ext.exchange.door import Block, Incoming
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.hdf5_files import column_of, read_rows
 from tallyroll.storage.ext.exchange.numbering import numbered, numbers
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.ext.repair.hdf5 import (
-    Padded,
+    PaddedFile,
     cut_after,
     lose_gaps,
     opened_damaged,
@@ -27,9 +30,6 @@ from tallyroll.storage.ext.repair.hdf5 import (
 )
 from tallyroll.storage.ext.repair.losses import Losses
 from tallyroll.storage.ext.repair.rows_repair import RowsRepair
-from tallyroll.storage.ext.soundness import hdf5
-from tallyroll.storage.ext.soundness.checker import Gathered, Where
-from tallyroll.storage.ext.soundness.values import LONG_RUN, zero_rows
 from tallyroll.storage.rows.keys import NEXT, NEXT_VALID, REWARD, TERMINATED, TRUNCATED, Key
 from tallyroll.storage.rows.row_words import words
 from tallyroll.storage.rows.schema import Column, Schema
@@ -44,10 +44,10 @@ class D4rlRepair(RowsRepair):
     name: ClassVar[str] = "d4rl"
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Look at all rows, and find those that can be read."""
         with opened_damaged(self.folder(place.parent), place.name) as (file, there):
-            found = Gathered(room=there.room)
+            found = CheckResults(room=there.room)
             datasets = hdf5.datasets_in(file, found, Where(place.name))
             for each in found.findings:
                 for where in each.places:
@@ -58,7 +58,7 @@ class D4rlRepair(RowsRepair):
 
 class _Rows:
     def __init__(
-        self, place: Path, there: Padded, datasets: Mapping[str, Any], losses: Losses
+        self, place: Path, there: PaddedFile, datasets: Mapping[str, Any], losses: Losses
     ) -> None:
         self._place, self._there, self._losses = place, there, losses
         self._data: dict[Key, Any] = {}
@@ -83,7 +83,7 @@ class _Rows:
                 f"{place} cannot be repaired: nothing of {', '.join(lacking)} can be read."
             )
 
-    def incoming(self) -> Incoming:
+    def incoming(self) -> ImportRows:
         pieces = self._pieces(self._good())
         if not pieces:
             raise InvalidDataset(f"{self._place} cannot be repaired: no row can be read.")
@@ -115,7 +115,7 @@ class _Rows:
                     yield block | numbers(ids, np.arange(begin, end) - start)
 
         rows = sum(stop - start for start, stop, _ in pieces)
-        return Incoming(schema, rows, blocks(), None, "d4rl")
+        return ImportRows(schema, rows, blocks(), None, "d4rl")
 
     def _schema(self) -> Schema:
         columns = [

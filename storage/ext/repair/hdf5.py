@@ -11,22 +11,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder
+from tallyroll.storage.ext.dataset_checks.disk import Ranges, touches
+from tallyroll.storage.ext.dataset_checks.hdf5 import room_of
+from tallyroll.storage.ext.dataset_checks.superblock import end_said
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.hdf5_files import DAMAGE
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES
 from tallyroll.storage.ext.repair.losses import Losses
-from tallyroll.storage.ext.soundness.checker import Folder
-from tallyroll.storage.ext.soundness.disk import Ranges, touches
-from tallyroll.storage.ext.soundness.hdf5 import room_of
-from tallyroll.storage.ext.soundness.superblock import end_said
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 
 _WORDS: Final = 16
 """Bytes that are taken for each row of which it is looked up whether it can be read."""
 
 
-class Padded:
+class PaddedFile:
     """An open file that is as long as its superblock says, of which parts cannot be read.
 
     HDF5 refuses a file that is shorter. It does not look at the flags of a killed writer in a file
@@ -72,7 +72,7 @@ class Padded:
 
 
 @contextmanager
-def opened_damaged(folder: Folder, name: str) -> Iterator[tuple[Any, Padded]]:
+def opened_damaged(folder: DatasetFolder, name: str) -> Iterator[tuple[Any, PaddedFile]]:
     """Yield an HDF5 file as far as it can be read, and which of its bytes are there.
 
     Raises:
@@ -83,7 +83,7 @@ def opened_damaged(folder: Folder, name: str) -> Iterator[tuple[Any, Padded]]:
         raise InvalidDataset(f"{place} cannot be repaired: it is missing, or a link.")
     with raw:
         try:
-            padded = Padded(raw)
+            padded = PaddedFile(raw)
             file = _opened(padded)
         except (*DAMAGE, OverflowError) as error:
             raise InvalidDataset(
@@ -94,7 +94,7 @@ def opened_damaged(folder: Folder, name: str) -> Iterator[tuple[Any, Padded]]:
             yield file, padded
 
 
-def _opened(padded: Padded) -> Any:
+def _opened(padded: PaddedFile) -> Any:
     """Open a file so that no more of it is read than is asked for."""
     h5py = h5py_module()
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
@@ -106,7 +106,7 @@ def _opened(padded: Padded) -> Any:
     return h5py.File(h5py.h5f.open(b"damaged", h5py.h5f.ACC_RDONLY, fapl=access))
 
 
-def readable_rows(data: Any, there: Padded) -> np.ndarray:
+def readable_rows(data: Any, there: PaddedFile) -> np.ndarray:
     """Return which rows [n] of a dataset can be read, of the bytes that are there.
 
     Raises:
@@ -132,7 +132,7 @@ def readable_rows(data: Any, there: Padded) -> np.ndarray:
     return good
 
 
-def _stored(data: Any, there: Padded) -> np.ndarray:
+def _stored(data: Any, there: PaddedFile) -> np.ndarray:
     """Return which rows lie in the file."""
     h5py = h5py_module()
     rows = data.shape[0]

@@ -17,18 +17,18 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset, MissingLibrary
-from tallyroll.storage.ext.repair.losses import Losses
-from tallyroll.storage.ext.repair.parquet_footer import rebuilt
-from tallyroll.storage.ext.soundness.checker import Folder, Gathered, count_said
-from tallyroll.storage.ext.soundness.disk import Ranges
-from tallyroll.storage.ext.soundness.lerobot.listing import (
-    Film,
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, DatasetFolder, count_said
+from tallyroll.storage.ext.dataset_checks.disk import Ranges
+from tallyroll.storage.ext.dataset_checks.lerobot.listing import (
+    ListedVideo,
     Listing,
     damage,
     listing_of,
     opened_parquet,
 )
-from tallyroll.storage.ext.soundness.lerobot.videos import frames_of
+from tallyroll.storage.ext.dataset_checks.lerobot.videos import frames_of
+from tallyroll.storage.ext.repair.losses import Losses
+from tallyroll.storage.ext.repair.parquet_footer import rebuilt
 from tallyroll.storage.files.safe_files import data_in
 from tallyroll.storage.formats.optional_libraries import needed
 
@@ -65,7 +65,7 @@ class LerobotRepair:
 
     def __init__(self, source: Path, losses: Losses, unreadable: Mapping[Path, Ranges]) -> None:
         self._source, self._losses, self._unreadable = source, losses, unreadable
-        self._folder = Folder(source, Gathered(), unreadable)
+        self._folder = DatasetFolder(source, CheckResults(), unreadable)
         info = self._folder.json(_INFO)
         features = info.get("features") if isinstance(info, dict) else None
         rate = info.get("fps") if isinstance(info, dict) else None
@@ -81,7 +81,7 @@ class LerobotRepair:
 
     def write(self, target: Path) -> int:
         """Write what is readable; return the number of rows."""
-        listing = listing_of(self._folder, self._info, Gathered())
+        listing = listing_of(self._folder, self._info, CheckResults())
         pieces = [piece for name in self._files(listing) for piece in self._pieces(name)]
         self._missing_files(listing)
         kept, films = self._with_films(pieces, listing)
@@ -115,7 +115,7 @@ class LerobotRepair:
     def _pieces(self, name: str) -> Iterator[_Piece]:
         """Yield the rows of a file that can be read, cut where some are missing."""
         arrow = needed("pyarrow", "arrow", "Parquet needs")
-        with opened_parquet(self._folder, name, Gathered()) as file:
+        with opened_parquet(self._folder, name, CheckResults()) as file:
             if file is not None:
                 yield from self._groups(arrow, file, name)
                 return
@@ -223,12 +223,12 @@ class LerobotRepair:
 
     def _with_films(
         self, pieces: list[_Piece], listing: Listing | None
-    ) -> tuple[list[_Piece], dict[str, list[Film]]]:
+    ) -> tuple[list[_Piece], dict[str, list[ListedVideo]]]:
         """Return the pieces of which all cameras have frames, and their films.
 
         A camera of which fewer than half of the rows have frames is left out instead.
         """
-        films: dict[str, list[Film | None]] = {}
+        films: dict[str, list[ListedVideo | None]] = {}
         for camera in [n for n, said in self._features.items() if said.get("dtype") == "video"]:
             films[camera] = self._films(camera, pieces, listing)
             rows = sum(len(p) for p, f in zip(pieces, films[camera], strict=True) if f is not None)
@@ -255,7 +255,7 @@ class LerobotRepair:
 
     def _films(
         self, camera: str, pieces: list[_Piece], listing: Listing | None
-    ) -> list[Film | None]:
+    ) -> list[ListedVideo | None]:
         try:
             av = needed("av", "video", "films need")
         except MissingLibrary:
@@ -266,7 +266,7 @@ class LerobotRepair:
             if Path(name) in self._unreadable:
                 return 0.0  # which of its frames are whole is not looked at
             if name not in lengths:
-                frames = frames_of(av, self._folder, name, Gathered())
+                frames = frames_of(av, self._folder, name, CheckResults())
                 lengths[name] = 0.0 if frames is None else len(frames.times) / self._rate
             return lengths[name]
 
@@ -274,7 +274,7 @@ class LerobotRepair:
             {each.number: each.films.get(camera) for each in listing.episodes} if listing else {}
         )
         files = [n for n in self._folder.below("videos", ".mp4") if f"/{camera}/" in f"/{n}"]
-        found: list[Film | None] = []
+        found: list[ListedVideo | None] = []
         at, half = 0.0, 0.5 / self._rate
         for piece in pieces:
             film, offset = known.get(piece.number), piece.first / self._rate
@@ -286,7 +286,9 @@ class LerobotRepair:
                 begin, name = at, files[0] if len(files) == 1 and not known else None
             at += length
             whole = name is not None and seconds(name) + half >= begin + length
-            found.append(Film(name, begin, begin + length) if name is not None and whole else None)
+            found.append(
+                ListedVideo(name, begin, begin + length) if name is not None and whole else None
+            )
         return found
 
     # --- out --------------------------------------------------------------------------------------
@@ -325,7 +327,7 @@ class LerobotRepair:
         return arrow.table(columns)
 
     def _write_lists(
-        self, pieces: list[_Piece], films: Mapping[str, list[Film]], target: Path
+        self, pieces: list[_Piece], films: Mapping[str, list[ListedVideo]], target: Path
     ) -> None:
         arrow = needed("pyarrow", "arrow", "Parquet needs")
         parquet = needed("pyarrow.parquet", "arrow", "Parquet needs")
@@ -371,7 +373,7 @@ class LerobotRepair:
         (target / _INFO).write_text(json.dumps(info))
 
     def _tasks(self, pieces: list[_Piece]) -> dict[int, str]:
-        listing = listing_of(self._folder, self._info, Gathered())
+        listing = listing_of(self._folder, self._info, CheckResults())
         known = dict(self._known_tasks(listing))
         used = {int(n) for p in pieces for n in np.unique(p.table.column("task_index").to_numpy())}
         for number in sorted(used - {*known}):
@@ -382,14 +384,14 @@ class LerobotRepair:
     def _known_tasks(self, listing: Listing | None) -> Mapping[int, str]:
         if listing is not None:
             return listing.tasks
-        with opened_parquet(self._folder, "meta/tasks.parquet", Gathered()) as file:
+        with opened_parquet(self._folder, "meta/tasks.parquet", CheckResults()) as file:
             if file is None:
                 return {}
             columns = file.read(use_threads=False).to_pydict()
         numbers = columns.pop("task_index", [])
         return dict(zip(numbers, map(str, next(iter(columns.values()), [])), strict=False))
 
-    def _copied(self, films: Mapping[str, list[Film]], target: Path) -> dict[str, int]:
+    def _copied(self, films: Mapping[str, list[ListedVideo]], target: Path) -> dict[str, int]:
         """Copy the films that are needed; return their numbers."""
         places: dict[str, int] = {}
         for camera, each in films.items():

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.door import Block, Incoming
+from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder, count_said
+from tallyroll.storage.ext.exchange.base import Block, ImportRows
 from tallyroll.storage.ext.exchange.hdf5_files import column_of, read_rows
-from tallyroll.storage.ext.exchange.numbering import numbered, numbers
-from tallyroll.storage.ext.exchange.of_minari.arrow_episodes import (
+from tallyroll.storage.ext.exchange.minari_parts.arrow_episodes import (
     KINDS,
     TableColumns,
 )
-from tallyroll.storage.ext.exchange.of_minari.pictures import pictures_of
-from tallyroll.storage.ext.exchange.of_minari.places import FLAGS, INFOS, key_of
-from tallyroll.storage.ext.exchange.of_minari.spaces import known_in, spaces_in
+from tallyroll.storage.ext.exchange.minari_parts.entry_paths import FLAGS, INFOS, key_of
+from tallyroll.storage.ext.exchange.minari_parts.pictures import pictures_of
+from tallyroll.storage.ext.exchange.minari_parts.spaces import known_in, spaces_in
+from tallyroll.storage.ext.exchange.numbering import numbered, numbers
 from tallyroll.storage.ext.repair.hdf5 import (
     cut_after,
     lose_gaps,
@@ -31,12 +32,11 @@ from tallyroll.storage.ext.repair.losses import Losses
 from tallyroll.storage.ext.repair.minari_files import (
     FILE,
     EpisodeFiles,
+    FilePart,
     GroupFiles,
-    Part,
 )
 from tallyroll.storage.ext.repair.minari_tables import TableFiles
 from tallyroll.storage.ext.repair.rows_repair import RowsRepair
-from tallyroll.storage.ext.soundness.checker import Folder, count_said
 from tallyroll.storage.rows.keys import NEXT, RESET_SEED, REWARD, TERMINATED, TRUNCATED, Key
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -56,7 +56,7 @@ class MinariRepair(RowsRepair):
     name: ClassVar[str] = "minari"
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Look at all episodes, and find the steps that can be read."""
         folder, below = self.folder(place), "data/" if (place / "data").is_dir() else ""
         with contextlib.ExitStack() as stack:
@@ -64,7 +64,7 @@ class MinariRepair(RowsRepair):
             yield _Episodes(files, place, self._losses, said).incoming()
 
     def _files(
-        self, folder: Folder, below: str, stack: contextlib.ExitStack
+        self, folder: DatasetFolder, below: str, stack: contextlib.ExitStack
     ) -> tuple[EpisodeFiles, int]:
         """Return the episodes, and how many the metadata say."""
         said = folder.json(f"{below}{_METADATA}")
@@ -104,7 +104,7 @@ class _Episodes:
         self._found: dict[int, dict[Key, tuple[str, _Kind]]] = {}
         """The columns of each episode."""
 
-    def incoming(self) -> Incoming:
+    def incoming(self) -> ImportRows:
         self._found = dict(self._opened())
         every = [*self._found.values()]
         own = [{key: e for key, e in each.items() if not _is_info(key)} for each in every]
@@ -130,7 +130,7 @@ class _Episodes:
         columns.append(Column(RESET_SEED, torch.int64, ()))
         schema = numbered(Schema(tuple(columns)))
         rows = sum(stop - start for _, start, stop in pieces)
-        return Incoming(schema, rows, self._blocks(pieces), None, "minari")
+        return ImportRows(schema, rows, self._blocks(pieces), None, "minari")
 
     def _opened(self) -> Iterator[tuple[int, dict[Key, tuple[str, _Kind]]]]:
         """Yield the columns of each episode that can be opened; list the others."""
@@ -161,8 +161,8 @@ class _Episodes:
             message, file = "an episode is missing", self._files.file(start)
             self._losses.add(message, None, file=file, episode=start, what=what)
 
-    def _parts(self, number: int) -> dict[Key, Part]:
-        found = dict[Key, Part]()
+    def _parts(self, number: int) -> dict[Key, FilePart]:
+        found = dict[Key, FilePart]()
         for path, part in self._files.parts(number).items():
             key = _key(path)
             if key is not None and found.setdefault(key, part) is not part:
@@ -179,7 +179,7 @@ class _Episodes:
                 name = "/".join(key[1:])
                 self._losses.add("an info is not saved", 0, column=name, what=what)
 
-    def _readable(self, part: Part | None, key: Key, start: int, stop: int) -> int:
+    def _readable(self, part: FilePart | None, key: Key, start: int, stop: int) -> int:
         """Return how many of some steps have an entry of an info that can be read."""
         info = self._infos.get(key)
         if info is None or part is None or not self._is_of(part, info[1]):
@@ -187,7 +187,7 @@ class _Episodes:
         # Those of Minari have one of the reset, too, and then one for each step.
         return int(part.good[start + 1 : stop + 1].sum())
 
-    def _is_of(self, part: Part, column: Column) -> bool:
+    def _is_of(self, part: FilePart, column: Column) -> bool:
         shape = () if column.key in FLAGS else column.shape
         return (part.dtype, part.shape[1:]) == (column.numpy_dtype, shape)
 
@@ -221,7 +221,7 @@ class _Episodes:
             found[key] = names[key], column
         return found
 
-    def _steps(self, number: int, parts: Mapping[Key, Part]) -> list[tuple[int, int]]:
+    def _steps(self, number: int, parts: Mapping[Key, FilePart]) -> list[tuple[int, int]]:
         """Return the runs of steps of an episode that can be read."""
         file = self._files.file(number)
         lacking = [
@@ -254,7 +254,7 @@ class _Episodes:
         return cut
 
     def _ended(
-        self, good: list[tuple[int, int]], parts: Mapping[Key, Part], count: int
+        self, good: list[tuple[int, int]], parts: Mapping[Key, FilePart], count: int
     ) -> np.ndarray:
         """Return which of the steps that can be read are marked as ends."""
         ended = np.zeros(count, bool)

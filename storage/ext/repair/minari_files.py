@@ -12,11 +12,11 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.dataset_checks import hdf5
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, Where
 from tallyroll.storage.ext.exchange.hdf5_files import DAMAGE
-from tallyroll.storage.ext.exchange.of_minari.pictures import Jpegs
-from tallyroll.storage.ext.repair.hdf5 import Padded, readable_rows
-from tallyroll.storage.ext.soundness import hdf5
-from tallyroll.storage.ext.soundness.checker import Gathered, Where
+from tallyroll.storage.ext.exchange.minari_parts.pictures import Jpegs
+from tallyroll.storage.ext.repair.hdf5 import PaddedFile, readable_rows
 from tallyroll.storage.rows.keys import Key
 
 FILE: Final = "main_data.hdf5"
@@ -24,7 +24,7 @@ _EPISODE: Final = re.compile(r"episode_([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A column of an episode [rows, ...]; its rows are those of a dataset of HDF5, or alike."""
 
     name: str
@@ -54,11 +54,11 @@ class Part:
         return self.values[rows]
 
 
-def part_of(name: str, values: Any, look: Callable[[], np.ndarray]) -> Part:
+def part_of(name: str, values: Any, look: Callable[[], np.ndarray]) -> FilePart:
     """Return a column; of images, those that cannot be decoded cannot be read."""
     if not isinstance(values, Jpegs):
-        return Part(name, values, look)
-    return Part(name, values, lambda: decoded(values, look()))
+        return FilePart(name, values, look)
+    return FilePart(name, values, lambda: decoded(values, look()))
 
 
 def decoded(images: Jpegs, good: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ class EpisodeFiles(ABC):
         """Return the file of an episode, as losses name it."""
 
     @abstractmethod
-    def parts(self, number: int) -> dict[Key, Part]:
+    def parts(self, number: int) -> dict[Key, FilePart]:
         """Return the columns of an episode that can be opened, by their places in it.
 
         Raises:
@@ -108,7 +108,9 @@ class GroupFiles(EpisodeFiles):
         pictures: shapes of the images that are JPEG, by their places in a group.
     """
 
-    def __init__(self, file: Any, there: Padded, pictures: Mapping[Key, tuple[int, ...]]) -> None:
+    def __init__(
+        self, file: Any, there: PaddedFile, pictures: Mapping[Key, tuple[int, ...]]
+    ) -> None:
         self._file, self._there, self._pictures = file, there, pictures
         self.numbers = sorted(int(m[1]) for name in _names(file) if (m := _EPISODE.fullmatch(name)))
 
@@ -116,16 +118,16 @@ class GroupFiles(EpisodeFiles):
         """Return the one file."""
         return FILE
 
-    def parts(self, number: int) -> dict[Key, Part]:
+    def parts(self, number: int) -> dict[Key, FilePart]:
         """Return the datasets of a group."""
         try:
             group = self._file[f"episode_{number}"]
         except (KeyError, OSError, RuntimeError) as error:
             raise InvalidDataset(f"{error!s:.150}") from error
-        datasets = hdf5.datasets_in(group, Gathered(room=self._there.room), Where(FILE, number))
+        datasets = hdf5.datasets_in(group, CheckResults(room=self._there.room), Where(FILE, number))
         return {path: self._part(name, path, data) for name, data, path in _split(datasets)}
 
-    def _part(self, name: str, path: Key, data: Any) -> Part:
+    def _part(self, name: str, path: Key, data: Any) -> FilePart:
         shape = self._pictures.get(path)
         values = Jpegs(data, shape) if shape and data.shape else data
         return part_of(name, values, lambda: readable_rows(data, self._there))

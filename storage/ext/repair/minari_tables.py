@@ -16,23 +16,23 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, DatasetFolder, count_said
+from tallyroll.storage.ext.dataset_checks.disk import Ranges, touches
+from tallyroll.storage.ext.dataset_checks.lerobot.listing import opened_parquet
 from tallyroll.storage.ext.exchange.hdf5_files import require_memory_for
-from tallyroll.storage.ext.exchange.of_minari.arrow_episodes import (
+from tallyroll.storage.ext.exchange.minari_parts.arrow_episodes import (
     MAGIC,
     TableColumns,
     body_nbytes,
     is_compressed,
 )
-from tallyroll.storage.ext.exchange.of_minari.pictures import Jpegs
+from tallyroll.storage.ext.exchange.minari_parts.pictures import Jpegs
 from tallyroll.storage.ext.exchange.parquet import damage_of
 from tallyroll.storage.ext.repair.minari_files import (
     EpisodeFiles,
-    Part,
+    FilePart,
     part_of,
 )
-from tallyroll.storage.ext.soundness.checker import Folder, Gathered, count_said
-from tallyroll.storage.ext.soundness.disk import Ranges, touches
-from tallyroll.storage.ext.soundness.lerobot.listing import opened_parquet
 from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.row_words import words
 
@@ -56,13 +56,13 @@ class TableFiles(EpisodeFiles):
         columns: how tables are read.
     """
 
-    def __init__(self, folder: Folder, below: str, kind: str, columns: TableColumns) -> None:
+    def __init__(self, folder: DatasetFolder, below: str, kind: str, columns: TableColumns) -> None:
         self._folder, self._below, self._kind, self._columns = folder, below, kind, columns
         with os.scandir(folder.root / below) as found:
             names = [each.name for each in found if each.is_dir(follow_symlinks=False)]
         self.numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
         self._held = -1
-        self._parts: dict[Key, Part] = {}
+        self._parts: dict[Key, FilePart] = {}
         self._why = ""
 
     def file(self, number: int) -> str:
@@ -85,7 +85,7 @@ class TableFiles(EpisodeFiles):
         said = count_said((self.said(number) or {}).get("total_steps"))
         return self._why, None if said is None else max(0, said - steps)
 
-    def parts(self, number: int) -> dict[Key, Part]:
+    def parts(self, number: int) -> dict[Key, FilePart]:
         """Return the columns of a table; of one episode at a time they are in memory."""
         if number != self._held:
             self._parts, self._held = {}, -1
@@ -96,7 +96,7 @@ class TableFiles(EpisodeFiles):
             self._held = number
         return self._parts
 
-    def _read(self, number: int) -> dict[Key, Part]:
+    def _read(self, number: int) -> dict[Key, FilePart]:
         arrow, self._why = self._columns.arrow, ""
         batches = list[_Twins]()
         of_file = self._parquet if self._kind == "parquet" else self._arrow
@@ -116,7 +116,7 @@ class TableFiles(EpisodeFiles):
             tables.append(every.combine_chunks())
         return dict(self._parts_of(tables))
 
-    def _parts_of(self, tables: list[Any]) -> Iterator[tuple[Key, Part]]:
+    def _parts_of(self, tables: list[Any]) -> Iterator[tuple[Key, FilePart]]:
         """Yield the columns that can be read in all tables, which differ by what is lost."""
         columns = self._columns
         first, *others = ([*columns.leaves(_batch(each))] for each in tables)
@@ -133,7 +133,7 @@ class TableFiles(EpisodeFiles):
 
     def _parquet(self, name: str) -> Iterator[_Twins]:
         """Yield the groups of rows of a file."""
-        found = Gathered()
+        found = CheckResults()
         with opened_parquet(self._folder, name, found) as file:
             if file is None:
                 raise InvalidDataset("; ".join(each.message for each in found.findings))

@@ -24,9 +24,11 @@ from tallyroll.storage.errors import (
     NotAStorage,
     StorageFull,
 )
-from tallyroll.storage.ext.exchange.about import about_rows
-from tallyroll.storage.ext.exchange.door import Block, Incoming
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.ext.dataset_checks.disk import Ranges, files_of, opened_in, read_at
+from tallyroll.storage.ext.dataset_checks.superblock import end_said
+from tallyroll.storage.ext.exchange.base import Block, ImportRows
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
+from tallyroll.storage.ext.exchange.readme import about_rows
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
 from tallyroll.storage.ext.repair.hdf5 import runs
 from tallyroll.storage.ext.repair.losses import Losses
@@ -35,8 +37,6 @@ from tallyroll.storage.ext.repair.packed import (
     unreadable_rows,
 )
 from tallyroll.storage.ext.repair.rows_repair import RowsRepair
-from tallyroll.storage.ext.soundness.disk import Ranges, files_of, opened_in, read_at
-from tallyroll.storage.ext.soundness.superblock import end_said
 from tallyroll.storage.ext.verification.findings import Findings, Place
 from tallyroll.storage.ext.verification.record_checks import check_runs
 from tallyroll.storage.ext.verification.row_checks import RowChecks
@@ -49,7 +49,7 @@ from tallyroll.storage.formats.memmap import place_of
 from tallyroll.storage.formats.zarr.format import ZarrFormat
 from tallyroll.storage.formats.zarr.metadata import chunk_name
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, spell
+from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, format_key
 from tallyroll.storage.rows.row_words import words
 from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.storages import open_storage
@@ -190,7 +190,7 @@ class OurRepair(RowsRepair):
         self._aside = aside
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Open the storage, or copies that can be opened."""
         with contextlib.ExitStack() as stack:
             try:
@@ -237,7 +237,7 @@ def _lengths(place: Path, error: CorruptStorage) -> tuple[dict[Path, int], dict[
     except (OSError, ValueError, KeyError, TypeError, InvalidSchema) as why:
         raise error from why
     most = max((size // row for size, row in sizes.values()), default=0)
-    short = {spell(k): size // row for k, (size, row) in sizes.items() if size // row < most}
+    short = {format_key(k): size // row for k, (size, row) in sizes.items() if size // row < most}
     if not short:
         raise error
     return {place_of(key, leaf=True): most * row for key, (_, row) in sizes.items()}, short
@@ -267,7 +267,7 @@ class _Rows:
         self._span = reader.span
         self._numbered = not missing(reader.schema, WHOSE)
 
-    def incoming(self) -> Incoming:
+    def incoming(self) -> ImportRows:
         good = self._good()
         if len(good) and not good.any():
             raise InvalidDataset("no row can be read.")
@@ -285,7 +285,9 @@ class _Rows:
                     block[key] = new.reshape(block[key].shape)
                 yield block
 
-        return Incoming(schema, len(rows), blocks(), about_rows(self._reader, schema), "tallyroll")
+        return ImportRows(
+            schema, len(rows), blocks(), about_rows(self._reader, schema), "tallyroll"
+        )
 
     def _good(self) -> np.ndarray:
         """Return which rows [n] are as they were written, as far as is known."""
@@ -296,7 +298,7 @@ class _Rows:
             self._lose(good, lost, "rows beyond the end of a file that is too short", column)
         if isinstance(self._reader, PackedReader):
             for key, wrong in unreadable_rows(self._reader):
-                self._lose(good, wrong, "rows of a chunk that cannot be read", spell(key))
+                self._lose(good, wrong, "rows of a chunk that cannot be read", format_key(key))
             return good
         if self._twin is not None:
             self._by_twin(good, self._twin)
@@ -318,7 +320,7 @@ class _Rows:
             for key, one, other in zip(schema.keys, *both, strict=True):
                 wrong[key][part] = (words(one) != words(other)).any(1)
         for key, rows in wrong.items():
-            self._lose(good, rows, "rows with bytes that cannot be read", spell(key))
+            self._lose(good, rows, "rows with bytes that cannot be read", format_key(key))
 
     def _lose(
         self, good: np.ndarray, wrong: np.ndarray, message: str, column: str | None = None
@@ -344,7 +346,7 @@ class _Rows:
                 if each.key in self._unread and self._unread[each.key][wrong].any():
                     continue  # the others of its rows were read without an error
                 message = "a block of rows whose checksum differs"
-                self._lose(good, wrong, message, spell(each.key))
+                self._lose(good, wrong, message, format_key(each.key))
         except CorruptStorage as error:
             self._losses.add("checksums cannot be used", 0, what=f"{error!s:.200}")
             self._by_checks(good)

@@ -12,6 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import CorruptStorage, DiskFailed, NotAStorage
+from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder
+from tallyroll.storage.ext.dataset_checks.disk import Ranges, require_readable, unread
 from tallyroll.storage.ext.packed.archives import Archive, Hdf5Archive, ZarrArchive
 from tallyroll.storage.ext.packed.chunk_cache import CachedArray, Chunks
 from tallyroll.storage.ext.packed.codecs import stored_nbytes
@@ -20,8 +22,6 @@ from tallyroll.storage.ext.packed.hdf5 import FrontChunks
 from tallyroll.storage.ext.packed.layout import ArrayLayout, Layout
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
 from tallyroll.storage.ext.packed.shards import LocalFiles, ShardChunks
-from tallyroll.storage.ext.soundness.checker import Folder
-from tallyroll.storage.ext.soundness.disk import Ranges, require_readable, unread
 from tallyroll.storage.files.manifest import Manifest, parse_manifest
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.keys import Key
@@ -134,7 +134,7 @@ class _CutShards(ShardChunks):
             return index
 
 
-def packed_reader(place: Path, folder: Folder) -> PackedReader | None:
+def packed_reader(place: Path, folder: DatasetFolder) -> PackedReader | None:
     """Return a reader of packed rows, of which some may be damaged; None of other storages.
 
     Raises:
@@ -146,7 +146,7 @@ def packed_reader(place: Path, folder: Folder) -> PackedReader | None:
     return PackedReader(archive) if archive.is_there() else None
 
 
-def _of_hdf5(place: Path, folder: Folder) -> PackedReader | None:
+def _of_hdf5(place: Path, folder: DatasetFolder) -> PackedReader | None:
     """Return a reader by the copy at the front of a file, or else by what HDF5 says.
 
     Raises:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from tallyroll.storage.errors import CorruptStorage, InvalidDataset, NotAStorage
-from tallyroll.storage.ext.aside import folder_beside, require_free
-from tallyroll.storage.ext.exchange.door import ExchangeFormat, source_errors
-from tallyroll.storage.ext.exchange.importing import imported
+from tallyroll.storage.ext.atomic_create import folder_beside, require_free
+from tallyroll.storage.ext.dataset_checks.disk import Ranges, unreadable_in
+from tallyroll.storage.ext.dataset_checks.verify_dataset import kind_at
+from tallyroll.storage.ext.exchange.base import ExchangeFormat, source_errors
+from tallyroll.storage.ext.exchange.dataset_import import imported
 from tallyroll.storage.ext.exchange.registry import format_named
 from tallyroll.storage.ext.repair.d4rl import D4rlRepair
 from tallyroll.storage.ext.repair.lerobot import LerobotRepair
@@ -20,8 +22,6 @@ from tallyroll.storage.ext.repair.minari import MinariRepair
 from tallyroll.storage.ext.repair.ours import OurRepair
 from tallyroll.storage.ext.repair.rlds import RldsRepair
 from tallyroll.storage.ext.repair.rows_repair import RowsRepair
-from tallyroll.storage.ext.soundness.checking import kind_at
-from tallyroll.storage.ext.soundness.disk import Ranges, unreadable_in
 from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import ClassVar
 
 from tallyroll.storage.errors import InvalidDataset, InvalidSchema
-from tallyroll.storage.ext.exchange.about import schema_said
-from tallyroll.storage.ext.exchange.door import Incoming
+from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder
+from tallyroll.storage.ext.exchange.base import ImportRows
+from tallyroll.storage.ext.exchange.readme import schema_said
 from tallyroll.storage.ext.exchange.rlds import layout
 from tallyroll.storage.ext.exchange.rlds.examples import features_in
 from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
-from tallyroll.storage.ext.exchange.rlds.reading import (
+from tallyroll.storage.ext.exchange.rlds.reader import (
     Steps,
     count_of,
     episode_in,
 )
 from tallyroll.storage.ext.exchange.rlds.records import Damage, records
 from tallyroll.storage.ext.exchange.rlds.rlds_format import OurRows, rows_of
-from tallyroll.storage.ext.exchange.rlds.values import Values
+from tallyroll.storage.ext.exchange.rlds.values import RldsValues
 from tallyroll.storage.ext.repair.losses import Losses
 from tallyroll.storage.ext.repair.rows_repair import RowsRepair
-from tallyroll.storage.ext.soundness.checker import Folder
 
 
 class RldsRepair(RowsRepair):
@@ -33,21 +33,21 @@ class RldsRepair(RowsRepair):
     name: ClassVar[str] = "rlds"
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Look at all records, and find those that can be read."""
         folder = self.folder(place)
         rows = _rows(folder, place)
-        found = _Records(folder, _files(folder), [Values(each) for each in rows.read])
+        found = _Records(folder, _files(folder), [RldsValues(each) for each in rows.read])
         counts = (count_of(steps, rows.features) for steps in found.episodes(self._losses))
         count = sum(max(0, each) for each in counts)
         if not count:
             raise InvalidDataset(f"{place} cannot be repaired: no step can be read.")
         every = (rows.of(steps) for steps in found.episodes(Losses()))
         blocks = (block for block in every if block is not None)
-        yield Incoming(rows.schema, count, blocks, None, "rlds")
+        yield ImportRows(rows.schema, count, blocks, None, "rlds")
 
 
-def _rows(folder: Folder, place: Path) -> OurRows | TheirRows:
+def _rows(folder: DatasetFolder, place: Path) -> OurRows | TheirRows:
     """Return how rows are read: by the columns of ours, where their text is whole."""
     features = folder.json(layout.FEATURES)
     about = folder.json(layout.ABOUT) if os.path.lexists(place / layout.ABOUT) else None
@@ -64,7 +64,7 @@ def _rows(folder: Folder, place: Path) -> OurRows | TheirRows:
         ) from error
 
 
-def _files(folder: Folder) -> dict[str, int | None]:
+def _files(folder: DatasetFolder) -> dict[str, int | None]:
     """Return the files of records and how many episodes each should have, if it is said."""
     there = sorted(each for each in os.listdir(folder.root) if layout.SHARD.fullmatch(each))
     found: dict[str, int | None] = {}
@@ -78,7 +78,7 @@ class _Records:
     """The records of files that may be damaged."""
 
     def __init__(
-        self, folder: Folder, files: Mapping[str, int | None], values: list[Values]
+        self, folder: DatasetFolder, files: Mapping[str, int | None], values: list[RldsValues]
     ) -> None:
         self._folder, self._files, self._values = folder, files, values
 

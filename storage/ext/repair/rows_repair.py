@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from tallyroll.storage.ext.exchange.door import ExchangeFormat
-from tallyroll.storage.ext.exchange.outgoing import Outgoing
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, DatasetFolder
+from tallyroll.storage.ext.dataset_checks.disk import Ranges
+from tallyroll.storage.ext.exchange.base import ExchangeFormat
+from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.repair.losses import Losses
-from tallyroll.storage.ext.soundness.checker import Folder, Gathered
-from tallyroll.storage.ext.soundness.disk import Ranges
 
 
 class RowsRepair(ExchangeFormat):
@@ -25,10 +25,10 @@ class RowsRepair(ExchangeFormat):
         super().__init__()
         self._losses, self._unreadable = losses, unreadable
 
-    def folder(self, root: Path) -> Folder:
+    def folder(self, root: Path) -> DatasetFolder:
         """Return the files below a folder that is repaired, or in which the source is."""
-        return Folder(root, Gathered(), self._unreadable)
+        return DatasetFolder(root, CheckResults(), self._unreadable)
 
-    def write(self, rows: Outgoing, place: Path) -> NoReturn:
+    def write(self, rows: ExportRows, place: Path) -> NoReturn:
         """Refuse: a repair only reads."""
         raise NotImplementedError

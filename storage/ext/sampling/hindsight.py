@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from tallyroll.storage.errors import ColumnsMissing, IndexOutOfRange, NoSlices
 from tallyroll.storage.ext.sampling.prioritized import ROW
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import (
     DONE,
     NEXT,
@@ -22,12 +23,11 @@ from tallyroll.storage.rows.keys import (
     TRUNCATED,
     Key,
     as_key,
+    format_key,
     next_valid_keys,
-    spell,
 )
-from tallyroll.storage.rows.steadily import steadily
-from tallyroll.storage.sampling.drawn_from import (
-    KeepsNothing,
+from tallyroll.storage.sampling.sampled_storage import (
+    StatelessSampler,
     require_same,
     require_slots_stay,
     require_storage,
@@ -84,7 +84,7 @@ GOAL_ROW: Final[Key] = ("collector", "goal_row")
 _PATIENCE_SECONDS: Final = 1.0
 
 
-class HindsightSampler(KeepsNothing):
+class HindsightSampler(StatelessSampler):
     """Draws rows, and gives some of them a goal that their trajectory reached.
 
     Hindsight experience replay (Andrychowicz et al., 2017), for environments like those of
@@ -194,7 +194,7 @@ class HindsightSampler(KeepsNothing):
             require_same(self.storage, storage)
         check_positive("the number of rows", count)
         random = self._generator if generator is None else generator
-        batch = steadily(self._reader, lambda: self._sample(count, random))
+        batch = read_consistently(self._reader, lambda: self._sample(count, random))
         if batch_size is None:
             return batch
         require_slots_stay(self.storage, "Call sample(n), which looks again.")
@@ -302,9 +302,9 @@ class HindsightSampler(KeepsNothing):
             needed = [self._desired, self._achieved, REWARD, *ends]
             if missing := [key for key in needed if key not in reader.keys]:
                 raise ColumnsMissing(
-                    f"{reader.path} has no {', no '.join(map(spell, missing))}, which goals in "
-                    f"hindsight need. It has {', '.join(map(spell, reader.keys))}. Name the goals "
-                    "by desired= and achieved=."
+                    f"{reader.path} has no {', no '.join(map(format_key, missing))}, which goals "
+                    f"in hindsight need. It has {', '.join(map(format_key, reader.keys))}. Name "
+                    "the goals by desired= and achieved=."
                 )
             columns = {column.key: column for column in reader.schema.columns}
             keys = [key for key in (self._desired, (NEXT, *self._desired)) if key in columns]
@@ -312,10 +312,10 @@ class HindsightSampler(KeepsNothing):
             for key in keys:
                 if (columns[key].shape, columns[key].dtype) != (achieved.shape, achieved.dtype):
                     raise ValueError(
-                        f"expected goals of one shape and dtype, got {spell(key)} "
+                        f"expected goals of one shape and dtype, got {format_key(key)} "
                         f"{columns[key].dtype} {list(columns[key].shape)} and "
-                        f"{spell(self._achieved)} {achieved.dtype} {list(achieved.shape)}. Store "
-                        "them alike."
+                        f"{format_key(self._achieved)} {achieved.dtype} {list(achieved.shape)}. "
+                        "Store them alike."
                     )
             self._goals = keys
         return self._goals

@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from tallyroll.storage.errors import ColumnsMissing, NoSlices, SchemaMismatch
 from tallyroll.storage.ext.sampling.hindsight import HindsightSampler
-from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
+from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.sampling.trajectory_slices import TrajectorySliceSampler
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.windows import check_positive
@@ -178,8 +178,8 @@ class MixedSampler:
             if missing := [key for key in self._keys if batch.get(key, None) is None]:
                 raise ColumnsMissing(
                     f"part {part}, {self._names[part]}, has no "
-                    f"{', no '.join(map(spell, missing))}. Name columns that all parts have in "
-                    "keys=, or give a value for it in fill=."
+                    f"{', no '.join(map(format_key, missing))}. Name columns that all parts have "
+                    "in keys=, or give a value for it in fill=."
                 )
             batch = batch.select(*self._keys)
         batch.set(SOURCE, torch.full(batch.shape, part))
@@ -200,7 +200,9 @@ class MixedSampler:
         for key in [*columns, *(key for key in mine if key not in columns)]:
             if columns.get(key) != mine.get(key):
                 one, other = (_said(found.get(key)) for found in (columns, mine))
-                differences.append(f"{spell(key)} is {one} in part {first} and {other} in {part}")
+                differences.append(
+                    f"{format_key(key)} is {one} in part {first} and {other} in {part}"
+                )
         raise SchemaMismatch(
             f"expected the same columns of part {first}, {self._names[first]}, and part {part}, "
             f"{self._names[part]}: {'; '.join(differences)}. Name those that they share in keys=, "

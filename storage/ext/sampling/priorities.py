@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.engine.ring import pieces
 from tallyroll.storage.errors import IndexOutOfRange
 from tallyroll.storage.ext.sampling.powers import Powers, powers_of
 from tallyroll.storage.ext.sampling.starts import Starts
-from tallyroll.storage.ext.sampling.sum_tree import Numbering, Plain, SumTree, tree_nbytes
+from tallyroll.storage.ext.sampling.sum_tree import LeafNumbering, Plain, SumTree, tree_nbytes
 from tallyroll.storage.files.rewind_history import least_kept
 from tallyroll.storage.readers.row_reader import RowReader
 
@@ -40,7 +40,7 @@ class Priorities:
         self._twice: np.ndarray | None = None
         self.entering = first_leaf
         """The largest leaf that was known last."""
-        self.there = Numbering(0, 0, 0, 0)
+        self.there = LeafNumbering(0, 0, 0, 0)
         """The rows that are known."""
         self.most = 0
         """One more than the largest row that there ever was."""
@@ -51,7 +51,7 @@ class Priorities:
 
     # --- rows that come and go --------------------------------------------------------------------
 
-    def follow(self) -> Numbering:
+    def follow(self) -> LeafNumbering:
         """Bring the priorities up to the rows that are committed, and return which are."""
         reader, there = self._reader, self.there
         while True:
@@ -81,7 +81,7 @@ class Priorities:
             self._twice = np.zeros(len(self._tree.leaves), np.bool_)
         for slot, _, count in self._pieces(kept, self.most):
             self._twice[slot : slot + count] = True
-        self.there = Numbering(ring, base, min(first, kept), kept)
+        self.there = LeafNumbering(ring, base, min(first, kept), kept)
         self._require_starts(max(first, span.start), kept)
 
     def _require_starts(self, start: int, stop: int) -> None:
@@ -105,7 +105,7 @@ class Priorities:
             if gone == stop:  # emptied
                 self.entering = self._first_leaf
         self._fill(first, gone, 0)
-        self.there = Numbering(ring, base, span.start, max(stop, span.start))
+        self.there = LeafNumbering(ring, base, span.start, max(stop, span.start))
 
     def _come(self, span: range) -> None:
         """Give rows that came the largest leaf."""
@@ -116,7 +116,7 @@ class Priorities:
             first = stop = span.start
         self._make_room(ring or span.stop - base)
         start = max(stop, span.start)
-        self.there = Numbering(ring, base, first, stop)
+        self.there = LeafNumbering(ring, base, first, stop)
         if self._starts is None:
             for slot, _, count in self._pieces(start, span.stop):
                 self._tree.fill(slot, slot + count, self.entering)
@@ -128,7 +128,7 @@ class Priorities:
         if self._twice is not None:
             for slot, _, count in self._pieces(max(start, self.most), span.stop):
                 self._twice[slot : slot + count] = False
-        self.there = Numbering(ring, base, first, span.stop)
+        self.there = LeafNumbering(ring, base, first, span.stop)
         self.most, self.changed = max(self.most, span.stop), True
 
     def _make_room(self, slots: int) -> None:
@@ -267,7 +267,7 @@ class Priorities:
             stop = start
         self._tree.fill(0, len(self._tree.leaves), 0)
         self._rewinds, self._floor = reader.rewinds, reader.floor
-        self.there, self.entering = Numbering(ring, base, start, stop), entering
+        self.there, self.entering = LeafNumbering(ring, base, start, stop), entering
         self.most = max(self.most, span.stop)
         for slot, begin, count in self._pieces(start, stop):
             at = begin + start - first

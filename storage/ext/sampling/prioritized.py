@@ -19,7 +19,7 @@ from tensordict import TensorDict, is_tensor_collection
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.errors import (
     IndexOutOfRange,
     NoSlices,
@@ -31,7 +31,7 @@ from tallyroll.storage.ext.overlays.overlaid_storage import storage_of_rows
 from tallyroll.storage.ext.sampling.powers import powers_of
 from tallyroll.storage.ext.sampling.priorities import Priorities, leaves_of, moved, number
 from tallyroll.storage.ext.sampling.priority_file import (
-    Kept,
+    SavedPriorities,
     check_leaves,
     read_priorities,
     write_priorities,
@@ -41,9 +41,9 @@ from tallyroll.storage.ext.sampling.sum_tree import Plain
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import Key
-from tallyroll.storage.rows.steadily import steadily
-from tallyroll.storage.sampling.drawn_from import (
+from tallyroll.storage.sampling.sampled_storage import (
     require_same,
     require_slots_stay,
     require_storage,
@@ -263,7 +263,7 @@ class PrioritizedSampler(Sampler):
             Overrun: a ring is overwritten by another thread faster than it is read.
         """
         if batch_size is None:
-            return steadily(self._reader, lambda: self._sample(storage))
+            return read_consistently(self._reader, lambda: self._sample(storage))
         require_same(self.storage, storage)
         length = self.slice_len or 1
         if batch_size < 1 or batch_size % length:
@@ -559,10 +559,10 @@ class PrioritizedSampler(Sampler):
                 ):
                     self.save()
 
-    def _kept(self) -> tuple[Kept, np.ndarray]:
+    def _kept(self) -> tuple[SavedPriorities, np.ndarray]:
         priorities = self._priorities
         there = priorities.follow()
-        kept = Kept(
+        kept = SavedPriorities(
             self._reader.id,
             there.first,
             there.stop,
@@ -602,7 +602,7 @@ class PrioritizedSampler(Sampler):
             )
         self._priorities.changed, self._rewinds_kept = old, kept.rewinds
 
-    def _take(self, kept: Kept, leaves: np.ndarray, what: str) -> None:
+    def _take(self, kept: SavedPriorities, leaves: np.ndarray, what: str) -> None:
         until = kept.require_of(self._reader, self.slice_len, what)
         leaves = leaves[: max(0, until - kept.first)]
         was, now = (kept.alpha, kept.eps), (self._alpha, self._eps)
@@ -614,7 +614,7 @@ class PrioritizedSampler(Sampler):
             same=kept.rewinds == self._reader.rewinds,
         )
 
-    def _take_all(self, kept: Kept, leaves: np.ndarray, what: str) -> None:
+    def _take_all(self, kept: SavedPriorities, leaves: np.ndarray, what: str) -> None:
         kept.require_of(self._reader, self.slice_len, what)
         self._alpha, self._beta, self._eps = kept.alpha, kept.beta, kept.eps
         self._take(kept, leaves, what)
@@ -633,7 +633,7 @@ class PrioritizedSampler(Sampler):
         """
         with self._lock:
             try:
-                kept = Kept.of(state_dict)
+                kept = SavedPriorities.of(state_dict)
                 leaves = state_dict["leaves"].numpy(force=True)
                 if leaves.dtype != np.float32:
                     raise ValueError(f"its priorities are {leaves.dtype}, and not float32")

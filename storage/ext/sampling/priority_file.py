@@ -34,7 +34,7 @@ _SUM_NBYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedPriorities:
     """Priorities as they are kept, without the leaves."""
 
     id: str | None
@@ -74,7 +74,7 @@ class Kept:
         return min(self.stop, head if left is None else left)
 
     @classmethod
-    def of(cls, says: Any) -> Kept:
+    def of(cls, says: Any) -> SavedPriorities:
         """Return what a mapping says; raise ValueError if it says no such thing."""
         try:
             kept = cls(**{name: says[name] for name in cls.__slots__})
@@ -94,7 +94,7 @@ class Kept:
         return kept
 
 
-def check_leaves(leaves: np.ndarray, kept: Kept) -> None:
+def check_leaves(leaves: np.ndarray, kept: SavedPriorities) -> None:
     """Raise ValueError unless leaves, float32, are those of so many rows."""
     if leaves.shape != (kept.stop - kept.first,):
         raise ValueError("it does not have the priorities that it says")
@@ -102,7 +102,7 @@ def check_leaves(leaves: np.ndarray, kept: Kept) -> None:
         raise ValueError("it has priorities that are none")
 
 
-def write_priorities(inside: Inside, path: Path, kept: Kept, leaves: np.ndarray) -> None:
+def write_priorities(inside: Inside, path: Path, kept: SavedPriorities, leaves: np.ndarray) -> None:
     """Replace the file, whole or not at all; return when the new one would survive a power cut.
 
     Raises:
@@ -119,7 +119,9 @@ def write_priorities(inside: Inside, path: Path, kept: Kept, leaves: np.ndarray)
         raise failed(path, error, len(content)) from error
 
 
-def read_priorities(inside: Inside, path: Path, most: int) -> tuple[Kept, np.ndarray] | None:
+def read_priorities(
+    inside: Inside, path: Path, most: int
+) -> tuple[SavedPriorities, np.ndarray] | None:
     """Return what is in a file, and the leaves, float32 [rows]; None without one.
 
     Args:
@@ -149,7 +151,7 @@ def read_priorities(inside: Inside, path: Path, most: int) -> tuple[Kept, np.nda
         says = json.loads(content[len(_MAGIC) : end])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it does not say whose priorities it has ({error})") from error
-    kept = Kept.of(says)
+    kept = SavedPriorities.of(says)
     rows = body[end + 1 :]
     if len(rows) % 4:
         raise ValueError("it does not have the priorities that it says")

@@ -20,7 +20,7 @@ from tallyroll.storage.ext.overlays.overlaid_storage import storage_of_rows
 from tallyroll.storage.files.paths import translated
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.readers.file_reader import FileReader
-from tallyroll.storage.sampling.drawn_from import require_storage
+from tallyroll.storage.sampling.sampled_storage import require_storage
 
 _NAME: Final = b"tallyroll drawn "
 _BLOCK: Final = struct.Struct("<32s64s4QI")
@@ -30,7 +30,7 @@ MOST: Final = 2**53
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class RateCounts:
     """Counts since the file was made."""
 
     first_row: int = 0
@@ -43,13 +43,13 @@ class Counts:
     """The most that were to be written at once."""
 
 
-def _packed(owner: str, counts: Counts) -> bytes:
+def _packed(owner: str, counts: RateCounts) -> bytes:
     told = (counts.first_row, counts.drawn, counts.most_drawn, counts.most_written)
     block = _BLOCK.pack(_MAGIC, owner.encode(), *told, 0)
     return block[:-4] + zlib.crc32(block[:-4]).to_bytes(4, "little")
 
 
-def _unpacked(block: bytes, owner: str) -> Counts:
+def _unpacked(block: bytes, owner: str) -> RateCounts:
     """Return what a block says; raise ValueError if it is none of this owner."""
     if len(block) != _BLOCK.size:
         raise ValueError(f"it has {len(block)} bytes, and not {_BLOCK.size}")
@@ -62,10 +62,10 @@ def _unpacked(block: bytes, owner: str) -> Counts:
         raise ValueError("it is of another storage")
     if max(told) >= MOST:
         raise ValueError("its counts cannot be")
-    return Counts(*told)
+    return RateCounts(*told)
 
 
-class DrawnFile:
+class RateFile:
     """The file, opened when it is first changed, and made if it is not there.
 
     Args:
@@ -88,7 +88,9 @@ class DrawnFile:
                 os.close(self._file)
             self._file = -1
 
-    def change(self, change: Callable[[Counts], Counts]) -> tuple[Counts, str | None] | None:
+    def change(
+        self, change: Callable[[RateCounts], RateCounts]
+    ) -> tuple[RateCounts, str | None] | None:
         """Replace the counts by what ``change`` makes of them.
 
         Returns:
@@ -108,7 +110,9 @@ class DrawnFile:
         finally:
             self._turn.release()
 
-    def _change(self, change: Callable[[Counts], Counts]) -> tuple[Counts, str | None] | None:
+    def _change(
+        self, change: Callable[[RateCounts], RateCounts]
+    ) -> tuple[RateCounts, str | None] | None:
         if self._file < 0 or self._process != os.getpid():  # a forked child would share the lock
             self._open()
         try:
@@ -122,9 +126,9 @@ class DrawnFile:
                 return None
             block, why = os.pread(self._file, _BLOCK.size + 1, 0), None
             try:
-                was = _unpacked(block, self._owner) if block else Counts(self._first_row)
+                was = _unpacked(block, self._owner) if block else RateCounts(self._first_row)
             except ValueError as error:
-                was, why = Counts(self._first_row), str(error)
+                was, why = RateCounts(self._first_row), str(error)
             was = replace(was, first_row=min(was.first_row, self._first_row))
             now = change(was)
             packed = _packed(self._owner, now)
@@ -200,7 +204,7 @@ class RateLimit:
         self.min_rows = min_rows
         self.slack = None if slack is None else _above_0("slack", slack)
         self.timeout = _above_0("timeout", timeout)
-        self._file: DrawnFile | None = None
+        self._file: RateFile | None = None
         self._first_row = int(storage.head) if storage.reader.initialised else 0
 
     # --- what the two sides call ------------------------------------------------------------------
@@ -214,7 +218,7 @@ class RateLimit:
         """
         _require_count(rows)
 
-        def drawn(counts: Counts) -> Counts:
+        def drawn(counts: RateCounts) -> RateCounts:
             counts = replace(counts, most_drawn=max(counts.most_drawn, rows))
             ahead = counts.drawn + rows - self._due(counts, 0)
             slack = self._slack_of(counts)
@@ -234,7 +238,7 @@ class RateLimit:
         _require_count(rows)
         allowed = False
 
-        def written(counts: Counts) -> Counts:
+        def written(counts: RateCounts) -> RateCounts:
             nonlocal allowed
             counts = replace(counts, most_written=max(counts.most_written, rows))
             ahead = self._due(counts, rows) - counts.drawn
@@ -289,17 +293,17 @@ class RateLimit:
 
     # --- how --------------------------------------------------------------------------------------
 
-    def _written(self, counts: Counts) -> int:
+    def _written(self, counts: RateCounts) -> int:
         return max(0, int(self.storage.head) - counts.first_row)
 
-    def _early(self, counts: Counts) -> bool:
+    def _early(self, counts: RateCounts) -> bool:
         return self._written(counts) < self.min_rows or not len(self.storage)
 
-    def _due(self, counts: Counts, more: int) -> float:
+    def _due(self, counts: RateCounts, more: int) -> float:
         """Return how many rows are to be drawn for those that are written, and ``more``."""
         return self.samples_per_insert * (self._written(counts) + more - self.min_rows)
 
-    def _slack_of(self, counts: Counts) -> float:
+    def _slack_of(self, counts: RateCounts) -> float:
         """Return how far one side may be ahead; raise ValueError if neither could go on."""
         inserts = self.samples_per_insert * counts.most_written
         if self.slack is None:
@@ -314,17 +318,17 @@ class RateLimit:
 
     def _wait(
         self,
-        change: Callable[[Counts], Counts],
-        done: Callable[[Counts, Counts], bool],
+        change: Callable[[RateCounts], RateCounts],
+        done: Callable[[RateCounts, RateCounts], bool],
         rows: int,
         what: str,
     ) -> None:
         pause, longest = _PAUSES
         moved, seen = time.monotonic(), None
         while True:
-            was = Counts()
+            was = RateCounts()
 
-            def noted(counts: Counts) -> Counts:
+            def noted(counts: RateCounts) -> RateCounts:
                 nonlocal was
                 was = counts
                 return change(counts)
@@ -341,7 +345,7 @@ class RateLimit:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def _stalled(self, rows: int, what: str, now: Counts | None) -> str:
+    def _stalled(self, rows: int, what: str, now: RateCounts | None) -> str:
         if now is None:
             return (
                 f"waited {self.timeout:g} s for a turn to {what} {rows} rows: another process "
@@ -358,10 +362,10 @@ class RateLimit:
         hint = "Does it still collect?" if writes else "No process has it open to write."
         return f"{so_far}, and none came meanwhile. {hint}"
 
-    def _now(self) -> Counts:
+    def _now(self) -> RateCounts:
         return self._changed(lambda counts: counts)
 
-    def _changed(self, change: Callable[[Counts], Counts]) -> Counts:
+    def _changed(self, change: Callable[[RateCounts], RateCounts]) -> RateCounts:
         """Change the counts, as soon as no other process does."""
         deadline = time.monotonic() + self.timeout
         while (now := self._try(change)) is None:
@@ -370,12 +374,12 @@ class RateLimit:
             time.sleep(_PAUSES[0])
         return now
 
-    def _try(self, change: Callable[[Counts], Counts]) -> Counts | None:
+    def _try(self, change: Callable[[RateCounts], RateCounts]) -> RateCounts | None:
         """Change the counts; return None if another process does so now."""
         reader = storage_of_rows(self.storage).reader
         reader.require_open()
         if not reader.initialised:  # there are no files yet, nor rows
-            return change(Counts())
+            return change(RateCounts())
         if self._file is None:
             if not isinstance(reader, FileReader):
                 raise ReadOnlyStorage(
@@ -383,7 +387,7 @@ class RateLimit:
                     "kind beside which none is written. Give a storage on disk."
                 )
             files = reader.format
-            self._file = DrawnFile(files.inside, files.drawn_path, str(reader.id), self._first_row)
+            self._file = RateFile(files.inside, files.drawn_path, str(reader.id), self._first_row)
         result = self._file.change(change)
         if result is None:
             return None

@@ -37,7 +37,7 @@ Plain = np.ndarray | tuple[int, int, int]
 """Numbers [n]: an array, or the address, the count and the bytes a number of contiguous ones."""
 
 
-class Numbering(NamedTuple):
+class LeafNumbering(NamedTuple):
     """The rows that have leaves, and their slots."""
 
     ring: int
@@ -147,7 +147,7 @@ class SumTree:
             slots = np.unique(slots // FAN_OUT)
             self._renew(level, slots)
 
-    def put(self, rows: np.ndarray, leaves: np.ndarray, there: Numbering, most: int) -> int:
+    def put(self, rows: np.ndarray, leaves: np.ndarray, there: LeafNumbering, most: int) -> int:
         """Set leaves, float32 [n], of ``rows``, int64 [n], which have leaves above 0.
 
         Both are used up.
@@ -181,7 +181,7 @@ class SumTree:
         drawn: np.ndarray | None,
         index: Plain,
         priority: Plain,
-        there: Numbering,
+        there: LeafNumbering,
         most: int,
     ) -> int:
         """Set the leaves of rows to powers of priorities, as `put` does, in one call.
@@ -231,7 +231,7 @@ class SumTree:
         blocks["least"][at] = least.min(axis=1)
         blocks["most"][at] = most.max(axis=1)
 
-    def draw(self, uniform: np.ndarray, there: Numbering) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, uniform: np.ndarray, there: LeafNumbering) -> tuple[np.ndarray, np.ndarray]:
         """Draw rows in proportion to their leaves: int64 [n], and their leaves, float32 [n].
 
         Args:

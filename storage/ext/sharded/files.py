@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from tallyroll.storage.errors import CorruptStorage, NotAStorage, StorageMissing
-from tallyroll.storage.ext.sharded.acknowledged import (
-    Acknowledged,
-    KeptShard,
+from tallyroll.storage.ext.sharded.acknowledged_rows import (
+    AcknowledgedRows,
+    ShardRows,
     read_acknowledged,
 )
 from tallyroll.storage.files.manifest import SHARDED, Manifest, read_manifest
@@ -58,7 +58,7 @@ class ShardedFiles:
             raise NotAStorage(f"{self.root} is of format {found['format']}, not {SHARDED}.")
         return found
 
-    def acknowledged(self) -> Acknowledged:
+    def acknowledged(self) -> AcknowledgedRows:
         """Return which rows count."""
         return read_acknowledged(self.inside, self.lines_path)[0]
 
@@ -66,7 +66,7 @@ class ShardedFiles:
         """Return the folder of a shard."""
         return self.shards_path / name
 
-    def open_shard(self, shard: KeptShard, *, accept_copy: bool = False) -> FileReader:
+    def open_shard(self, shard: ShardRows, *, accept_copy: bool = False) -> FileReader:
         """Open a shard, and check that it is that one, and has the rows that count.
 
         Raises:
@@ -107,7 +107,7 @@ class ShardedFiles:
                 )
         return reader
 
-    def open_all(self, said: Acknowledged, *, accept_copy: bool = False) -> list[FileReader]:
+    def open_all(self, said: AcknowledgedRows, *, accept_copy: bool = False) -> list[FileReader]:
         """Open each shard that has rows which count."""
         with ExitStack() as undo:
             found = [
@@ -124,7 +124,7 @@ def entry_before(run: Mapping[str, Any], shards: int) -> dict[str, Any]:
     return {**run, _BEFORE: shards}
 
 
-def entries_in(manifest: Manifest, said: Acknowledged) -> Iterator[dict[str, Any]]:
+def entries_in(manifest: Manifest, said: AcknowledgedRows) -> Iterator[dict[str, Any]]:
     """Yield the entries of runs, each with its first row among those that count now."""
     for run in manifest["runs"]:
         before = run.get(_BEFORE)

@@ -19,10 +19,10 @@ from tallyroll.storage.errors import (
     SchemaMismatch,
     StorageExists,
 )
-from tallyroll.storage.ext.sharded.acknowledged import (
-    Acknowledged,
+from tallyroll.storage.ext.sharded.acknowledged_rows import (
     AcknowledgedFile,
-    KeptShard,
+    AcknowledgedRows,
+    ShardRows,
 )
 from tallyroll.storage.ext.sharded.files import (
     ShardedFiles,
@@ -60,11 +60,11 @@ class CountedRows(RowReader):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.said = Acknowledged()
+        self.said = AcknowledgedRows()
         self.made: Manifest | None = None
         self._schema: Schema | None = None
 
-    def use(self, manifest: Manifest, said: Acknowledged) -> None:
+    def use(self, manifest: Manifest, said: AcknowledgedRows) -> None:
         """Take over what the files say."""
         self.made, self.said = manifest, said
         self._schema = Schema.from_json(manifest.get("schema"))
@@ -185,7 +185,7 @@ class ShardedWriter(NoWriter):
         self._named += 1
         return f"{self._named:06d}-{secrets.token_hex(4)}"
 
-    def acknowledge(self, kept: Iterable[KeptShard], record: bytes, newest: int) -> None:
+    def acknowledge(self, kept: Iterable[ShardRows], record: bytes, newest: int) -> None:
         """Let the first rows of shards count from now on, as many as ``kept`` says of each.
 
         ``newest`` is the newest version of a policy in them.

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torchrl.envs.transforms import ObservationNorm
 
 from tallyroll.storage.replay.disk_storage import DiskStorage
-from tallyroll.storage.rows.keys import Key, as_key, spell
+from tallyroll.storage.rows.keys import Key, as_key, format_key
 
 
 class Normaliser(ObservationNorm):
@@ -78,7 +78,7 @@ def normaliser_of(
     mean, std = (torch.as_tensor(each).float() for each in (found.mean, found.std))
     if not (mean.isfinite().all() and std.isfinite().all()):
         raise ValueError(
-            f"normaliser: expected finite numbers in {spell(key)} of {storage.reader.path}, got "
-            "none, or infinite ones. See storage.statistics()."
+            f"normaliser: expected finite numbers in {format_key(key)} of {storage.reader.path}, "
+            "got none, or infinite ones. See storage.statistics()."
         )
     return Normaliser(key, mean, std, eps=eps, clip=clip)

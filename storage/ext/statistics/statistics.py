@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 
 from tallyroll.storage.errors import ColumnsMissing
-from tallyroll.storage.ext.statistics.counting import (
+from tallyroll.storage.ext.statistics.computation import (
     add_quantiles,
     can_be_counted,
     count_on,
     most_sampled,
     none_counted,
 )
-from tallyroll.storage.ext.statistics.kept import place_of, read_kept, write_kept
 from tallyroll.storage.ext.statistics.moments import QUANTILES
+from tallyroll.storage.ext.statistics.statistics_file import place_of, read_kept, write_kept
 from tallyroll.storage.package.near_names import did_you_mean
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.keys import Key, Keys, as_key, spell
+from tallyroll.storage.rows.consistent_read import read_consistently
+from tallyroll.storage.rows.keys import Key, Keys, as_key, format_key
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column
-from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.user_code import user_callback
 
 
@@ -72,7 +72,7 @@ class Statistics(Mapping[str, ColumnStatistics]):
         """The statistics of the rows of each run, by its number, without quantiles."""
 
     def __getitem__(self, key: str | Key) -> ColumnStatistics:
-        return self._columns[spell(key)]
+        return self._columns[format_key(key)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -90,7 +90,7 @@ def statistics_of(
 ) -> Statistics:
     """Return statistics of the rows of a reader; see `DiskStorage.statistics`."""
     columns = _chosen(reader, keys)
-    return steadily(reader, lambda: _statistics(reader, columns, progress, keep))
+    return read_consistently(reader, lambda: _statistics(reader, columns, progress, keep))
 
 
 def _chosen(reader: RowReader, keys: Keys | None) -> list[Column]:
@@ -100,11 +100,11 @@ def _chosen(reader: RowReader, keys: Keys | None) -> list[Column]:
     wanted = dict.fromkeys(as_key(key) for key in ((keys,) if isinstance(keys, str) else keys))
     found = []
     for key in wanted:
-        name = spell(key)
+        name = format_key(key)
         # A name as it is shown, next/reward, too.
         key = key if key in columns else tuple(name.split("/"))
         if key not in columns:
-            known = [*map(spell, columns)]
+            known = [*map(format_key, columns)]
             near = did_you_mean(name, known)
             raise ColumnsMissing(
                 f"statistics: expected some of {', '.join(known)}, got {name}{near or '.'}"
@@ -143,9 +143,12 @@ def _statistics(
         write_kept(reader, place, {**known, **found})
     return Statistics(
         len(rows),
-        {spell(c.key): as_shown(c, found[c.key].total(), found[c.key].quantiles) for c in columns},
+        {
+            format_key(c.key): as_shown(c, found[c.key].total(), found[c.key].quantiles)
+            for c in columns
+        },
         [
-            {spell(c.key): as_shown(c, found[c.key].of_runs[number]) for c in columns}
+            {format_key(c.key): as_shown(c, found[c.key].of_runs[number]) for c in columns}
             for number in range(max((len(each.of_runs) for each in found.values()), default=0))
         ],
     )

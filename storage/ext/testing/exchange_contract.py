@@ -40,13 +40,13 @@ from tallyroll.storage.errors import (
     StorageFull,
     StorageLocked,
 )
-from tallyroll.storage.ext.aside import written_aside
-from tallyroll.storage.ext.soundness.checking import kinds
+from tallyroll.storage.ext.atomic_create import written_aside
+from tallyroll.storage.ext.dataset_checks.verify_dataset import kinds
 from tallyroll.storage.ext.testing.reader_contract import collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.dtypes import NUMPY
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.storages import DiskStorage
 
 _MORE = int(os.environ.get("TALLYROLL_EXCHANGES", "1"))
@@ -86,7 +86,7 @@ def same(one: RowReader, other: RowReader) -> None:
     assert len(rows[0]) == len(rows[1])
     for key in one.keys:
         left, right = (r.copies(n, [key])[0] for r, n in zip((one, other), rows, strict=True))
-        assert left.tobytes() == right.tobytes(), spell(key)
+        assert left.tobytes() == right.tobytes(), format_key(key)
 
 
 def _refuse(constant: str) -> None:

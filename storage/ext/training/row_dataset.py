@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from tallyroll.storage.errors import IndexOutOfRange
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.replay.disk_storage import DiskStorage
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import MASK, Key, Keys, as_key
 from tallyroll.storage.rows.schema import Schema
-from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.stores.rewinds import require_kept
 from tallyroll.storage.trajectories.slice_columns import SliceColumns
 from tallyroll.storage.trajectories.windows import Slices, check_positive
@@ -112,7 +112,7 @@ class Pieces:
 
     def __init__(self, reader: RowReader, length: int, *, short: bool) -> None:
         self.length = length
-        self._ends, self._counts = steadily(reader, lambda: _pieces(reader, length))
+        self._ends, self._counts = read_consistently(reader, lambda: _pieces(reader, length))
         if not short:
             whole = self._counts == length
             self._ends, self._counts = self._ends[whole], self._counts[whole]
@@ -130,7 +130,9 @@ class Pieces:
         if keys is not None:
             places, nest = reader.chosen(keys)
             columns = tuple(columns[place] for place in places)
-        arrays = steadily(reader, lambda: self._copied(reader, slices, [c.key for c in columns]))
+        arrays = read_consistently(
+            reader, lambda: self._copied(reader, slices, [c.key for c in columns])
+        )
         mask = slices.mask
         assert mask is not None
         for array in arrays:

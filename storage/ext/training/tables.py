@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.memory_left import library_memory, require_memory
+from tallyroll.storage.engine.available_memory import library_memory, require_memory
 from tallyroll.storage.formats.optional_libraries import needed
 from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.keys import Keys
 from tallyroll.storage.rows.schema import Column
-from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.trajectories.columns import floats_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _read(reader: RowReader, columns: list[Column]) -> Iterator[tuple[Column, np
         span = reader.span
         return reader.copies(np.arange(span.start, span.stop), keys)
 
-    for column, values in zip(columns, steadily(reader, copied), strict=True):
+    for column, values in zip(columns, read_consistently(reader, copied), strict=True):
         yield column, floats_of(values) if column.dtype is torch.bfloat16 else values
 
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 from tallyroll.storage.ext.joined.members import PathLike
 from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.rows.progress import Progress
-from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import DiskStorage, open_storage
 from tallyroll.storage.trajectories.content import Numbering
 from tallyroll.storage.trajectories.leaves import hash_of, kept_of
@@ -72,4 +72,4 @@ def content_hash(
                 kept = kept_of(reader, reader.format)
             return hash_of(reader, ids, tell, kept)
 
-        return steadily(reader, made)
+        return read_consistently(reader, made)

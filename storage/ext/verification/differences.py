@@ -14,10 +14,10 @@ import torch
 from tallyroll.storage.ext.joined.members import PathLike
 from tallyroll.storage.ext.verification.findings import PLACES
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.consistent_read import read_consistently
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Column
-from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import open_storage
 from tallyroll.storage.trajectories.columns import floats_of
 from tallyroll.storage.trajectories.content import (
@@ -118,7 +118,7 @@ def diff(
         open_storage(second, accept_copy=accept_copy) as other,
     ):
         made = partial(_compared, one.reader, other.reader, ids, progress)
-        return steadily(one.reader, lambda: steadily(other.reader, made))
+        return read_consistently(one.reader, lambda: read_consistently(other.reader, made))
 
 
 def _compared(
@@ -160,7 +160,7 @@ class _Comparison:
             total - changed,
             changed,
             (len(alone[0]), len(alone[1])),
-            {spell(c.key): n for c in self._columns if (n := self._counts[spell(c.key)])},
+            {format_key(c.key): n for c in self._columns if (n := self._counts[format_key(c.key)])},
             tuple(self._places),
             self._schema,
             tuple(_provenance_lines(*self._readers)),
@@ -175,7 +175,7 @@ class _Comparison:
             if np.array_equal(one, other):
                 continue
             wrong = (one != other).any(1)
-            name = spell(column.key)
+            name = format_key(column.key)
             for row in np.flatnonzero(wrong)[: max(0, PLACES - self._counts[name])].tolist():
                 self._places.append(self._place(column, int(at[row]), one[row], other[row]))
             self._counts[name] += int(wrong.sum())
@@ -193,7 +193,7 @@ class _Comparison:
             values = [each[where] for each in values]
         first, second = (each.tolist() for each in values)
         id, step = int(content.ids[at]), int(content.steps[at])
-        return DifferentRow(id, step, spell(column.key), first, second, where)
+        return DifferentRow(id, step, format_key(column.key), first, second, where)
 
 
 def _value(column: Column, found: np.ndarray) -> np.ndarray:
@@ -251,9 +251,9 @@ def _schema_lines(one: Mapping[Any, Column], other: Mapping[Any, Column]) -> Ite
     for key in sorted({*one, *other}):
         mine, theirs = one.get(key), other.get(key)
         if mine is None or theirs is None:
-            yield f"{spell(key)}: only in the {'second' if mine is None else 'first'}"
+            yield f"{format_key(key)}: only in the {'second' if mine is None else 'first'}"
         elif mine != theirs:
-            yield f"{spell(key)}: {_told(mine)}, {_told(theirs)}"
+            yield f"{format_key(key)}: {_told(mine)}, {_told(theirs)}"
 
 
 def _told(column: Column) -> str:

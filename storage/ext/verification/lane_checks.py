@@ -9,7 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tallyroll.storage.ext.verification.findings import Findings, NumberedRows, Place
-from tallyroll.storage.trajectories.by_lane import MOST_LANES, LaneOrder, extended, lane_order
+from tallyroll.storage.trajectories.lane_stretches import (
+    MOST_LANES,
+    LaneOrder,
+    extended,
+    lane_order,
+)
 
 _NONE = -1
 """The number for: no row came before in this lane."""

@@ -13,7 +13,7 @@ from tallyroll.storage.ext.verification.findings import Findings
 from tallyroll.storage.ext.verification.lane_checks import CheckedRows, RowPairs
 from tallyroll.storage.ext.verification.value_checks import rows_with, zero_rows
 from tallyroll.storage.readers.row_reader import ColumnReader
-from tallyroll.storage.rows.keys import NEXT, Key, spell
+from tallyroll.storage.rows.keys import NEXT, Key, format_key
 from tallyroll.storage.rows.row_words import batches, words
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.trajectories.columns import floats_of
@@ -47,7 +47,7 @@ class _Observation:
         self, column: Column, here: ColumnReader, next: ColumnReader, living: ColumnReader | None
     ) -> None:
         self.dtype, self.values = column.dtype, math.prod(column.shape)
-        self.name, self.next_name = spell(column.key), spell((NEXT, *column.key))
+        self.name, self.next_name = format_key(column.key), format_key((NEXT, *column.key))
         self.here, self.next, self._row_nbytes = here, next, column.row_nbytes
         self.living = living
         """The flags of agents that live next, for the observation of a group of agents."""

@@ -11,7 +11,7 @@ from tallyroll.storage.files.copied_runs import all_makers, goes_on
 from tallyroll.storage.files.run_record import RunRecord
 from tallyroll.storage.readers.spaces import agreed_spaces
 from tallyroll.storage.rows.spaces import UNCHECKED
-from tallyroll.storage.trajectories.by_lane import MOST_LANES
+from tallyroll.storage.trajectories.lane_stretches import MOST_LANES
 
 _SUMS = {
     "slots": ("executed", "reset_slots"),

@@ -36,11 +36,10 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
+    format_key,
     next_valid_keys,
-    spell,
 )
 from tallyroll.storage.rows.schema import Column
-from tallyroll.storage.trajectories.by_lane import MOST_LANES
 from tallyroll.storage.trajectories.columns import RowOrder
 from tallyroll.storage.trajectories.episodes import (
     END_CUT,
@@ -49,6 +48,7 @@ from tallyroll.storage.trajectories.episodes import (
     Episodes,
     runs_of,
 )
+from tallyroll.storage.trajectories.lane_stretches import MOST_LANES
 from tallyroll.storage.trajectories.self_resets import (
     Ends,
     SelfResets,
@@ -120,7 +120,7 @@ class ResetChecks:
     def finish(self, findings: Findings) -> None:
         """Report what was decided."""
         keys = [(NEXT, *each.key) for each in self._observations]
-        column = spell(keys[0]) if len(keys) == 1 else None
+        column = format_key(keys[0]) if len(keys) == 1 else None
         for resets in self._runs.values():
             if resets.verdict is Verdict.SELF_RESET:
                 seen = resets.seen
@@ -302,11 +302,11 @@ class RowChecks:
         if not self._both_known and DONE not in self._flags:
             lacking.append(DONE)
         if lacking:
-            why = f"there is no column {spell(lacking[0])} of a collector"
+            why = f"there is no column {format_key(lacking[0])} of a collector"
             self.unavailable |= dict.fromkeys(_BY_TRAJECTORY, why)
             return False
         if not self._is_scalar(POLICY_VERSION):
-            self.unavailable["versions"] = f"there is no column {spell(POLICY_VERSION)}"
+            self.unavailable["versions"] = f"there is no column {format_key(POLICY_VERSION)}"
         if not self._observed:
             why = "no column is alike at the root and under next"
             self.unavailable |= {"observations": why, "finals": why}
@@ -417,7 +417,7 @@ class RowChecks:
             chunk.report(
                 findings, "finals", "the next observation of an agent that did not act is lost",
                 (~valid & ~acted).any(axis=1) & ~chunk.ended,
-                lambda at: f"{spell(key)} is {valid[at].tolist()}",
+                lambda at: f"{format_key(key)} is {valid[at].tolist()}",
             )  # fmt: skip
 
     def _scalar(self, key: Key, part: range) -> np.ndarray:
@@ -451,7 +451,7 @@ class RowChecks:
         self, rows: NumberedRows, part: range, valid: np.ndarray | None, findings: Findings
     ) -> None:
         for column in self._finite:
-            key, name = column.key, spell(column.key)
+            key, name = column.key, format_key(column.key)
             infinity = key in self._observed or key == REWARD
             values = self._values[key].slice(part.start, part.stop)
             wrong = not_finite(column, values, infinity=infinity)

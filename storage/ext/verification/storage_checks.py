@@ -17,14 +17,19 @@ from tallyroll.storage.errors import (
     RowsDoubled,
     StorageError,
 )
-from tallyroll.storage.ext.joined.doubled import doubled_trajectories
-from tallyroll.storage.ext.joined.members import Member, PathLike
+from tallyroll.storage.ext.joined.duplicates import doubled_trajectories
+from tallyroll.storage.ext.joined.members import PathLike, UnionMember
 from tallyroll.storage.ext.joined.union import UnionReader
-from tallyroll.storage.ext.overlays.beside import Overlays
 from tallyroll.storage.ext.overlays.overlay_file import OverlayFile
-from tallyroll.storage.ext.statistics.checking import differences
-from tallyroll.storage.ext.statistics.counting import Counted
-from tallyroll.storage.ext.statistics.kept import OfOthers, Unusable, place_of, read_whole
+from tallyroll.storage.ext.overlays.overlay_set import Overlays
+from tallyroll.storage.ext.statistics.comparison import differences
+from tallyroll.storage.ext.statistics.computation import ColumnAccumulator
+from tallyroll.storage.ext.statistics.statistics_file import (
+    ForeignStatistics,
+    Unusable,
+    place_of,
+    read_whole,
+)
 from tallyroll.storage.ext.verification.findings import PLACES, Finding, Findings, Place, Report
 from tallyroll.storage.ext.verification.record_checks import check_ledger, check_record, check_runs
 from tallyroll.storage.ext.verification.row_checks import RowChecks
@@ -35,16 +40,16 @@ from tallyroll.storage.files.rewind_history import without_runs_from
 from tallyroll.storage.files.run_events import EVENTS, LEFT_OUT, events_of, is_event
 from tallyroll.storage.readers.file_reader import FileReader
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, spell
+from tallyroll.storage.rows.consistent_read import read_consistently
+from tallyroll.storage.rows.keys import REWARD, TERMINATED, Key, format_key
 from tallyroll.storage.rows.progress import Progress
-from tallyroll.storage.rows.steadily import steadily
 from tallyroll.storage.storages import open_storage
-from tallyroll.storage.trajectories.blocks.kept import RebuiltBlocks
+from tallyroll.storage.trajectories.blocks.saved_blocks import RebuiltBlocks
 from tallyroll.storage.trajectories.columns import WHOSE, RowOrder, missing
 from tallyroll.storage.trajectories.content import NAMING
 from tallyroll.storage.trajectories.episodes import table_dtype
-from tallyroll.storage.trajectories.kept_leaves import KeptLeaves, UnusableLeaves
 from tallyroll.storage.trajectories.lane_file import UnusableIndex
+from tallyroll.storage.trajectories.leaf_hashes import LeafHashes, UnusableLeaves
 from tallyroll.storage.trajectories.leaves import Leaves, kept_of
 from tallyroll.storage.user_code import user_callback
 
@@ -60,7 +65,7 @@ def check_overlays(reader: FileReader, findings: Findings) -> bool:
             try:
                 _check(reader, overlays.open(key), findings)
             except StorageError as error:  # dropped meanwhile, too
-                findings.add("overlays", str(error), Place(column=spell(key)))
+                findings.add("overlays", str(error), Place(column=format_key(key)))
         return bool(keys)
 
 
@@ -74,7 +79,7 @@ def _check(reader: FileReader, file: OverlayFile, findings: Findings) -> None:
 
         for entry in where[:PLACES].tolist():
             what = f"entry {start + entry}"
-            place = Place(row=int(rows[entry]), column=spell(file.key), what=what)
+            place = Place(row=int(rows[entry]), column=format_key(file.key), what=what)
             findings.add("overlays", _MESSAGE, place)
         if len(where) > PLACES:
             findings.add("overlays", _MESSAGE, count=len(where) - PLACES)
@@ -185,7 +190,7 @@ def _are_firsts(firsts: Any, count: int) -> bool:
 
 def check_content(
     reader: RowReader,
-    kept: KeptLeaves,
+    kept: LeafHashes,
     lines: np.ndarray,
     findings: Findings,
     tell: Callable[[int], None],
@@ -219,7 +224,7 @@ def check_content(
 
 def check_statistics(
     reader: RowReader,
-    kept: Mapping[Key, Counted],
+    kept: Mapping[Key, ColumnAccumulator],
     findings: Findings,
     tell: Callable[[int], None],
 ) -> None:
@@ -234,7 +239,7 @@ def check_statistics(
     columns = {column.key: column for column in reader.schema.columns}
     for key, counted in kept.items():
         wrong = [*differences(reader, columns[key], counted, tell)]
-        places = [Place(column=spell(key), what=each) for each in wrong[:PLACES]]
+        places = [Place(column=format_key(key), what=each) for each in wrong[:PLACES]]
         if wrong:
             message = "statistics that are kept are not those of the rows"
             findings.add("statistics", message, *places, count=len(wrong))
@@ -314,7 +319,9 @@ def verify(
             reader = storage.reader
             if isinstance(reader, UnionReader):
                 return _union_report(reader, skip, progress)
-            return steadily(reader, lambda: _Verification(reader, skip, progress).report(str(path)))
+            return read_consistently(
+                reader, lambda: _Verification(reader, skip, progress).report(str(path))
+            )
     except RowsDoubled as error:
         found = Finding(_MEMBERS, str(error), 1, ())
         rest = dict.fromkeys(CHECKS, "the same rows are there twice")
@@ -373,7 +380,7 @@ class _MemberChecks:
         self._skip, self._progress = skip, progress
         self._done, self._total = 0, sum(len(m) * m.schema.row_nbytes for m in members)
 
-    def __call__(self, member: Member) -> Report:
+    def __call__(self, member: UnionMember) -> Report:
         """Return the report of a member."""
         reader, before = member.reader, self._done
         own = len(reader) * reader.schema.row_nbytes
@@ -384,7 +391,7 @@ class _MemberChecks:
                 with user_callback("progress"):
                     self._progress(self._done, self._total)
 
-        report = steadily(
+        report = read_consistently(
             reader, lambda: _Verification(reader, self._skip, tell).report(str(member.path))
         )
         self._done = before + own
@@ -546,7 +553,7 @@ class _Verification:
             )
         return table
 
-    def _hashes(self) -> tuple[KeptLeaves, np.ndarray] | None:
+    def _hashes(self) -> tuple[LeafHashes, np.ndarray] | None:
         """Return the hashes of the content that are kept, where some are that can be used."""
         reader = self._reader
         lines = None
@@ -563,13 +570,13 @@ class _Verification:
             return None
         return kept, lines
 
-    def _statistics(self) -> Mapping[Key, Counted]:
+    def _statistics(self) -> Mapping[Key, ColumnAccumulator]:
         """Return the statistics of columns that are kept, where some are that can be used."""
         reader, why = self._reader, "no statistics are kept beside the rows"
         if (place := place_of(reader)) is not None:
             try:
                 return read_whole(reader, place)
-            except OfOthers:
+            except ForeignStatistics:
                 why = "those that are kept are of other rows, and are not used"
             except Unusable:
                 what = "is damaged, or rows have changed. Delete it: they are counted again."
@@ -584,7 +591,7 @@ class _Verification:
         self._skipped.setdefault("statistics", why)
         return {}
 
-    def _check_content(self, kept: KeptLeaves, lines: np.ndarray) -> None:
+    def _check_content(self, kept: LeafHashes, lines: np.ndarray) -> None:
         try:
             check_content(self._reader, kept, lines, self._findings, self._tell)
         except Overrun:
@@ -619,7 +626,7 @@ class _Verification:
             for each in mismatches(columns, recorded, self._tell):
                 rows = reader.rows_in(np.arange(each.start, each.stop))
                 what = f"or one of the {len(rows) - 1:,} rows after it"
-                place = Place(row=int(rows.min()), column=spell(each.key), what=what)
+                place = Place(row=int(rows.min()), column=format_key(each.key), what=what)
                 self._findings.add("checksums", message, place)
         except CorruptStorage as error:
             self._findings.add("checksums", str(error))

@@ -12,7 +12,7 @@ import torch
 from tallyroll.storage.ext.verification.findings import Findings, NumberedRows, Place
 from tallyroll.storage.ext.verification.lane_checks import CheckedRows
 from tallyroll.storage.readers.row_reader import ColumnReader
-from tallyroll.storage.rows.keys import NEXT, Key, spell
+from tallyroll.storage.rows.keys import NEXT, Key, format_key
 from tallyroll.storage.rows.row_words import batches, words
 from tallyroll.storage.rows.schema import Column
 from tallyroll.storage.rows.spaces import NO_SPACE, Space, space_of
@@ -86,10 +86,10 @@ class SpaceChecks:
     def _checked(self, said: Mapping[str, Any]) -> Iterator[tuple[Column, Space]]:
         for key, column in self._columns.items():
             after = self._columns.get((NEXT, *key))
-            if spell(key) not in said or column.dtype is torch.bfloat16:
+            if format_key(key) not in said or column.dtype is torch.bfloat16:
                 continue
             try:
-                space = space_of(said[spell(key)])
+                space = space_of(said[format_key(key)])
             except NO_SPACE:
                 continue
             if space.differs(column.numpy_dtype, column.shape) or space.takes_all:
@@ -106,7 +106,7 @@ class SpaceChecks:
         """Look at the first values [n, ...] of ``rows``."""
         lanes = rows.lane if isinstance(rows, CheckedRows) and space.of_lanes else None
         if lanes is not None or not space.holds(values):
-            name, wrong = spell(column.key), space.outside(values)
+            name, wrong = format_key(column.key), space.outside(values)
             if lanes is not None:
                 wrong = space.outside_of_lanes(values, lanes)
             message = f"a value of {name} is outside its space"

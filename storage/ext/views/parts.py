@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from tallyroll.storage.errors import StorageFull
-from tallyroll.storage.ext.aside import require_free, written_aside
-from tallyroll.storage.ext.copying import CopyReport, copy
+from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.storage_copy import CopyReport, copy
 from tallyroll.storage.files.paths import user_path
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import can_be_stored

@@ -11,7 +11,7 @@ from tallyroll.storage.ext.views.expression import Expression
 from tallyroll.storage.ext.views.trajectory_columns import TrajectoryColumns
 from tallyroll.storage.ext.views.view_reader import ViewReader, view_of
 from tallyroll.storage.readers.row_reader import RowReader
-from tallyroll.storage.rows.steadily import steadily
+from tallyroll.storage.rows.consistent_read import read_consistently
 from tallyroll.storage.trajectories.mapping import Trajectories
 
 View = TypeVar("View")
@@ -95,7 +95,7 @@ class StoredTrajectories(Trajectories, Generic[View]):
                 name: view_of(self._rows_reader, table, each) for name, each in masks(table).items()
             }
 
-        return steadily(self._rows_reader, made)
+        return read_consistently(self._rows_reader, made)
 
     def matching(self, expression: str) -> np.ndarray:
         """Return the lines of `table` for which an expression of `where` holds, [trajectories].

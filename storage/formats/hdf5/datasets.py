@@ -23,7 +23,7 @@ from tallyroll.storage.formats.hdf5.guarded_file import guarded_hdf5
 from tallyroll.storage.formats.hdf5.moved_attributes import value_places
 from tallyroll.storage.formats.hdf5.user_block import USER_BLOCK_NBYTES
 from tallyroll.storage.formats.optional_libraries import needed
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 PROVENANCE_NBYTES = 48 * 1024
@@ -370,15 +370,15 @@ def _dataset(opened: Any, path: Path, column: Column) -> Any:
         # A link of another kind leads elsewhere, to another file even.
         if not isinstance(node.get(part, getlink=True), h5py.HardLink):
             raise CorruptStorage(
-                f"{path} has no dataset {spell(column.key)}, which the manifest says is a column, "
-                "or only a link. Restore it from a copy."
+                f"{path} has no dataset {format_key(column.key)}, which the manifest says is a "
+                "column, or only a link. Restore it from a copy."
             )
         node = node[part]
     if not isinstance(node, h5py.Dataset) or not _is_plain(h5py, node, column):
         raise CorruptStorage(
-            f"{spell(column.key)} in {path} should be a contiguous dataset of {column.dtype_name}, "
-            f"shape {['rows', *column.shape]}, and is {node!r}: another program wrote it, or it is "
-            "damaged. Restore it from a copy."
+            f"{format_key(column.key)} in {path} should be a contiguous dataset of "
+            f"{column.dtype_name}, shape {['rows', *column.shape]}, and is {node!r}: another "
+            "program wrote it, or it is damaged. Restore it from a copy."
         )
     return node
 

@@ -15,7 +15,7 @@ from tallyroll.storage.errors import CorruptStorage, TooManyFiles
 from tallyroll.storage.files.mapping import Access, Region
 from tallyroll.storage.files.safe_files import Inside, closing, open_file, write_all
 from tallyroll.storage.formats.zarr.metadata import CHUNK_NAME, chunk_name
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.schema import Column
 
 _NAME = re.compile(CHUNK_NAME)
@@ -66,7 +66,7 @@ class ChunkedColumn:
 
     def _require_chunk(self, directory: int, number: int) -> None:
         storage = self._inside.root
-        what = f"chunk {self._name(number)} of column {spell(self._column.key)} in {storage}"
+        what = f"chunk {self._name(number)} of column {format_key(self._column.key)} in {storage}"
         try:
             found = os.stat(self._name(number), dir_fd=directory, follow_symlinks=False)
         except OSError as error:

@@ -57,7 +57,7 @@ from tallyroll.storage.formats.zarr.metadata import (
     header_document,
     require_names,
 )
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 _Attributes: TypeAlias = dict[PurePosixPath, Mapping[str, Any]]
@@ -361,9 +361,9 @@ def _chunk_rows_in(manifest: Manifest, path: Path) -> tuple[int, ...]:
 def _require_mappable(column: Column, rows: int) -> None:
     if (nbytes := rows * column.row_nbytes) > _LARGEST_CHUNK:
         raise InvalidSchema(
-            f"column {spell(column.key)} has {column.row_nbytes} bytes a row, an odd size: a chunk "
-            f"of whole pages would have {nbytes} bytes, and may have {_LARGEST_CHUNK}. Pad its "
-            "rows to a multiple of 64 bytes, or use MemmapStorage."
+            f"column {format_key(column.key)} has {column.row_nbytes} bytes a row, an odd size: a "
+            f"chunk of whole pages would have {nbytes} bytes, and may have {_LARGEST_CHUNK}. Pad "
+            "its rows to a multiple of 64 bytes, or use MemmapStorage."
         )
 
 
@@ -371,12 +371,12 @@ def _require_pages(path: Path, column: Column, rows: int) -> None:
     nbytes = rows * column.row_nbytes
     if nbytes > _LARGEST_CHUNK:
         raise CorruptStorage(
-            f"chunks of column {spell(column.key)} in {path} would have {nbytes} bytes, and none "
-            f"has more than {_LARGEST_CHUNK}: the manifest is damaged. Restore it from a copy."
+            f"chunks of column {format_key(column.key)} in {path} would have {nbytes} bytes, and "
+            f"none has more than {_LARGEST_CHUNK}: the manifest is damaged. Restore it from a copy."
         )
     if nbytes % PAGE_NBYTES:
         raise UnsupportedPlatform(
-            f"chunks of column {spell(column.key)} in {path} have {nbytes} bytes, which is no "
+            f"chunks of column {format_key(column.key)} in {path} have {nbytes} bytes, which is no "
             f"whole number of this machine's pages of {PAGE_NBYTES} bytes. Read it with "
             "zarr-python here."
         )

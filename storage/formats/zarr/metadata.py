@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.schema import Column, Schema
 
 Document = dict[str, Any]
@@ -37,7 +37,8 @@ def require_names(schema: Schema) -> None:
     for column in schema.columns:
         if column.key[0] == _OURS:
             raise InvalidSchema(
-                f"column {spell(column.key)} would lie at {_OURS}, where the header is. Rename it."
+                f"column {format_key(column.key)} would lie at {_OURS}, where the header is. "
+                "Rename it."
             )
         for part in column.key:
             _require_name(column, part)
@@ -47,11 +48,13 @@ def _require_name(column: Column, part: str) -> None:
     reserved = part == "zarr.json" or part.startswith("__") or set(part) == {"."}
     if reserved or "\\" in part or part.endswith((".__lock", ".partial", ".tmp")):
         raise InvalidSchema(
-            f"{part!r} in column {spell(column.key)} cannot be a name in Zarr: it is reserved, or "
-            "some library cannot open it. Rename it."
+            f"{part!r} in column {format_key(column.key)} cannot be a name in Zarr: it is "
+            "reserved, or some library cannot open it. Rename it."
         )
     if len(part.encode()) > _LONGEST_NAME:
-        raise InvalidSchema(f"{part!r} in column {spell(column.key)} is too long for a file name.")
+        raise InvalidSchema(
+            f"{part!r} in column {format_key(column.key)} is too long for a file name."
+        )
 
 
 def chunk_rows_of(column: Column, capacity: int) -> int:

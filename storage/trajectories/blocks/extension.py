@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tallyroll.storage.engine.kernel import compiled, require_names
-from tallyroll.storage.trajectories.blocks.shelves import KINDS
+from tallyroll.storage.trajectories.blocks.encodings import KINDS
 
 require_names("SHELVES", KINDS)
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from tallyroll.storage.engine.kernel import in_order, table_of
 from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.trajectories.blocks.encodings import LaneEncoding, kind_of
 from tallyroll.storage.trajectories.blocks.extension import compiled_lanes
-from tallyroll.storage.trajectories.blocks.piles import Pile
-from tallyroll.storage.trajectories.blocks.shelves import Shelf, kind_of
+from tallyroll.storage.trajectories.blocks.growable import GrowableArray
 from tallyroll.storage.trajectories.blocks.state import BlockState, key_of, merged
 from tallyroll.storage.trajectories.blocks.tail import Tail
-from tallyroll.storage.trajectories.by_lane import (
+from tallyroll.storage.trajectories.lane_stretches import (
     MOST_LANES,
     NOBODY,
     RowChunk,
@@ -71,16 +71,16 @@ class LaneBlocks:
         self.tail = Tail(first)
         self.lanes = 0
         self._known[:], self._tail_id[:] = -1, NOBODY
-        self._shelves: list[Shelf] = []
+        self._shelves: list[LaneEncoding] = []
         self._of_kind: dict[tuple[Any, ...], int] = {}
         # A block's first row, its shelf, its number there, and where its lanes begin below.
-        self.first, self._shelf = Pile(np.int64), Pile(np.int64)
-        self._slot, self._of_lanes = Pile(np.int64), Pile(np.int64)
+        self.first, self._shelf = GrowableArray(np.int64), GrowableArray(np.int64)
+        self._slot, self._of_lanes = GrowableArray(np.int64), GrowableArray(np.int64)
         # By block and lane: rows before the block, where the last stretch before it began, and of
         # which trajectory it is, and where the lane begins in the block's order of lanes.
-        self._base, self._carried = Pile(np.int64), Pile(np.int64)
-        self._carried_id = Pile(np.int64)
-        self._lane_first = Pile(np.uint32)
+        self._base, self._carried = GrowableArray(np.int64), GrowableArray(np.int64)
+        self._carried_id = GrowableArray(np.int64)
+        self._lane_first = GrowableArray(np.uint32)
         self._lost = 0
 
     # --- rows come and go -------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class LaneBlocks:
             shelves,
         )
 
-    def _rest(self, number: int, lost: int) -> Shelf:
+    def _rest(self, number: int, lost: int) -> LaneEncoding:
         """Return a shelf without the blocks before ``lost``, of which some are left."""
         shelf = self._shelves[number]
         if gone := shelf.count - int((self._shelf.all[lost:] == number).sum()):

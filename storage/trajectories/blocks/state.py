@@ -8,19 +8,23 @@ from typing import Any, Final
 
 import numpy as np
 
-from tallyroll.storage.trajectories.blocks.shelves import (
+from tallyroll.storage.trajectories.blocks.encodings import (
     KINDS,
     MOST_LAYERS,
-    BitShelf,
-    OrderShelf,
-    Shelf,
-    TableShelf,
+    BitEncoding,
+    LaneEncoding,
+    OrderEncoding,
+    TableEncoding,
 )
 
 Parts = Sequence[np.ndarray]
 """An array that is the parts one after the other."""
 
-_CLASSES: Final[dict[str, Any]] = {"order": OrderShelf, "table": TableShelf, "bits": BitShelf}
+_CLASSES: Final[dict[str, Any]] = {
+    "order": OrderEncoding,
+    "table": TableEncoding,
+    "bits": BitEncoding,
+}
 _ITEMSIZES: Final = (2, 4)
 
 BY_BLOCK: Final = 3
@@ -37,9 +41,9 @@ class ShelfState:
     """The blocks of a shelf."""
 
     key: tuple[int, ...]
-    """The kind, the bytes of an offset, and `Shelf.sizes`."""
+    """The kind, the bytes of an offset, and `LaneEncoding.sizes`."""
     arrays: Sequence[Parts]
-    """The arrays of `Shelf.stored`."""
+    """The arrays of `LaneEncoding.stored`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ def whole(parts: Parts) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def empty_shelf(key: Sequence[int]) -> Shelf:
+def empty_shelf(key: Sequence[int]) -> LaneEncoding:
     """Return the shelf of a `ShelfState.key`; raise ValueError if there is no such one."""
     kind, itemsize, *sizes = key
     if not 0 <= kind < len(KINDS) or itemsize not in _ITEMSIZES:
@@ -87,17 +91,17 @@ def empty_shelf(key: Sequence[int]) -> Shelf:
         raise ValueError("a shelf has no such sizes")
     if name == "bits" and sizes[1] > MOST_LAYERS:
         raise ValueError("a shelf has too many layers")
-    made: Shelf = _CLASSES[name](np.dtype(f"<u{itemsize}"), *sizes)
+    made: LaneEncoding = _CLASSES[name](np.dtype(f"<u{itemsize}"), *sizes)
     return made
 
 
-def key_of(shelf: Shelf) -> tuple[int, ...]:
+def key_of(shelf: LaneEncoding) -> tuple[int, ...]:
     """Return the `ShelfState.key` of a shelf."""
     kind = next(name for name, each in _CLASSES.items() if type(shelf) is each)
     return KINDS.index(kind), shelf.dtype.itemsize, *shelf.sizes
 
 
-def merged(shelves: Sequence[Shelf]) -> ShelfState:
+def merged(shelves: Sequence[LaneEncoding]) -> ShelfState:
     """Return the blocks of shelves of one kind, one shelf after the other."""
     rows = [shelf.stored for shelf in shelves]
     arrays: list[list[np.ndarray]] = []

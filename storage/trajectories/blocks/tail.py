@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tallyroll.storage.trajectories.blocks.piles import Pile, numbers_at
-from tallyroll.storage.trajectories.blocks.shelves import Block
-from tallyroll.storage.trajectories.by_lane import NOBODY, LaneOrder, extended, grown
+from tallyroll.storage.trajectories.blocks.encodings import LaneBlock
+from tallyroll.storage.trajectories.blocks.growable import GrowableArray, numbers_at
+from tallyroll.storage.trajectories.lane_stretches import NOBODY, LaneOrder, extended, grown
 
 _SLOTS = 512
 _FEWEST, _MOST = 2**14, 2**16 - 64
@@ -33,7 +33,7 @@ class Tail:
         """The number of the first row here."""
         self.count = 0
         self.lane, self.ids, self.position, self.start = (np.empty(0, np.int64) for _ in range(4))
-        self.begun, self.begun_ids = Pile(np.int64), Pile(np.int64)
+        self.begun, self.begun_ids = GrowableArray(np.int64), GrowableArray(np.int64)
         """The rows that begin a stretch, by their index here, and their ids."""
         self.lanes = 0
         self.moved = True
@@ -138,14 +138,14 @@ class Tail:
         at = lane * width + (position - self.base.take(lane))
         return self._places.reshape(-1).take(at).astype(np.int64)
 
-    def taken(self) -> tuple[Block, np.ndarray, np.ndarray]:
+    def taken(self) -> tuple[LaneBlock, np.ndarray, np.ndarray]:
         """Return the rows as a block, and where stretches begin in it and their ids."""
         lane = self.lane[: self.count]
         key = lane.astype(np.uint16) if self.lanes <= 2**16 else lane
         order = key.argsort(kind="stable")
         held = self.total[: self.lanes] - self.base[: self.lanes]
         starts = np.flatnonzero((self.position == self.start)[order])
-        block = Block(lane, order, held.cumsum() - held)
+        block = LaneBlock(lane, order, held.cumsum() - held)
         return block, starts, self.ids[: self.count][order[starts]]
 
     def resume(self, state: np.ndarray) -> None:

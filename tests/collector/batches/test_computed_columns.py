@@ -12,7 +12,7 @@ import torch
 from tallyroll.collector import MultiprocessCollector, SyncCollector
 from tallyroll.collector.batches.rows import computed_columns
 from tallyroll.collector.batches.rows.computed_columns import ComputedColumn
-from tallyroll.storage import open_storage, verify, ways
+from tallyroll.storage import fast_paths, open_storage, verify
 from tallyroll.storage.storages import DiskStorage, H5Storage, MemmapStorage, ZarrStorage
 
 KEY = ("collector", "steps_and_ends")
@@ -44,9 +44,9 @@ def require_computed(rows: Any) -> None:
 def test_it_is_stored_in_each_format_and_by_each_path(
     kind: type[DiskStorage], off: str, tmp_path: Path
 ) -> None:
-    off_too = {off} & {*ways.WAYS}
+    off_too = {off} & {*fast_paths.FAST_PATHS}
     ring = {"max_size": FRAMES} if kind is MemmapStorage else {}
-    with ways.switched_off(*off_too), kind(tmp_path / "data", **ring) as storage:
+    with fast_paths.switched_off(*off_too), kind(tmp_path / "data", **ring) as storage:
         collector = SyncCollector(
             "CartPole-v1",
             num_envs=3,

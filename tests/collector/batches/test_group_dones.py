@@ -33,9 +33,9 @@ from tallyroll.collector.native.kernel import compiled
 from tallyroll.storage import (
     MemmapStorage,
     TrajectorySliceSampler,
+    fast_paths,
     open_storage,
     verify,
-    ways,
 )
 
 from agents_kit import AGENTS, DEEP, GROUP, RED, AgentsEnv, check_agents
@@ -201,7 +201,7 @@ def test_flags_of_a_group_are_marked_by_the_call_that_stores_rows(
     for off in ((), ("fast-collect",)):
         options: dict[str, Any] = {"frames_per_batch": frames, "total_frames": 60, "seed": 1}
         with (
-            ways.switched_off(*off),
+            fast_paths.switched_off(*off),
             SyncCollector(ThreeSteps(), storage=tmp_path / f"{off}", **options) as collector,
         ):
             assert collector.plan.batches.way == ("gathered" if off else "one call")

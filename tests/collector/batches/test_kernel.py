@@ -24,7 +24,7 @@ from tallyroll.collector.rollout.slab_plan import SlabPlan
 from tallyroll.collector.rollout.source import Block
 from tallyroll.collector.run_plan import FEW_SLOTS
 from tallyroll.collector.slab.slab import Slab, SlabColumn
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.errors import ExtensionMismatch
 from tallyroll.storage.files.commit_header import CommitCounts
@@ -92,7 +92,7 @@ def test_rows_are_numbered_alike(kernel: StepKernel, data: st.DataObject) -> Non
     run_lanes = first + lanes + 1
     states = [LaneState.fresh(run_lanes, 100) for _ in range(2)]
     tables = [rows_of_slab(slab, plan)]
-    with ways.switched_off("kernel"):
+    with fast_paths.switched_off("kernel"):
         tables.append(rows_of_slab(slab, plan))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     for _ in range(data.draw(st.integers(1, 4))):

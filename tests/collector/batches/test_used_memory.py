@@ -10,7 +10,7 @@ import pytest
 
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.errors import TransitionError
-from tallyroll.storage import open_storage, ways
+from tallyroll.storage import fast_paths, open_storage
 
 from collect_kit import assert_same
 from counting_kit import LANES, SLOTS, WIDE, Counting
@@ -73,7 +73,7 @@ def test_a_batch_that_is_written_to_changes_no_later_row(
     for writes in (False, True):
         path = tmp_path / str(writes)
         options: dict[str, Any] = {"frames_per_batch": 4 * slots, "total_frames": 24 * slots}
-        with ways.switched_off(*off):
+        with fast_paths.switched_off(*off):
             made = SyncCollector("CartPole-v1", num_envs=4, seed=0, storage=path, **options)
             with made:
                 for batch in made:

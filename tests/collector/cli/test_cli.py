@@ -28,7 +28,7 @@ from tallyroll.collector.cli.collect import Signals
 from tallyroll.collector.cli.output import CommandError, shortened
 from tallyroll.collector.cli.progress import shown_progress
 from tallyroll.collector.workers.local.nonblocking_stdio import unblocked
-from tallyroll.storage import MemmapStorage, open_storage, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage
 from tallyroll.storage.files.manifest import exported
 
 from oracles import check_rows
@@ -108,7 +108,7 @@ def test_quiet_says_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_the_plan_is_said_before_the_run_begins(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ways.switched_off("fast-collect"):
+    with fast_paths.switched_off("fast-collect"):
         assert tallyroll(*cartpole(), "--plan") == 0
     said = capsys.readouterr().err.splitlines()
     at = said.index("tallyroll: the plan of the run:")

@@ -21,7 +21,7 @@ from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.base import Collector
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, StateError, TransitionError
-from tallyroll.storage import MemmapStorage, open_storage, verify, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage, verify
 from tallyroll.storage.errors import StorageClosed
 from tallyroll.storage.storages import DiskStorage
 
@@ -51,7 +51,7 @@ def stored_in(path: Path) -> TensorDictBase:
 
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where no compiler was found."""
-    monkeypatch.setattr(ways, "_off", frozenset({"kernel"}))
+    monkeypatch.setattr(fast_paths, "_off", frozenset({"kernel"}))
 
 
 # --- random configurations ------------------------------------------------------------------------
@@ -102,10 +102,10 @@ def test_the_same_rows_as_iterating_the_slowest_way(
     config = replace(configuration(number), layout="rows")
     for folder in ("iterated", "collected"):
         (tmp_path / folder).mkdir()
-    with ways.switched_off(*ways.WAYS):
+    with fast_paths.switched_off(*fast_paths.FAST_PATHS):
         iterated = carry_out(config, tmp_path / "iterated")
     monkeypatch.setattr(random_runs._Runner, "_iterate", collecting)
-    with ways.switched_off(*drawn_off(number)):
+    with fast_paths.switched_off(*drawn_off(number)):
         collected = carry_out(config, tmp_path / "collected")
     one, other = iterated.runs[-1], collected.runs[-1]
     assert type(one.error) is type(other.error), (one.error, other.error)

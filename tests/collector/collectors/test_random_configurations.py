@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from ways_kit import drawn_off
 
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 
 from pairs import in_gate
 from random_configurations import Configuration
@@ -35,7 +35,7 @@ NUMBERS = range(COUNT) if ALONE is None else [int(ALONE)]
 def test_every_row_is_true_or_there_is_an_error_of_ours(number: int, tmp_path: Path) -> None:
     config = extended(number)
     off = drawn_off(number)
-    with ways.switched_off(*off):
+    with fast_paths.switched_off(*off):
         wrong = examined(config, tmp_path)
     again = f"TALLYROLL_CONFIGURATION={number} pytest -n0 {HERE}"
     assert not wrong, "\n".join([again, *wrong, f"{config}", f"without {off}"])

@@ -30,7 +30,7 @@ from tallyroll.collector.run_plan import (
     StoringTraits,
     VectorTraits,
 )
-from tallyroll.storage import MemmapStorage, ways
+from tallyroll.storage import MemmapStorage, fast_paths
 
 from collect_kit import assert_same
 from fork_server import warm_fork_server
@@ -124,7 +124,7 @@ def test_each_trait_alone_is_in_the_way_and_is_said(
     names: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ways, "_off", frozenset())
+    monkeypatch.setattr(fast_paths, "_off", frozenset())
     assert decide(traits) == Decision(fast)
     said = set()
     for each in fields(traits):
@@ -150,7 +150,7 @@ def test_observations_of_two_slots_are_sent_once_where_that_pays() -> None:
     assert sent() == Decision("once")
     assert sent(arrivals=True) == Decision("twice", "lanes come back in any order")
     assert sent(nbytes=63) == Decision("twice", "an observation is smaller than 64 bytes")
-    with ways.switched_off("once"):
+    with fast_paths.switched_off("once"):
         assert sent() == Decision("twice", "-once switches it off")
         assert sent(one_memory=True) == Decision("once")
 
@@ -292,7 +292,7 @@ def test_workers_say_how_they_step(transport: Any) -> None:
         warm_fork_server()
         options |= QUICK
     with (
-        ways.switched_off("network"),
+        fast_paths.switched_off("network"),
         MultiprocessCollector(vector, module(), transport=transport, **options) as collector,
     ):
         plan = collector.plan
@@ -312,7 +312,7 @@ def test_a_buffer_says_so() -> None:
 # --- switches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ways.WAYS)
+@pytest.mark.parametrize("way", fast_paths.FAST_PATHS)
 def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path: Path) -> None:
     def run(name: str) -> tuple[RunPlan, Any]:
         options: dict[str, Any] = {"frames_per_batch": LANES, "total_frames": 120, "seed": 5}
@@ -325,7 +325,7 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
             return plan, (flat(storage.get(slice(None)).clone()), torch.cat(yielded))
 
     plan, wanted = run("all")
-    with ways.switched_off(way):
+    with fast_paths.switched_off(way):
         without, found = run("without")
     for one, another in zip(wanted, found, strict=True):
         assert_same(one, another)
@@ -346,11 +346,11 @@ def test_each_way_is_switched_off_alone_and_rows_are_the_same(way: str, tmp_path
 @pytest.mark.parametrize("setting", ["kernel", "-fast", "-kernel -once", "--kernel"])
 def test_settings_that_are_none_are_refused(setting: str) -> None:
     with pytest.raises(ValueError, match="TALLYROLL_PLAN: expected ways to switch off, of -kernel"):
-        ways.parsed(setting)
-    assert ways.parsed(" -kernel , -once,") == {"kernel", "once"}
-    with pytest.raises(ValueError, match="got '-x'"), ways.switched_off("x"):
+        fast_paths.parsed(setting)
+    assert fast_paths.parsed(" -kernel , -once,") == {"kernel", "once"}
+    with pytest.raises(ValueError, match="got '-x'"), fast_paths.switched_off("x"):
         pass
-    assert "x" not in ways.off()
+    assert "x" not in fast_paths.off()
 
 
 def test_the_environment_sets_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tallyroll.collector import SyncCollector
 from tallyroll.collector.base import Collector
 from tallyroll.collector.counting.episode_log import EpisodeLog
-from tallyroll.storage import MemmapStorage, ways
+from tallyroll.storage import MemmapStorage, fast_paths
 
 from collect_kit import ByObservation
 from worker_kit import DISABLED, LANES, NEXT, factory, in_threads, worker_collector
@@ -74,7 +74,7 @@ def test_in_one_process(
     options: dict[str, Any],
 ) -> None:
     with (
-        ways.switched_off(*off),
+        fast_paths.switched_off(*off),
         MemmapStorage(max_size=TOTAL) as storage,
         SyncCollector(
             factory(source, 0, LANES),

@@ -23,7 +23,7 @@ from tallyroll.collector.counting import episode_log, episode_ring
 from tallyroll.collector.counting.episode_log import EpisodeLog
 from tallyroll.collector.counting.episode_ring import EPISODE, EpisodeRing
 from tallyroll.collector.native.kernel import compiled
-from tallyroll.storage import MemmapStorage, ways
+from tallyroll.storage import MemmapStorage, fast_paths
 
 from collect_kit import ByObservation
 from traced_code import Interruption, at_checks, traced
@@ -85,7 +85,7 @@ def test_the_log_is_the_same_whenever_it_is_read(
     for every, off in ((FRAMES, ()), (6, ()), (1, ("kernel",))):
         read = {}
         with (
-            ways.switched_off(*off),
+            fast_paths.switched_off(*off),
             MemmapStorage(max_size=200) as storage,
             collector_of(source, storage, size) as run,
         ):
@@ -122,7 +122,7 @@ def test_a_ring_that_nobody_empties_is_left_to_the_longer_way(
             pass
     assert 0 < stored.count(False) < stored.count(True)
     with (
-        ways.switched_off("kernel"),
+        fast_paths.switched_off("kernel"),
         MemmapStorage(max_size=50) as storage,
         collector_of(DISABLED, storage, LANES) as other,
     ):

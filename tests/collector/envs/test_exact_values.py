@@ -39,7 +39,7 @@ from tallyroll.collector.errors import (
     TransitionError,
     ValueRefused,
 )
-from tallyroll.storage import MemmapStorage, open_storage, verify, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage, verify
 
 import toy_systems
 from collect_kit import collect, joined
@@ -282,7 +282,7 @@ def by_turns(names: Iterable[str]) -> list[tuple[str, AutoresetMode | None]]:
 
 
 def without_extension(monkeypatch: pytest.MonkeyPatch) -> AutoresetMode:
-    monkeypatch.setattr(ways, "_off", frozenset({"kernel"}))
+    monkeypatch.setattr(fast_paths, "_off", frozenset({"kernel"}))
     return AutoresetMode.NEXT_STEP
 
 

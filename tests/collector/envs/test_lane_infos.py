@@ -17,7 +17,7 @@ from tallyroll.collector.envs.gymnasium.infos import InfoColumns
 from tallyroll.collector.envs.gymnasium.lane_infos import vector_info
 from tallyroll.collector.errors import TransitionError
 from tallyroll.collector.native.kernel import compiled
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 
 INFOS = st.fixed_dictionaries(
     {},
@@ -79,7 +79,7 @@ VALUES = {
 
 def columns_of(off: Any, info: Info, steps: Any) -> Any:
     """Return the columns after each step, or the error."""
-    with ways.switched_off(*off):
+    with fast_paths.switched_off(*off):
         columns = InfoColumns([info], LANES)
         rows, found = columns.new_rows(), []
         for how, infos, lanes in steps:

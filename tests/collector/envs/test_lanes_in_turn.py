@@ -33,7 +33,7 @@ from tallyroll.collector.errors import EnvironmentRefused, TransitionError, Valu
 from tallyroll.collector.run_plan import stepping_vector
 from tallyroll.collector.slab.info import Info
 from tallyroll.collector.workers.worker import report_of
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 
 
 class Scripted(gymnasium.Env):
@@ -66,7 +66,7 @@ class Scripted(gymnasium.Env):
 def way(request: Any, monkeypatch: Any) -> None:
     """Both are the same where there is no compiler."""
     if request.param == "in Python":
-        monkeypatch.setattr(ways, "_off", frozenset({"kernel"}))
+        monkeypatch.setattr(fast_paths, "_off", frozenset({"kernel"}))
 
 
 def vector(
@@ -650,7 +650,7 @@ class Telling(Scripted):
 
 
 def without(*off: str, call: Any) -> Any:
-    with ways.switched_off(*off):
+    with fast_paths.switched_off(*off):
         return call()
 
 

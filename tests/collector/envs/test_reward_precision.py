@@ -17,7 +17,7 @@ from tallyroll.collector import MultiprocessCollector, SyncCollector, evaluate
 from tallyroll.collector.envs import GymnasiumVectorEnv
 from tallyroll.collector.envs.exact import RoundedWarning
 from tallyroll.collector.errors import ArgumentError, ValueRefused
-from tallyroll.storage import MemmapStorage, ways
+from tallyroll.storage import MemmapStorage, fast_paths
 from tallyroll.storage.errors import SchemaMismatch
 
 WHOLE, TINY = 2.0**24 + 1, 1e-46
@@ -118,7 +118,7 @@ def test_float64_keeps_every_bit_without_a_warning(way: str) -> None:
 @pytest.mark.parametrize("off", [(), ("kernel",)])
 def test_calls_of_few_rows_warn_too(off: tuple[str, ...], tmp_path: Path) -> None:
     with (
-        ways.switched_off(*off),
+        fast_paths.switched_off(*off),
         MemmapStorage(tmp_path / "rows") as storage,
         SyncCollector(
             Paid, frames_per_batch=2, total_frames=40, num_envs=2, storage=storage

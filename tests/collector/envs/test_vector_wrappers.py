@@ -30,7 +30,7 @@ from torchrl.envs import RewardSum, TransformedEnv
 from tallyroll.collector import GymnasiumVectorEnv, Info, SyncCollector
 from tallyroll.collector.errors import EnvironmentRefused, SpaceError, TransitionError
 from tallyroll.collector.native.kernel import compiled
-from tallyroll.storage import MemmapStorage, ways
+from tallyroll.storage import MemmapStorage, fast_paths
 
 from collect_kit import LENGTHS, collect, joined, stream
 from oracles import check_rows, make_oracle_vec
@@ -315,7 +315,7 @@ def test_rewards_of_several_numbers_are_stored_in_one_call(
             return way, storage.get(slice(None)).clone(), torch.cat(batches), returns
 
     way, *wanted = run("one")
-    with ways.switched_off("fast-collect", "kernel"):
+    with fast_paths.switched_off("fast-collect", "kernel"):
         slow, *found = run("other")
     assert (way, slow) == ("one call" if compiled() else "rows", "rows")
     assert len(wanted[2]) > 5

@@ -266,7 +266,7 @@ class Pair(Seen):
         return {name: super(Pair, self).seen() for name in self.observation_space}
 
 
-class Doubled(TensorDictModule):
+class Duplicates(TensorDictModule):
     def forward(self, *given: Any, **more: Any) -> Any:
         td = super().forward(*given, **more)
         return td.set("action", 2 * td["action"])
@@ -358,7 +358,7 @@ CHANGES: dict[str, Change] = {
     "hook for all": for_all(of_all._global_forward_hooks, negate),
     "earlier hook for all": for_all(of_all._global_forward_pre_hooks, triple),
     "other hooks": lambda policy, _: vars(policy).update(_forward_hooks=OrderedDict({0: negate})),
-    "another class": on_instance("__class__", Doubled),
+    "another class": on_instance("__class__", Duplicates),
     "other attributes": lambda policy, _: vars(policy).update(
         vars(TensorDictModule(nn.Linear(4, 4), ["observation"], ["action"], method="forward"))
     ),

@@ -21,7 +21,7 @@ from tallyroll.collector.envs.gymnasium.info_masks import InfoMasks
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf
 from tallyroll.collector.envs.system import Declares, Step
 from tallyroll.collector.errors import CollectorError, SpaceError, TransitionError
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 
 SPACES: dict[str, Callable[[], Any]] = {
     "discrete": lambda: spaces.Discrete(4),
@@ -149,7 +149,7 @@ def test_every_way_of_stepping_keeps_to_masks(mode: AutoresetMode, way: str) -> 
         wrappers = {"through": RecordEpisodeStatistics, "within": NormalizeObservation}
         return wrappers.get(way, lambda each: each)(vector)
 
-    with ways.switched_off(*(["sequential"] if way == "vector" else [])):
+    with fast_paths.switched_off(*(["sequential"] if way == "vector" else [])):
         batch = rows(make)
     assert legal(batch)
     assert batch["next", "done"].any()

@@ -35,7 +35,7 @@ from tallyroll.collector.errors import PolicyError
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.policies.masked_actions import Choices
 from tallyroll.collector.policies.random_actions import block_draw
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 
 import toy_systems
 from collect_kit import ByObservation, joined
@@ -236,7 +236,7 @@ def test_legal_actions_are_the_same_without_the_extension(
             numbers[0], numbers[1] = np.nextafter(1.0, 0.0), 0.0
             here = of.draw(marks, numbers)
             with monkeypatch.context() as without:
-                without.setattr(ways, "_off", frozenset({"kernel"}))
+                without.setattr(fast_paths, "_off", frozenset({"kernel"}))
                 assert np.array_equal(here, of.draw(marks, numbers))
 
 

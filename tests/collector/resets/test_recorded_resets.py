@@ -15,7 +15,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from reset_kit import LEVELS, Careless, Weather, joined, replay, trajectories
 
 from tallyroll.collector import MultiprocessCollector, Resets, SyncCollector, choice, uniform
-from tallyroll.storage import open_storage, ways
+from tallyroll.storage import fast_paths, open_storage
 
 from collect_kit import assert_same
 from worker_kit import QUICK
@@ -98,7 +98,7 @@ def test_a_hand_loop_repeats_the_rows(way: str) -> None:
 def test_a_hand_loop_repeats_the_rows_of_the_slowest_way(way: str) -> None:
     """Every faster way is switched off, and the rows are the same."""
     fast = rows_of(**WAYS[way])
-    with ways.switched_off(*ways.WAYS):
+    with fast_paths.switched_off(*fast_paths.FAST_PATHS):
         assert_same(rows_of(**WAYS[way]), fast)
 
 

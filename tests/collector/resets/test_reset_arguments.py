@@ -28,7 +28,7 @@ from tallyroll.collector.envs.gymnasium.seeded_resets import SeededLane, takes_r
 from tallyroll.collector.envs.gymnasium.vector_rules import VectorRules
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.options.draws import parsed
-from tallyroll.storage import StorageError, ways
+from tallyroll.storage import StorageError, fast_paths
 
 from collect_kit import assert_same
 
@@ -336,7 +336,7 @@ def test_each_end_of_a_system_takes_what_was_drawn(ends: Any, context: Any) -> N
     own, seen = rows["collector"], rows["seen"]
     assert (own["reset_seed"] % 1000 * 1000 + own["step"] == seen[:, 3]).all()
     assert len(own["reset_seed"].unique()) == len(own["traj_ids"].unique()) == 10
-    with ways.switched_off(*ways.WAYS):
+    with fast_paths.switched_off(*fast_paths.FAST_PATHS):
         assert_same(collect(create, resets), rows)
 
 

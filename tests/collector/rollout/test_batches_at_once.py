@@ -29,7 +29,7 @@ from tallyroll.collector.errors import StateError
 from tallyroll.collector.native.kernel import compiled
 from tallyroll.collector.native.slot_rows import SlotRows
 from tallyroll.collector.rollout import os_signals
-from tallyroll.storage import MemmapStorage, open_storage, verify, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage, verify
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.row_writer import RowWriter
 
@@ -150,7 +150,7 @@ def test_batches_and_rows_are_those_of_the_longer_way(
     found = []
     for way in ("at once", "refused", "-fast-collect"):
         off = [way[1:]] if way.startswith("-") else []
-        with monkeypatch.context() as patched, ways.switched_off(*off):
+        with monkeypatch.context() as patched, fast_paths.switched_off(*off):
             if way == "refused":
                 patched.setattr(FastPath, "store", lambda *_: False)
             storage = MemmapStorage(tmp_path / way, max_size=ring)
@@ -361,7 +361,7 @@ def test_a_run_that_is_stopped_within_a_batch_ends_as_by_the_longer_way(
     found = []
     for off in ((), ("fast-collect",)):
         path, calls = tmp_path / f"{off}", count()
-        with ways.switched_off(*off):
+        with fast_paths.switched_off(*off):
             run = RUNS[name](frames_per_batch=size, total_frames=-1, storage=path, seed=1)
         step = run.env.system.step  # type: ignore[attr-defined]
 

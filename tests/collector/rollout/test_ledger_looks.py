@@ -25,7 +25,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector import torchrl as names
 from tallyroll.collector.base import Collector
 from tallyroll.collector.counting.ledger import Ledger
-from tallyroll.storage import MemmapStorage, open_storage, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage
 
 from traced_code import traced
 from worker_kit import (
@@ -115,7 +115,7 @@ def test_each_look_balances(name: str, way: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("off", ["kernel", "fast-collect"])
 def test_without_a_faster_way(off: str, tmp_path: Path) -> None:
-    with ways.switched_off(off):
+    with fast_paths.switched_off(off):
         collector = RUNS["policy"](
             frames_per_batch=BATCH, total_frames=FRAMES, storage=tmp_path / "rows"
         )

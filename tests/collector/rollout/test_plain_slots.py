@@ -39,8 +39,8 @@ from tallyroll.collector.errors import (
     TransitionError,
 )
 from tallyroll.collector.native.kernel import compiled
-from tallyroll.storage import MemmapStorage, open_storage, verify, ways
-from tallyroll.storage.engine import right_to_write
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage, verify
+from tallyroll.storage.engine import writer_check
 from tallyroll.storage.errors import StorageClosed, StorageLocked
 from tallyroll.storage.replay import buffers
 from tallyroll.storage.storages import DiskStorage
@@ -129,7 +129,7 @@ def test_what_is_stored_is_the_same(
     found = []
     for way in ("at once", "refused", "longer"):
         off = ("fast-collect",) if way == "longer" else ()
-        with monkeypatch.context() as patched, ways.switched_off(*off):
+        with monkeypatch.context() as patched, fast_paths.switched_off(*off):
             if way == "refused":
                 patched.setattr(FastPath, "store", lambda *_: False)
             storage = MemmapStorage(tmp_path / way, max_size=ring)
@@ -650,7 +650,7 @@ def test_a_lock_file_that_is_gone_is_told(tmp_path: Path) -> None:
         collector.collect(LANES)
     (lock,) = [each for each in (tmp_path / "rows").iterdir() if "lock" in each.name]
     lock.unlink()
-    time.sleep(2 * right_to_write.LOOK_SECONDS)
+    time.sleep(2 * writer_check.LOOK_SECONDS)
     with pytest.raises(StorageLocked):
         collector.collect(LANES)
     collector.ledger.check()

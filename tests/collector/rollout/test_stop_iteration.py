@@ -35,7 +35,7 @@ from tallyroll.collector.errors import (
     UserStopIteration,
     WorkerRaised,
 )
-from tallyroll.storage import MemmapStorage, open_storage, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage
 
 LANES, BATCH, FRAMES = 3, 7, 1000
 Fault = Callable[[], Any]
@@ -325,7 +325,7 @@ def test_it_ends_the_run_as_another_exception_does(place: str, way: str, tmp_pat
 )
 @pytest.mark.parametrize("place", ["step", "reset", "network", "system", "sampler"])
 def test_without_faster_ways(place: str, off: tuple[str, ...], tmp_path: Path) -> None:
-    with ways.switched_off(*off):
+    with fast_paths.switched_off(*off):
         error, rows = ended(place, used_up, "one process", "collect few", tmp_path / "it")
         _, wanted = ended(place, other_error, "one process", "collect few", tmp_path / "other")
     assert type(error) is UserStopIteration

@@ -16,7 +16,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.batches.fast_collect import FastPath
 from tallyroll.collector.envs import AgentFlags, Declares, Step, System
 from tallyroll.collector.native.kernel import compiled
-from tallyroll.storage import MemmapStorage, open_storage, verify, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage, verify
 
 LANES, AGENTS, CHOICES = 3, 3, 4
 KEYS = [("team", name) for name in ("observation", "mask", "action_mask")]
@@ -112,7 +112,7 @@ def test_the_call_that_stores_rows_counts_their_agents(
     at_end: str, wants: list[int], tmp_path: Path
 ) -> None:
     rows, ledger, at_once = collected(tmp_path / "fast", at_end, wants)
-    with ways.switched_off("fast-collect"):
+    with fast_paths.switched_off("fast-collect"):
         other, slow, never = collected(tmp_path / "slow", at_end, wants)
     assert never == 0
     assert at_once > len(wants) // 2 or compiled() is None

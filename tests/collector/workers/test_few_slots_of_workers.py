@@ -22,7 +22,7 @@ from tallyroll.collector.base import Collector
 from tallyroll.collector.batches.fast_collect import FastPath
 from tallyroll.collector.errors import StateError, WorkerDied
 from tallyroll.collector.native.kernel import compiled
-from tallyroll.storage import MemmapStorage, open_storage, verify, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage, verify
 
 import worker_faults_kit
 from collect_kit import assert_same, balanced
@@ -99,7 +99,7 @@ def test_rows_are_those_of_one_process(
         off = ("fast-collect",) if way == "longer" else ()
         before = at_once[0]
         storage = MemmapStorage(tmp_path / way, max_size=ring)
-        with in_threads(), ways.switched_off(*off), storage:
+        with in_threads(), fast_paths.switched_off(*off), storage:
             made = partial(make, POLICIES[policy](), finals="kept")
             found.append(collected(made, calls, storage))
         assert (at_once[0] - before > 15) is (way != "longer"), at_once
@@ -146,7 +146,7 @@ def test_workers_that_fail_are_replaced(
         faults = Faults(folder / "faults", [Fault("step", how, 1, 21), Fault("step", how, 2, 43)])
         before = at_once[0]
         with (
-            ways.switched_off(*(("fast-collect",) if way == "longer" else ())),
+            fast_paths.switched_off(*(("fast-collect",) if way == "longer" else ())),
             MultiprocessCollector(
                 worker_faults_kit.factories(faults, 4, 2),
                 frames_per_batch=4,

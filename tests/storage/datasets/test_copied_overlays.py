@@ -14,7 +14,7 @@ import torch
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import ColumnsMissing, DamagedOverlay
-from tallyroll.storage.ext import aside, copying
+from tallyroll.storage.ext import atomic_create, storage_copy
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
@@ -32,7 +32,7 @@ Values = dict[int, tuple[int, list[int]]]
 
 @pytest.fixture(autouse=True)
 def few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_BLOCK_NBYTES", 1500)
+    monkeypatch.setattr(storage_copy, "_BLOCK_NBYTES", 1500)
 
 
 def numbers_of(storage: DiskStorage) -> list[int]:
@@ -196,7 +196,7 @@ def killed_at(link: int, folder: Path) -> int:
                 os._exit(3)
             real(*of, **more)
 
-        aside.os.link = counted  # type: ignore[assignment,attr-defined]
+        atomic_create.os.link = counted  # type: ignore[assignment,attr-defined]
         with open_storage(folder / "a") as storage:
             storage.copy_to(folder / "copy.h5")
 

@@ -27,8 +27,8 @@ from tallyroll.storage.errors import (
     StorageFull,
     StorageLocked,
 )
-from tallyroll.storage.ext import copying
-from tallyroll.storage.ext.aside import written_aside
+from tallyroll.storage.ext import storage_copy
+from tallyroll.storage.ext.atomic_create import written_aside
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.stores.rewinds import take_back
@@ -55,7 +55,7 @@ def nothing_is_left(folder: Path) -> bool:
 
 @pytest.fixture
 def few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_BLOCK_NBYTES", 1500)
+    monkeypatch.setattr(storage_copy, "_BLOCK_NBYTES", 1500)
 
 
 @pytest.mark.parametrize("format", FORMATS)

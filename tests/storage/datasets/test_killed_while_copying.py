@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tallyroll.storage import MemmapStorage, content_hash, open_storage, verify
-from tallyroll.storage.ext import copying
+from tallyroll.storage.ext import storage_copy
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
@@ -25,7 +25,7 @@ SUFFIXES = ("", ".h5", ".zarr")
 
 def copy(folder: Path, place: Path, told: Told) -> None:
     told.head = 0
-    copying._BLOCK_NBYTES = 5000
+    storage_copy._BLOCK_NBYTES = 5000
 
     def tell(done: int, total: int) -> None:
         told.head = done

@@ -26,8 +26,8 @@ from tallyroll.storage import (
 from tallyroll.storage.errors import CorruptStorage, InvalidAddress, MissingLibrary, ReadOnlyStorage
 from tallyroll.storage.ext.joined.members import expanded
 from tallyroll.storage.ext.remote.address import S3Path, s3_path
-from tallyroll.storage.ext.remote.objects import Found
-from tallyroll.storage.ext.remote.push_plan import LAST, PLAN, ROOT, Planned, PushPlan, parsed
+from tallyroll.storage.ext.remote.objects import ListedObject
+from tallyroll.storage.ext.remote.push_plan import LAST, PLAN, ROOT, PlannedObject, PushPlan, parsed
 from tallyroll.storage.ext.remote.ranges import DiskBlocks, MemoryBlocks, ObjectFiles
 
 SECRET = "SeCrEt+of/somebody"
@@ -213,10 +213,10 @@ class OneObject:
     def __init__(self, folder: Path) -> None:
         self.options = S3Options(block_nbytes=100, folder=folder)
 
-    def listed(self) -> dict[str, Found]:
-        return {"c": Found(len(self.content), "etag")}
+    def listed(self) -> dict[str, ListedObject]:
+        return {"c": ListedObject(len(self.content), "etag")}
 
-    def read(self, _: str, begin: int, stop: int, __: Found) -> bytes:
+    def read(self, _: str, begin: int, stop: int, __: ListedObject) -> bytes:
         return self.content[begin:stop]
 
     def require_own_process(self) -> None:
@@ -254,7 +254,7 @@ def test_a_damaged_copy_is_not_read_again_by_requests_under_way(tmp_path: Path) 
 
 def plan() -> PushPlan:
     names = ["zarr.json", "x/zarr.json", "x/c.0", LAST, "tallyroll/row/c.0"]
-    return PushPlan("id", {name: Planned(3, "ab" * 32) for name in names})
+    return PushPlan("id", {name: PlannedObject(3, "ab" * 32) for name in names})
 
 
 def test_a_list_of_objects_comes_back_and_ends_with_what_shows_the_dataset() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from ways_kit import built
 
-from tallyroll.storage import MemmapStorage, ways
+from tallyroll.storage import MemmapStorage, fast_paths
 from tallyroll.storage.engine.columns import FixedRows, IndexedRows
 from tallyroll.storage.engine.kernel import Kernel, compiled, table_of
 from tallyroll.storage.files.commit_header import CommitCounts
@@ -89,7 +89,7 @@ def test_commits_are_alike(
     found = []
     for off in ((), ("kernel",)):
         path = tmp_path_factory.mktemp("rows") / "rows"
-        with ways.switched_off(*off), MemmapStorage(path, max_size=ring or None) as storage:
+        with fast_paths.switched_off(*off), MemmapStorage(path, max_size=ring or None) as storage:
             storage.initialise(Schema.of(rows))
             fixed = FixedRows(storage.schema, arrays)
             for first, count in enumerate(counts):

@@ -17,7 +17,7 @@ from tallyroll.collector.counting.ledger import COUNTS
 from tallyroll.collector.envs.gymnasium.lane_results import VALUES
 from tallyroll.collector.native import kernel as collector
 from tallyroll.collector.native.slot_rows import HeldCounts, LogCounts, RunCounts
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 from tallyroll.storage.engine import kernel as storage
 from tallyroll.storage.engine.kernel import Extension
 from tallyroll.storage.errors import ExtensionMismatch
@@ -77,15 +77,15 @@ def test_a_moved_name_is_refused(block: str, data: st.DataObject) -> None:
     moved = data.draw(st.permutations(names) | st.just(names[:-1]) | st.just((*names, "more")))
     built = SimpleNamespace(**{block: " ".join(moved) + " "}, __file__="kernel.so")
     extension = extension_of(block)
-    with pytest.MonkeyPatch.context() as patch, ways.switched_off():
+    with pytest.MonkeyPatch.context() as patch, fast_paths.switched_off():
         patch.setattr(extension, "module", built)
-        ways.switch_off(frozenset())
+        fast_paths.switch_off(frozenset())
         if tuple(moved) == names:
             extension.require_names(block, names)
             return
         with pytest.raises(ExtensionMismatch, match=rf"kernel.so to have .* in {block}, got"):
             extension.require_names(block, names)
-        with ways.switched_off("kernel"):
+        with fast_paths.switched_off("kernel"):
             extension.require_names(block, names)
         assert extension.module is None
 
@@ -94,15 +94,15 @@ def test_words_of_a_table_are_put_in_the_order_of_the_extension() -> None:
     extension = Extension("tallyroll.no_such_module")
     assert extension.in_order("TABLE", one=1, two=2, three=3) == [1, 2, 3]
     extension.module = SimpleNamespace(TABLE="three one two ", __file__="kernel.so")
-    with ways.switched_off():
-        ways.switch_off(frozenset())
+    with fast_paths.switched_off():
+        fast_paths.switch_off(frozenset())
         assert extension.in_order("TABLE", one=1, two=2, three=3) == [3, 1, 2]
         for words in ({"one": 1, "two": 2}, {"one": 1, "two": 2, "three": 3, "four": 4}):
             with pytest.raises(ExtensionMismatch, match="in TABLE, got three, one, two: it was"):
                 extension.in_order("TABLE", **words)
         with pytest.raises(ExtensionMismatch, match="in OTHER, got none: it was"):
             extension.in_order("OTHER", one=1)
-        with ways.switched_off("kernel"):
+        with fast_paths.switched_off("kernel"):
             assert extension.in_order("TABLE", one=1, two=2) == [1, 2]
         assert extension.module is None
 
@@ -113,7 +113,7 @@ def test_words_of_a_table_are_put_in_the_order_of_the_extension() -> None:
         ("EPISODE", "collector.counting.episode_ring"),
         ("LEDGER", "collector.batches.fast_collect"),
         ("MARKS", "collector.batches.layouts.small_batches"),
-        ("MODES", "collector.envs.gymnasium.lanes_in_turn"),
+        ("MODES", "collector.envs.gymnasium.sequential_step"),
         ("CALLS", "collector.envs.gymnasium.lane_results"),
         ("VALUES", "collector.envs.gymnasium.lane_results"),
         ("NODES", "storage.ext.sampling.sum_tree"),
@@ -131,7 +131,7 @@ def test_a_stale_extension_is_refused_when_a_module_is_imported(
     found = find_spec(f"tallyroll.{module}")
     assert found is not None
     assert found.loader is not None
-    with ways.switched_off():
-        ways.switch_off(frozenset())
+    with fast_paths.switched_off():
+        fast_paths.switch_off(frozenset())
         with pytest.raises(ExtensionMismatch, match=rf"kernel.so .* in {block}, got none: it was"):
             found.loader.exec_module(module_from_spec(found))

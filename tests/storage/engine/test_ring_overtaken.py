@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from tallyroll.storage import MemmapStorage, n_step, open_storage
 from tallyroll.storage.engine import row_copies
 from tallyroll.storage.engine.commit_engine import Engine
-from tallyroll.storage.engine.seen_counts import SeenCounts
+from tallyroll.storage.engine.committed_counts import CommittedCounts
 from tallyroll.storage.errors import Overrun
 from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.record_slots import RecordSlots
@@ -210,7 +210,7 @@ def test_rows_overwritten_during_the_copy_are_copied_again(
     index = torch.arange(RING).reshape(5, 12)
     act = times(laps, lambda: writer.write(count))
     where: tuple[Any, str] = (
-        (SeenCounts, "read") if moment == "the counts" else (row_copies, "rows_in")
+        (CommittedCounts, "read") if moment == "the counts" else (row_copies, "rows_in")
     )
     with after(*where, act):
         got = reader.get(index)
@@ -267,7 +267,7 @@ def test_links_and_table_of_a_reader_that_is_lapped_between_two_looks(
         writer.write(30)
     counts = engine_of(reader).counts
     for use in ("table", "slices"):
-        with before(SeenCounts, "span", times(1, lambda: writer.write(count)), only=counts):
+        with before(CommittedCounts, "span", times(1, lambda: writer.write(count)), only=counts):
             if use == "table":
                 assert len(reader.trajectories.table)
             else:

@@ -27,9 +27,9 @@ from tallyroll.storage import (
     repair,
     verify_dataset,
 )
-from tallyroll.storage.engine.memory_left import library_memory
+from tallyroll.storage.engine.available_memory import library_memory
 from tallyroll.storage.errors import NotEnoughMemory
-from tallyroll.storage.ext.exchange.door import source_errors
+from tallyroll.storage.ext.exchange.base import source_errors
 from tallyroll.storage.ext.repair import thrift
 from tallyroll.storage.files.safe_files import data_in
 

@@ -31,7 +31,7 @@ from tallyroll.storage import (
     open_storage,
 )
 from tallyroll.storage.engine.columns import ArrayRows
-from tallyroll.storage.engine.right_to_write import LOOK_SECONDS
+from tallyroll.storage.engine.writer_check import LOOK_SECONDS
 from tallyroll.storage.errors import TooManyFiles, WriterForked
 from tallyroll.storage.ext.testing.storage_contract import WAIT_SECONDS
 from tallyroll.storage.files.commit_header import Header

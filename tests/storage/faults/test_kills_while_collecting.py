@@ -25,11 +25,11 @@ from gymnasium.vector import AutoresetMode
 from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.native import kernel as steps
 from tallyroll.collector.native import slot_rows
-from tallyroll.storage import MemmapStorage, open_storage, verify, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage, verify
 from tallyroll.storage.engine import columns, kernel
 from tallyroll.storage.engine.columns import IndexedRows
 from tallyroll.storage.engine.commit_engine import Engine
-from tallyroll.storage.engine.right_to_write import RightToWrite
+from tallyroll.storage.engine.writer_check import RightToWrite
 from tallyroll.storage.files.commit_header import Header
 
 from collect_kit import ByObservation
@@ -163,7 +163,7 @@ def killed_at_each_step(folder: str) -> int:
                     how: tuple[bool, int] = (behind, calls),
                 ) -> None:
                     step = patch.object(owner, name, kill_around(owner, name, *how))
-                    with ways.switched_off("kernel"), step:
+                    with fast_paths.switched_off("kernel"), step:
                         collect_for_ever(path, RING, 4, "DISABLED", told)
 
                 _, status = os.waitpid(forked(act), 0)
@@ -235,7 +235,7 @@ def killed_within_one_call(folder: str) -> int:
                 with (
                     patch.object(columns, "compiled", lambda: fatal),
                     patch.object(slot_rows, "compiled", lambda: fatal),
-                    ways.switched_off(*off),
+                    fast_paths.switched_off(*off),
                 ):
                     collect_for_ever(path, RING, 4, mode, told)
 

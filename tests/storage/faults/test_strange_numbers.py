@@ -24,10 +24,10 @@ from tallyroll.collector.slab.lossless import cast
 from tallyroll.storage import (
     MemmapStorage,
     PrioritizedSampler,
+    fast_paths,
     open_storage,
     verify,
     verify_dataset,
-    ways,
 )
 from tallyroll.storage.ext.sampling.priorities import moved
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
@@ -93,7 +93,7 @@ class Signs(gymnasium.Env[Any, Any]):
 def test_returns_of_both_signs(frames: int, off: tuple[str, ...], tmp_path: Path) -> None:
     env = SyncVectorEnv([Signs] * 3, autoreset_mode=AutoresetMode.DISABLED)
     with (
-        ways.switched_off(*off),
+        fast_paths.switched_off(*off),
         SyncCollector(
             env, frames_per_batch=frames, total_frames=30, seed=0, storage=tmp_path / "rows"
         ) as collector,
@@ -144,7 +144,7 @@ def test_rewards_of_both_signs_in_one_row(
     options: dict[str, Any] = {"frames_per_batch": frames, "total_frames": 80, "seed": 0}
     for surplus in ("carry", "discard"):
         with (
-            ways.switched_off(*off),
+            fast_paths.switched_off(*off),
             SyncCollector(
                 Opposed(dtype),
                 max_frames_per_traj=7,

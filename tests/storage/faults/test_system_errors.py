@@ -33,7 +33,7 @@ from tallyroll.collector import SyncCollector
 from tallyroll.collector.cli import main
 from tallyroll.collector.errors import CollectorError
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
-from tallyroll.storage.engine.right_to_write import LOOK_SECONDS
+from tallyroll.storage.engine.writer_check import LOOK_SECONDS
 from tallyroll.storage.errors import CorruptStorage, DiskFailed, StorageClosed, StorageError
 from tallyroll.storage.files.paths import failed
 from tallyroll.storage.formats import memmap

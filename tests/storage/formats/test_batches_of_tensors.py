@@ -32,7 +32,7 @@ from tallyroll.storage.engine.columns import Columns
 from tallyroll.storage.errors import InvalidSchema
 from tallyroll.storage.rows import batch_check
 from tallyroll.storage.rows.dtypes import NUMPY
-from tallyroll.storage.stores.given_rows import GivenRows
+from tallyroll.storage.stores.input_rows import InputRows
 
 BATCHES = 4
 """The second is the first that is copied by address, or the third where no file is there yet."""
@@ -60,10 +60,10 @@ def storage(tmp_path: Path) -> Iterator[MemmapStorage]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on batches that take the longer way are an error."""
 
-    def slow(self: GivenRows, rows: Any, without: Any = None) -> Any:
+    def slow(self: InputRows, rows: Any, without: Any = None) -> Any:
         raise AssertionError("the longer way")
 
-    return lambda: monkeypatch.setattr(GivenRows, "_converted", slow)
+    return lambda: monkeypatch.setattr(InputRows, "_converted", slow)
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ from tallyroll.storage import (
     MemmapStorage,
     RowReader,
     ZarrStorage,
+    fast_paths,
     open_storage,
-    ways,
 )
 from tallyroll.storage.engine import kernel
 from tallyroll.storage.errors import (
@@ -114,7 +114,7 @@ def forms(index: np.ndarray) -> list[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_it_has_the_rows_that_get_returns(name: str, off: tuple[str, ...], tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    with ways.switched_off(*off), opened(name, tmp_path / "r") as storage:
+    with fast_paths.switched_off(*off), opened(name, tmp_path / "r") as storage:
         reused = storage.reused(COUNT)
         tensors = {key: value.data_ptr() for key, value in reused.rows.items(True, True)}
         for _ in range(3):
@@ -242,7 +242,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="lock"):
         storage.reused(3).rows["observation"] = torch.zeros(3, 1)
     with monkeypatch.context() as patched:
-        patched.setattr("tallyroll.storage.engine.memory_left.available_bytes", lambda: 2**20)
+        patched.setattr("tallyroll.storage.engine.available_memory.available_bytes", lambda: 2**20)
         with pytest.raises(NotEnoughMemory, match="a batch of 1000000 rows"):
             storage.reused(10**6)
     with pytest.raises(TypeError, match="out is what reused"):

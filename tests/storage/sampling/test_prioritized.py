@@ -22,8 +22,8 @@ from tallyroll.storage import (
     MemmapStorage,
     PrioritizedSampler,
     ZarrStorage,
+    fast_paths,
     open_storage,
-    ways,
 )
 from tallyroll.storage.errors import (
     ColumnsMissing,
@@ -530,7 +530,7 @@ def test_a_sampler_that_is_gone_is_not_kept_by_its_storage(tmp_path: Path) -> No
 def test_priorities_that_are_none_change_nothing(
     priority: Any, message: str, off: tuple[str, ...]
 ) -> None:
-    with filled(count=5) as storage, ways.switched_off(*off):
+    with filled(count=5) as storage, fast_paths.switched_off(*off):
         sampler = PrioritizedSampler(storage, alpha=2.0)
         sampler.update_priority(range(5), np.arange(1.0, 6.0))
         before = leaves(sampler)

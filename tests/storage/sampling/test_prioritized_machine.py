@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tensordict import TensorDict
 
-from tallyroll.storage import MemmapStorage, PrioritizedSampler, open_storage, ways
+from tallyroll.storage import MemmapStorage, PrioritizedSampler, fast_paths, open_storage
 from tallyroll.storage.stores.rewinds import take_back
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-3
@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
         self.make()
 
     def make(self) -> None:
-        with ways.switched_off(*self.off):
+        with fast_paths.switched_off(*self.off):
             self.sampler = PrioritizedSampler(
                 self.storage, ALPHA, BETA, EPS, generator=self.generator
             )

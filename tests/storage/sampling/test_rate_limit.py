@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tallyroll.storage import MemmapStorage, RateLimit, ZarrStorage, open_storage
 from tallyroll.storage.errors import RateStalled, StateMismatch
-from tallyroll.storage.ext.sampling.rate_limit import Counts, _packed
+from tallyroll.storage.ext.sampling.rate_limit import RateCounts, _packed
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.stores.rewinds import take_back
 
@@ -241,7 +241,7 @@ def test_a_file_that_cannot_be_used_is_begun_anew(
         elif content == "other":
             content = other.writer.files.drawn_path.read_bytes()
         elif isinstance(content, tuple):
-            content = _packed(str(storage.reader.id), Counts(*content))
+            content = _packed(str(storage.reader.id), RateCounts(*content))
         path.write_bytes(content)  # type: ignore[arg-type]
         limit = RateLimit(storage, 1.0)
         with pytest.warns(UserWarning, match=why):

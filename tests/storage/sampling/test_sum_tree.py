@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 from tallyroll.storage.engine import kernel
-from tallyroll.storage.ext.sampling.sum_tree import FAN_OUT, Numbering, SumTree, tree_nbytes
+from tallyroll.storage.ext.sampling.sum_tree import FAN_OUT, LeafNumbering, SumTree, tree_nbytes
 
 DRAWS = int(os.environ.get("TALLYROLL_DRAWS", "100000"))
 UPDATES = int(os.environ.get("TALLYROLL_UPDATES", "20000"))
@@ -24,7 +24,7 @@ WAYS = [
 
 
 def tree_of(way: str, slots: int) -> SumTree:
-    with ways.switched_off(*(() if way == "C" else ("kernel",))):
+    with fast_paths.switched_off(*(() if way == "C" else ("kernel",))):
         return SumTree(slots)
 
 
@@ -56,7 +56,7 @@ def test_both_ways_are_alike_to_the_last_bit(data: Any) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     trees = [tree_of(way, slots) for way in ("C", "NumPy")]
     ring = data.draw(st.sampled_from([0, slots]))
-    there = Numbering(ring, 0, slots // 3, slots + (slots // 3 if ring else 0))
+    there = LeafNumbering(ring, 0, slots // 3, slots + (slots // 3 if ring else 0))
     assert memory(trees[0]) == memory(trees[1])
     for step in data.draw(st.lists(st.sampled_from(["set", "put", "fill", "grow"]), max_size=6)):
         count = int(rng.integers(0, 300))
@@ -94,7 +94,7 @@ def test_draws_are_in_proportion(way: str, slots: int) -> None:
     leaves = rng.pareto(1.0, slots).astype(np.float32)
     leaves[::3] = 0
     tree.set(np.arange(slots), leaves)
-    there, counts = Numbering(0, 0, 0, slots), np.zeros(slots, np.int64)
+    there, counts = LeafNumbering(0, 0, 0, slots), np.zeros(slots, np.int64)
     for _ in range(0, DRAWS, 50_000):
         rows, _ = tree.draw(rng.random(50_000), there)
         counts += np.bincount(rows, minlength=slots)
@@ -117,7 +117,7 @@ def test_nothing_drifts(way: str) -> None:
         at = rng.integers(0, slots, size)
         leaves = (10.0 ** rng.uniform(-20, 20, size)).astype(np.float32)
         plain[at] = leaves
-        assert tree.put(at, leaves.copy(), Numbering(0, 0, 0, slots), slots) == 0
+        assert tree.put(at, leaves.copy(), LeafNumbering(0, 0, 0, slots), slots) == 0
     assert np.array_equal(tree.leaves[:slots], plain)
     require_sums(tree)
 
@@ -126,7 +126,7 @@ def test_rows_without_leaves_are_counted_and_never_set(way: str) -> None:
     tree = tree_of(way, 8)
     tree.fill(0, 8, 1.0)
     tree.fill(2, 3, 0.0)
-    there = Numbering(8, 0, 5, 13)  # of a ring: slot 2 has row 10
+    there = LeafNumbering(8, 0, 5, 13)  # of a ring: slot 2 has row 10
     rows = np.array([4, 5, 10, 12, 13, 5])
     assert tree.put(rows, np.arange(2, 8, dtype=np.float32), there, 14) == 3
     assert tree.leaves[:8].tolist() == [1, 1, 0, 1, 5, 7, 1, 1]
@@ -141,7 +141,7 @@ def test_rows_without_leaves_are_counted_and_never_set(way: str) -> None:
 def test_an_empty_tree_has_nothing_to_draw(way: str) -> None:
     tree = tree_of(way, 100)
     with pytest.raises(ValueError, match="without leaves"):
-        tree.draw(np.zeros(3), Numbering(0, 0, 0, 100))
+        tree.draw(np.zeros(3), LeafNumbering(0, 0, 0, 100))
 
 
 @pytest.mark.parametrize("slots", [0, 1, 16, 17, 4096, 70_000])

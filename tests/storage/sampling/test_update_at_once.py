@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tallyroll.storage import MemmapStorage, PrioritizedSampler, ways
+from tallyroll.storage import MemmapStorage, PrioritizedSampler, fast_paths
 from tallyroll.storage.engine import kernel
 from tallyroll.storage.ext.sampling.powers import LARGEST, Powers
 from tallyroll.storage.ext.sampling.priorities import leaves_of
@@ -44,7 +44,7 @@ def sampler_of(off: tuple[str, ...], ring: int | None, eps: float, alpha: float)
     """A sampler; of a ring, in its second lap, with a sample of an overwritten row."""
     storage = MemmapStorage(max_size=ring)
     storage.extend(TensorDict({"x": torch.arange(ROWS)}, [ROWS]))
-    with ways.switched_off(*off):
+    with fast_paths.switched_off(*off):
         sampler = PrioritizedSampler(
             storage, alpha, eps=eps, generator=torch.Generator().manual_seed(1)
         )

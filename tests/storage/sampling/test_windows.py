@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tallyroll.storage.errors import NoSlices, ShortTrajectory
-from tallyroll.storage.trajectories.by_lane import RowChunk
+from tallyroll.storage.trajectories.lane_stretches import RowChunk
 from tallyroll.storage.trajectories.row_index import RowIndex
 from tallyroll.storage.trajectories.windows import Slices, Windows, draw_slices
 

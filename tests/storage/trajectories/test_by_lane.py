@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tallyroll.storage.trajectories.by_lane import LaneOrder, lane_order
+from tallyroll.storage.trajectories.lane_stretches import LaneOrder, lane_order
 
 LANES = 4
 Chunks = list[list[tuple[int, bool]]]

@@ -19,21 +19,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify, ways
+from tallyroll.storage import (
+    H5Storage,
+    MemmapStorage,
+    ZarrStorage,
+    fast_paths,
+    open_storage,
+    verify,
+)
 from tallyroll.storage.errors import CorruptStorage
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.stores.rewinds import take_back
 from tallyroll.storage.trajectories import lane_file
 from tallyroll.storage.trajectories.blocks import tail
-from tallyroll.storage.trajectories.blocks.kept import KeptBlocks, RebuiltBlocks
-from tallyroll.storage.trajectories.by_lane import RowChunk
+from tallyroll.storage.trajectories.blocks.saved_blocks import RebuiltBlocks, SavedBlocks
 from tallyroll.storage.trajectories.lane_file import (
-    Owner,
+    IndexOwner,
     UnusableIndex,
     read_index,
     write_index,
 )
+from tallyroll.storage.trajectories.lane_stretches import RowChunk
 from tallyroll.storage.trajectories.row_index import RowIndex
 
 from lane_model import Model
@@ -53,7 +60,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["extension", "numpy"])
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the extension, and without."""
-    with ways.switched_off(*(() if request.param == "extension" else ("kernel",))):
+    with fast_paths.switched_off(*(() if request.param == "extension" else ("kernel",))):
         yield
 
 
@@ -102,14 +109,14 @@ def answers(index: RowIndex, model: Model, first: int) -> list[Any]:
 @pytest.mark.usefixtures("way")
 def test_it_goes_on_from_the_file_as_if_it_had_seen_all_rows(tmp_path: Path) -> None:
     inside, path, kinds = Inside(tmp_path), tmp_path / "index", set()
-    compiled = ways.is_on("kernel")
+    compiled = fast_paths.is_on("kernel")
     for seed in range(TRIED if compiled else TRIED // 4):
         rng, model = np.random.default_rng(seed), model_of(seed)
         ring = int(rng.choice([0, 0, 150]))
         half, size, owner = (
             int(rng.integers(40, 300)),
             int(rng.integers(1, 60)),
-            Owner("x", ring, 0),
+            IndexOwner("x", ring, 0),
         )
         first = max(0, len(model) - ring) if ring else 0
         before = extend(RowIndex(ring), model, half, size)
@@ -148,8 +155,8 @@ def begin_of(content: bytes) -> int:
 def test_damage_is_found_by_its_checksum_or_by_the_rows_and_nothing_is_read_beyond(
     tmp_path: Path,
 ) -> None:
-    inside, path, owner = Inside(tmp_path), tmp_path / "index", Owner("x", 0, 0)
-    wrong, tried = 0, TRIED // (2 if ways.is_on("kernel") else 4)
+    inside, path, owner = Inside(tmp_path), tmp_path / "index", IndexOwner("x", 0, 0)
+    wrong, tried = 0, TRIED // (2 if fast_paths.is_on("kernel") else 4)
     for seed in range(tried):
         rng, model = np.random.default_rng(seed), model_of(seed)
         index = extend(RowIndex(), model, len(model), 50)
@@ -210,7 +217,7 @@ def test_damage_is_found_by_its_checksum_or_by_the_rows_and_nothing_is_read_beyo
 
 
 def test_a_file_that_is_cut_short_or_too_long_or_says_too_much_is_not_used(tmp_path: Path) -> None:
-    inside, path, owner = Inside(tmp_path), tmp_path / "index", Owner("x", 0, 0)
+    inside, path, owner = Inside(tmp_path), tmp_path / "index", IndexOwner("x", 0, 0)
     index = extend(RowIndex(), model_of(1, lanes=5), 300, 50)
     write_index(inside, path, owner, index.state(), synced=False)
     sound = path.read_bytes()
@@ -237,10 +244,10 @@ def test_a_file_that_is_cut_short_or_too_long_or_says_too_much_is_not_used(tmp_p
     with pytest.raises(UnusableIndex, match="version 2, and this Tallyroll reads 1"):
         read_index(inside, path, owner, lambda: ROWS)
     path.write_bytes(sound)
-    for other in (Owner("y", 0, 0), Owner("x", 7, 0)):
+    for other in (IndexOwner("y", 0, 0), IndexOwner("x", 7, 0)):
         with pytest.raises(UnusableIndex, match="of another storage"):
             read_index(inside, path, other, lambda: ROWS)
-    assert read_index(inside, path, Owner("x", 0, 1), lambda: ROWS) is None
+    assert read_index(inside, path, IndexOwner("x", 0, 1), lambda: ROWS) is None
     assert read_index(inside, tmp_path / "none", owner, lambda: ROWS) is None
     path.rename(tmp_path / "other")
     path.symlink_to("other")
@@ -253,7 +260,7 @@ def test_a_sparse_file_of_more_numbers_than_its_rows_have(
     name: str, more: int, tmp_path: Path
 ) -> None:
     """Its arrays would be copied, or all of its bytes be read, before they are compared."""
-    inside, path, owner = Inside(tmp_path), tmp_path / "index", Owner("x", 0, 0)
+    inside, path, owner = Inside(tmp_path), tmp_path / "index", IndexOwner("x", 0, 0)
     index = extend(RowIndex(), model_of(1, lanes=5), ROWS, 50)
     write_index(inside, path, owner, index.state(), synced=False)
     content = path.read_bytes()
@@ -316,7 +323,7 @@ def assert_right(path: Path, *, kept: bool, rows: int = 500) -> None:
     """Trajectories are those of the model, from the file or not, and `verify` finds nothing."""
     trajectories = Model(*(each[:rows] for each in (MODEL.ids, MODEL.steps, MODEL.lane)))
     with open_storage(path) as storage:
-        assert isinstance(blocks_of(storage), KeptBlocks) is kept
+        assert isinstance(blocks_of(storage), SavedBlocks) is kept
         first = storage.reader.span.start
         for id, wanted in trajectories.trajectories().items():
             if left := [row for row in wanted if row >= first]:
@@ -329,10 +336,10 @@ def test_a_reader_maps_what_the_writer_left(made: Path) -> None:
     assert_right(made, kept=True)
     before = index_path(made).stat().st_ino
     with open_storage(made, mode="append") as storage:
-        assert isinstance(blocks_of(storage), KeptBlocks)
+        assert isinstance(blocks_of(storage), SavedBlocks)
     assert index_path(made).stat().st_ino == before  # nothing new is nothing written
     with open_storage(made, mode="append") as storage, open_storage(made) as reader:
-        assert isinstance(blocks_of(reader), KeptBlocks)
+        assert isinstance(blocks_of(reader), SavedBlocks)
         storage.extend(MODEL.rows(500, 700))
         storage.close()
         assert index_path(made).stat().st_ino != before
@@ -415,7 +422,7 @@ def test_one_of_other_rows_is_not_used(tmp_path: Path) -> None:
     place, other = index_path(path), model_of(4, lanes=5)
     with open_storage(path) as storage:
         reader = storage.reader
-        owner = Owner(reader.id, 0, reader.rewinds)
+        owner = IndexOwner(reader.id, 0, reader.rewinds)
         write_index(
             reader.format.inside, place, owner,
             extend(RowIndex(), other, 300, 50).state(), synced=False,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 from tallyroll.storage.errors import NoSlices
 from tallyroll.storage.trajectories.blocks import tail
-from tallyroll.storage.trajectories.by_lane import RowChunk
+from tallyroll.storage.trajectories.lane_stretches import RowChunk
 from tallyroll.storage.trajectories.row_index import RowIndex
 
 from lane_model import Model
@@ -26,7 +26,7 @@ TRIED = int(os.environ.get("TALLYROLL_BLOCKS", "30"))
 @pytest.fixture(params=["extension", "numpy"])
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the extension, and without."""
-    with ways.switched_off(*(() if request.param == "extension" else ("kernel",))):
+    with fast_paths.switched_off(*(() if request.param == "extension" else ("kernel",))):
         yield
 
 
@@ -94,7 +94,7 @@ def drawn_case(rng: np.random.Generator, set_to: Callable[[str, int], None]) -> 
 @pytest.mark.usefixtures("way")
 def test_rows_are_found_as_a_plain_list_of_lanes_says(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = set()
-    compiled = ways.is_on("kernel")
+    compiled = fast_paths.is_on("kernel")
     for seed in range(TRIED if compiled else TRIED // 4):
         rng = np.random.default_rng(seed)
         case = drawn_case(rng, lambda name, value: monkeypatch.setattr(tail, name, value))
@@ -102,7 +102,7 @@ def test_rows_are_found_as_a_plain_list_of_lanes_says(monkeypatch: pytest.Monkey
         assert_walks(index, case)
         assert_slices(index, case, rng)
         kinds |= {type(shelf).__name__ for shelf in index._blocks._shelves}
-    assert not compiled or kinds == {"BitShelf", "TableShelf", "OrderShelf"}
+    assert not compiled or kinds == {"BitEncoding", "TableEncoding", "OrderEncoding"}
 
 
 def assert_walks(index: RowIndex, case: Case) -> None:

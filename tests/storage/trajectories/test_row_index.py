@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tallyroll.storage.errors import CorruptStorage, NoSlices
-from tallyroll.storage.trajectories import by_lane
-from tallyroll.storage.trajectories.blocks import piles
-from tallyroll.storage.trajectories.by_lane import MOST_LANES, RowChunk
+from tallyroll.storage.trajectories import lane_stretches
+from tallyroll.storage.trajectories.blocks import growable
+from tallyroll.storage.trajectories.lane_stretches import MOST_LANES, RowChunk
 from tallyroll.storage.trajectories.row_index import RowIndex
 
 from lane_model import Model, models
@@ -214,9 +214,9 @@ def counted_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     def grow(array: np.ndarray, length: int) -> np.ndarray:
         if length > len(array):
             Counting.tally["elements"] += len(array)
-        return by_lane.grown(array, length)
+        return lane_stretches.grown(array, length)
 
-    monkeypatch.setattr(piles, "grown", grow)
+    monkeypatch.setattr(growable, "grown", grow)
 
 
 def cost(rows: int, per_chunk: int, lanes: int = 64, length: int = 100) -> tuple[int, int]:

@@ -27,13 +27,13 @@ from tallyroll.storage import (
     ZarrStorage,
     content_hash,
     diff,
+    fast_paths,
     open_storage,
     verify,
-    ways,
 )
 from tallyroll.storage.errors import ColumnsMissing, Overrun
 from tallyroll.storage.ext.verification import differences
-from tallyroll.storage.rows.keys import CUT, STEP, TRAJ_IDS, spell
+from tallyroll.storage.rows.keys import CUT, STEP, TRAJ_IDS, format_key
 from tallyroll.storage.trajectories import leaves
 from tallyroll.storage.trajectories.content import Numbering
 from tallyroll.storage.trajectories.leaves import Leaves
@@ -78,9 +78,9 @@ def plain(path: Path, relative: bool = False, leaf: int = 2**16) -> str:
     with open_storage(path) as storage:
         columns = sorted(
             (column for column in storage.schema.columns if column.key != CUT),
-            key=lambda each: spell(each.key),
+            key=lambda each: format_key(each.key),
         )
-        about = [[spell(each.key), each.dtype_name, list(each.shape)] for each in columns]
+        about = [[format_key(each.key), each.dtype_name, list(each.shape)] for each in columns]
         rows = storage.reader.copies(np.arange(storage.span.start, storage.span.stop))
         values = dict(zip(storage.reader.keys, rows, strict=True))
     nbytes = sum(column.row_nbytes for column in columns)
@@ -118,7 +118,7 @@ def test_it_does_not_depend_on_how_much_is_read_at_a_time(
     monkeypatch.setattr(leaves, "_MOST_NBYTES", most)
     monkeypatch.setattr(leaves, "_CACHED_NBYTES", cached)
     told: list[tuple[int, int]] = []
-    with ways.switched_off(*off):
+    with fast_paths.switched_off(*off):
         for ids in ("kept", "relative"):
             found = content_hash(path, ids=ids, progress=lambda *done: told.append(done))
             assert found == plain(path, ids == "relative")
@@ -162,7 +162,7 @@ def test_any_rows_in_any_order(
     for ids_are in numberings:
         wanted = plain(folder / name, ids_are == "relative", leaf)
         assert content_hash(folder / name, ids=ids_are) == wanted
-        with ways.switched_off("kernel"):
+        with fast_paths.switched_off("kernel"):
             assert content_hash(folder / name, ids=ids_are) == wanted
 
 
@@ -185,7 +185,7 @@ def test_a_trajectory_goes_on_over_the_end_of_a_ring(tmp_path: Path, last: int) 
             storage.extend(every[at : at + 3])
     write(tmp_path / "rows", every[-10:])
     assert content_hash(tmp_path / "ring") == plain(tmp_path / "rows")
-    with ways.switched_off("kernel"):
+    with fast_paths.switched_off("kernel"):
         assert content_hash(tmp_path / "ring") == plain(tmp_path / "rows")
 
 
@@ -296,9 +296,9 @@ def test_one_bit_is_found_wherever_it_is(path: Path, tmp_path: Path, data: Any) 
     found = diff(path, copy)
     assert not found.same
     assert (found.equal, found.changed, found.only) == (ROWS - 1, 1, (0, 0))
-    assert found.columns == {spell(column.key): 1}
+    assert found.columns == {format_key(column.key): 1}
     (one,) = found.places
-    assert (one.trajectory, one.step, one.column) == (*at, spell(column.key))
+    assert (one.trajectory, one.step, one.column) == (*at, format_key(column.key))
     assert one.first != one.second or np.isnan(one.second).any()
 
 

@@ -30,7 +30,7 @@ from tallyroll.storage.formats.base import BESIDE
 from tallyroll.storage.replay.checkpoint import _replace
 from tallyroll.storage.stores.rewinds import take_back
 from tallyroll.storage.trajectories import leaves
-from tallyroll.storage.trajectories.kept_leaves import LEAF, UnusableLeaves
+from tallyroll.storage.trajectories.leaf_hashes import LEAF, UnusableLeaves
 from tallyroll.storage.trajectories.leaves import kept_of
 
 from storage_damage import damage

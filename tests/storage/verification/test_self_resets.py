@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tallyroll.storage.trajectories.self_resets import (
+    ComparisonCounts,
     Ends,
-    Seen,
     SelfResets,
     Verdict,
     digest,
@@ -27,25 +27,25 @@ KNOWN_START, SELF_RESET = Verdict.KNOWN_START, Verdict.SELF_RESET
 @pytest.mark.parametrize(
     ("seen", "verdict"),
     [
-        (Seen(15, 15, 15, 15, 99, 0, 60), UNDECIDED),
-        (Seen(16, 16, 16, 16, 99, 0, 64), SELF_RESET),
-        (Seen(16, 16, 16, 16, 99, 0, 24), SELF_RESET),
-        (Seen(16, 16, 16, 16, 99, 0, 23.9), KNOWN_START),
-        (Seen(16, 16, 16, 16, 90, 9, 23.9), UNDECIDED),
-        (Seen(16, 16, 0, 0, 90, 9), FINE),
-        (Seen(16, 16, 16, 16, 90, 60, 64), SELF_RESET),
-        (Seen(20, 18, 20, 18, 99, 0, 70), SELF_RESET),
-        (Seen(20, 17, 20, 17, 99, 0, 70), FINE),
-        (Seen(16, 16, 0, 0, 99, 0), KNOWN_START),
-        (Seen(16, 16, 1, 1, 99, 0, 4), KNOWN_START),
-        (Seen(20, 19, 1, 0, 99, 0), FINE),
-        (Seen(16, 16, 16, 16, 4, 0, 64), SELF_RESET),
-        (Seen(16, 16, 16, 16, 3, 0, 64), UNDECIDED),
-        (Seen(500, 500, 500, 500, 0, 0, 900), UNDECIDED),
-        (Seen(16, 0, 16, 0, 0, 0), FINE),
+        (ComparisonCounts(15, 15, 15, 15, 99, 0, 60), UNDECIDED),
+        (ComparisonCounts(16, 16, 16, 16, 99, 0, 64), SELF_RESET),
+        (ComparisonCounts(16, 16, 16, 16, 99, 0, 24), SELF_RESET),
+        (ComparisonCounts(16, 16, 16, 16, 99, 0, 23.9), KNOWN_START),
+        (ComparisonCounts(16, 16, 16, 16, 90, 9, 23.9), UNDECIDED),
+        (ComparisonCounts(16, 16, 0, 0, 90, 9), FINE),
+        (ComparisonCounts(16, 16, 16, 16, 90, 60, 64), SELF_RESET),
+        (ComparisonCounts(20, 18, 20, 18, 99, 0, 70), SELF_RESET),
+        (ComparisonCounts(20, 17, 20, 17, 99, 0, 70), FINE),
+        (ComparisonCounts(16, 16, 0, 0, 99, 0), KNOWN_START),
+        (ComparisonCounts(16, 16, 1, 1, 99, 0, 4), KNOWN_START),
+        (ComparisonCounts(20, 19, 1, 0, 99, 0), FINE),
+        (ComparisonCounts(16, 16, 16, 16, 4, 0, 64), SELF_RESET),
+        (ComparisonCounts(16, 16, 16, 16, 3, 0, 64), UNDECIDED),
+        (ComparisonCounts(500, 500, 500, 500, 0, 0, 900), UNDECIDED),
+        (ComparisonCounts(16, 0, 16, 0, 0, 0), FINE),
     ],
 )
-def test_the_rule(seen: Seen, verdict: Verdict) -> None:
+def test_the_rule(seen: ComparisonCounts, verdict: Verdict) -> None:
     assert judge(seen) is verdict
 
 
@@ -208,7 +208,7 @@ def test_rows_behind_missing_ones_are_not_compared() -> None:
     fed(resets, [{**row, "here": 1, "next": 2}])
     assert resets.seen.ends == 0
     fed(resets, [{**row, "here": 2, "next": 3}])
-    assert resets.seen == Seen(1, 1, 1, 1)
+    assert resets.seen == ComparisonCounts(1, 1, 1, 1)
 
 
 def test_lanes_that_the_run_does_not_have_end_it() -> None:

@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 
 from tallyroll.collector import MultiprocessCollector, OnePolicy, SyncCollector
-from tallyroll.storage import open_storage, ways
+from tallyroll.storage import fast_paths, open_storage
 from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key
 
 Rows = dict[Key, NDArray[Any]]
@@ -108,7 +108,7 @@ class Sharded:
             policy = [(some, opened)] + ([(rest, None)] if rest else [])
         off = self.off if shard is not None else ()
         with (
-            ways.switched_off(*off),
+            fast_paths.switched_off(*off),
             kind(
                 lambda: Wanderer(self.kind), policy, seed=5, storage=path, shard=shard, **options
             ) as collector,
@@ -153,7 +153,7 @@ def draw(number: int) -> Sharded:
         of=of,
         frames=frames,
         by_policy=by_policy,
-        off=tuple(way for way in ways.WAYS if number % 3 and rng.random() < 0.3),
+        off=tuple(way for way in fast_paths.WAYS if number % 3 and rng.random() < 0.3),
         options=options,
         batches=tuple(int(each) for each in rng.integers(1, 70, 3)),
         workers=int(rng.integers(1, 4)) if rng.random() < 0.25 else 0,

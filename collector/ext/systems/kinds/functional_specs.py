@@ -12,7 +12,7 @@ from torchrl.data import TensorSpec, Unbounded
 from tallyroll.collector.envs.gymnasium.spaces import action_leaf, observation_leaves
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, SpaceError
 from tallyroll.storage.rows.dtypes import TORCH
-from tallyroll.storage.rows.keys import Key, spell
+from tallyroll.storage.rows.keys import Key, format_key
 
 
 def keyed(jax: Any, tree: Any) -> dict[Key, Any]:
@@ -83,21 +83,24 @@ def specs_of(
         ArgumentError: a name in ``unbounded`` is no column.
         SpaceError: a column has another shape than is known of it, or a dtype that none can hold.
     """
-    names = [spell(key) for key in returned]
+    names = [format_key(key) for key in returned]
     if unknown := {*unbounded} - {*names}:
         raise ArgumentError(f"unbounded: {sorted(unknown)} are no observations, which are {names}")
     specs: dict[Key, TensorSpec] = {}
     for key, value in returned.items():
         dtype, shape = TORCH.get(value.dtype), tuple(value.shape[1:])
         if dtype is None:
-            raise SpaceError(f"{spell(key)}: no column holds {value.dtype}; cast it in a wrapper")
+            raise SpaceError(
+                f"{format_key(key)}: no column holds {value.dtype}; cast it in a wrapper"
+            )
         spec = known.get(key)
-        if spec is None or spell(key) in unbounded:
+        if spec is None or format_key(key) in unbounded:
             spec = Unbounded(shape, dtype=dtype)
         if tuple(spec.shape) != shape:
             raise SpaceError(
-                f"{spell(key)}: the space declares the shape {list(spec.shape)}, the environment "
-                f'returns {list(shape)}; correct the space, or pass unbounded=["{spell(key)}"]'
+                f"{format_key(key)}: the space declares the shape {list(spec.shape)}, the "
+                "environment "
+                f'returns {list(shape)}; correct the space, or pass unbounded=["{format_key(key)}"]'
             )
         specs[key] = spec if spec.dtype == dtype else spec.to(dtype)
     return specs

@@ -23,7 +23,7 @@ from tallyroll.collector.envs.gymnasium.seeded_resets import SeededResets
 from tallyroll.collector.envs.gymnasium.spaces import Leaf, action_leaf, observation_leaves
 from tallyroll.collector.envs.system import Mask, Step
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, TransitionError
-from tallyroll.storage.rows.keys import spell
+from tallyroll.storage.rows.keys import format_key
 
 
 def true_space(env: Any) -> spaces.Space[Any]:
@@ -81,13 +81,14 @@ def finals_of(
                 value = get(observation)
             except (KeyError, IndexError, TypeError) as error:
                 raise TransitionError(
-                    f"{spell(leaf.key)}: expected a terminal_observation with that part in lane "
-                    f"{first_lane + lane}, got {type(observation).__name__} {observation!r:.80}; a "
-                    "wrapper that changes observations has to change that too"
+                    f"{format_key(leaf.key)}: expected a terminal_observation with that part in "
+                    f"lane {first_lane + lane}, got {type(observation).__name__} "
+                    f"{observation!r:.80}; a wrapper that changes observations has to change that "
+                    "too"
                 ) from error
             if np.shape(value) != row.shape[1:]:
                 raise TransitionError(
-                    f"{spell(leaf.key)}: expected a terminal_observation of shape "
+                    f"{format_key(leaf.key)}: expected a terminal_observation of shape "
                     f"{list(row.shape[1:])}, got {list(np.shape(value))} in lane "
                     f"{first_lane + lane}; a wrapper that changes observations has to change that "
                     "too"
@@ -95,9 +96,9 @@ def finals_of(
             row[lane] = value
             if row.dtype.kind != "f" and not np.array_equal(row[lane], value):
                 raise TransitionError(
-                    f"{spell(leaf.key)}: the terminal_observation in lane {first_lane + lane} is "
-                    f"no {row.dtype}, as the space declares; a wrapper that changes observations "
-                    "has to change that too"
+                    f"{format_key(leaf.key)}: the terminal_observation in lane {first_lane + lane} "
+                    f"is no {row.dtype}, as the space declares; a wrapper that changes "
+                    "observations has to change that too"
                 )
     return rows
 

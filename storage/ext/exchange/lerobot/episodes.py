@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.door import refused
+from tallyroll.storage.ext.exchange.base import refused
 from tallyroll.storage.ext.exchange.folders import filled
 from tallyroll.storage.ext.exchange.lerobot import layout, tables
 from tallyroll.storage.ext.exchange.parquet import damage_of, opened_parquet
@@ -25,7 +25,7 @@ _LONGEST_NAME: Final = 4096
 
 
 @dataclass(frozen=True)
-class Info:
+class LeRobotInfo:
     """Statements of ``info.json`` that are needed, each of its type."""
 
     version: str
@@ -39,7 +39,7 @@ class Info:
     """``total_frames``; None: the file has no such number."""
 
     @classmethod
-    def of(cls, said: Any) -> Info:
+    def of(cls, said: Any) -> LeRobotInfo:
         """Return what a file says.
 
         Raises:
@@ -70,7 +70,7 @@ class Info:
 
 
 @dataclass
-class Episodes:
+class LeRobotEpisodes:
     """The episodes of a folder, in their order."""
 
     lengths: np.ndarray
@@ -87,7 +87,9 @@ class Episodes:
         return int(self.lengths.sum())
 
 
-def episodes_of(inside: Inside, info: Info, videos: Sequence[str], place: Path) -> Episodes:
+def episodes_of(
+    inside: Inside, info: LeRobotInfo, videos: Sequence[str], place: Path
+) -> LeRobotEpisodes:
     """Return the episodes that the metadata list.
 
     Raises:
@@ -117,7 +119,9 @@ def _lengths(values: Any) -> np.ndarray:
     return lengths
 
 
-def _of_lines(inside: Inside, info: Info, videos: Sequence[str], place: Path) -> Episodes:
+def _of_lines(
+    inside: Inside, info: LeRobotInfo, videos: Sequence[str], place: Path
+) -> LeRobotEpisodes:
     lines = layout.read_lines(inside, "meta/episodes.jsonl", place, _LINES_NBYTES)
     if len(lines) > _MOST_EPISODES:
         raise InvalidDataset(f"it has {len(lines):,} episodes")
@@ -131,7 +135,7 @@ def _of_lines(inside: Inside, info: Info, videos: Sequence[str], place: Path) ->
             for n in numbers
         ]
 
-    return Episodes(
+    return LeRobotEpisodes(
         _lengths([line["length"] for line in lines]),
         paths(info.data_path),
         {name: paths(info.video_path, video_key=name) for name in videos},
@@ -139,7 +143,9 @@ def _of_lines(inside: Inside, info: Info, videos: Sequence[str], place: Path) ->
     )
 
 
-def _of_tables(inside: Inside, info: Info, videos: Sequence[str], place: Path) -> Episodes:
+def _of_tables(
+    inside: Inside, info: LeRobotInfo, videos: Sequence[str], place: Path
+) -> LeRobotEpisodes:
     own = ["episode_index", "length", "data/chunk_index", "data/file_index"]
     of_videos = [
         f"videos/{name}/{each}"
@@ -168,7 +174,7 @@ def _of_tables(inside: Inside, info: Info, videos: Sequence[str], place: Path) -
                 made[chunk, file] = filled(template, chunk_index=chunk, file_index=file, **more)
         return [made[pair] for pair in pairs]
 
-    return Episodes(
+    return LeRobotEpisodes(
         _lengths(columns["length"]),
         paths(info.data_path, "data"),
         {n: paths(info.video_path, f"videos/{n}", video_key=n) for n in videos},

@@ -33,7 +33,7 @@ _VIDEO_CHANNELS: Final = (1, 3)
 
 
 @dataclass(frozen=True)
-class Feature:
+class LeRobotFeature:
     """A column as LeRobot has it."""
 
     name: str
@@ -72,7 +72,7 @@ class Feature:
         }
 
 
-def numbers_out(values: np.ndarray, feature: Feature) -> np.ndarray:
+def numbers_out(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
     """Return a column's values as its stand-in has them."""
     stand_in = feature.stand_in
     flat = np.ascontiguousarray(values).reshape(-1)
@@ -81,7 +81,7 @@ def numbers_out(values: np.ndarray, feature: Feature) -> np.ndarray:
     return flat.view(stand_in.numpy_dtype).reshape(len(values), *stand_in.shape)
 
 
-def numbers_back(values: np.ndarray, feature: Feature) -> np.ndarray:
+def numbers_back(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
     """Return a column's values of those of its stand-in."""
     column, flat = feature.column, np.ascontiguousarray(values).reshape(-1)
     if column.dtype is torch.bfloat16:
@@ -89,7 +89,7 @@ def numbers_back(values: np.ndarray, feature: Feature) -> np.ndarray:
     return flat.view(column.numpy_dtype).reshape(len(values), *column.shape)
 
 
-def features_of(schema: Schema, *, video: bool, even: bool = False) -> list[Feature]:
+def features_of(schema: Schema, *, video: bool, even: bool = False) -> list[LeRobotFeature]:
     """Return the features of columns, in their order.
 
     Args:
@@ -101,19 +101,19 @@ def features_of(schema: Schema, *, video: bool, even: bool = False) -> list[Feat
     filmed = {
         each.key for each in schema.columns if video and _can_be_filmed(each, columns, even=even)
     }
-    found, used = list[Feature](), set(_RESERVED)
+    found, used = list[LeRobotFeature](), set(_RESERVED)
     for column in schema.columns:
         key, picture = column.key, Picture.of(column)
         source = key[1:] if key[0] == NEXT and key[1:] in filmed else None
         if source is not None:
-            found.append(Feature("", column, "following", picture, source))
+            found.append(LeRobotFeature("", column, "following", picture, source))
             continue
         name = _name(key, columns, picture)
         while name in used:
             name += "_"
         used.add(name)
         kind: Kind = "numbers" if picture is None else "video" if key in filmed else "image"
-        found.append(Feature(name, column, kind, picture))
+        found.append(LeRobotFeature(name, column, kind, picture))
     return found
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.ext.exchange.door import Block
-from tallyroll.storage.ext.exchange.lerobot.features import Feature
+from tallyroll.storage.ext.exchange.base import Block
+from tallyroll.storage.ext.exchange.lerobot.features import LeRobotFeature
 from tallyroll.storage.ext.exchange.numbering import flags_of_ends, numbered, numbers
 from tallyroll.storage.ext.exchange.pictures import Picture
 from tallyroll.storage.rows.dtypes import NAMES
@@ -22,7 +22,7 @@ from tallyroll.storage.rows.keys import (
     TERMINATED,
     TRUNCATED,
     Key,
-    spell,
+    format_key,
 )
 from tallyroll.storage.rows.schema import Column, Schema
 
@@ -30,9 +30,9 @@ _NUMBERED: Final = ("frame_index", "episode_index", "index")
 _OBSERVATION: Final = "observation"
 
 
-def features_said(said: dict[str, dict[str, Any]]) -> tuple[list[Feature], int]:
+def features_said(said: dict[str, dict[str, Any]]) -> tuple[list[LeRobotFeature], int]:
     """Return the features that a storage can hold, and how many it cannot."""
-    found, lost = list[Feature](), 0
+    found, lost = list[LeRobotFeature](), 0
     names = [name for name in said if name not in _NUMBERED]
     keys = _keys(names)
     for name in names:
@@ -55,7 +55,7 @@ def _keys(names: list[str]) -> dict[str, Key]:
     return {name: key if clear(key) else (name,) for name, key in split.items()}
 
 
-def _feature(name: str, key: Key, said: dict[str, Any]) -> Feature | None:
+def _feature(name: str, key: Key, said: dict[str, Any]) -> LeRobotFeature | None:
     shape, dtype = said.get("shape"), said.get("dtype")
     if not isinstance(shape, list) or not all(type(size) is int for size in shape):
         return None
@@ -67,10 +67,10 @@ def _feature(name: str, key: Key, said: dict[str, Any]) -> Feature | None:
         column = Column(key, NAMES[str(dtype)], tuple(shape))
     except (KeyError, InvalidSchema):
         return None
-    return None if column.dtype in (torch.bfloat16,) else Feature(name, column, "numbers")
+    return None if column.dtype in (torch.bfloat16,) else LeRobotFeature(name, column, "numbers")
 
 
-def _picture(name: str, key: Key, shape: list[int], said: dict[str, Any]) -> Feature | None:
+def _picture(name: str, key: Key, shape: list[int], said: dict[str, Any]) -> LeRobotFeature | None:
     info = [each for each in (said.get("info"), said.get("video_info")) if isinstance(each, dict)]
     depth = any(each.get("is_depth_map") or each.get("video.is_depth_map") for each in info)
     if depth or len(shape) != 3:
@@ -81,16 +81,16 @@ def _picture(name: str, key: Key, shape: list[int], said: dict[str, Any]) -> Fea
         return None
     column = Column(key, torch.uint8, tuple(shape))
     picture = Picture(height, width, channels, first)
-    return Feature(name, column, "video" if said["dtype"] == "video" else "image", picture)
+    return LeRobotFeature(name, column, "video" if said["dtype"] == "video" else "image", picture)
 
 
-class Derived:
+class DerivedColumns:
     """Columns that follow from others: next observations, ends, and numbers of trajectories.
 
     What comes next is the next row of the episode; its last row has lost its own.
     """
 
-    def __init__(self, features: list[Feature]) -> None:
+    def __init__(self, features: list[LeRobotFeature]) -> None:
         columns = {each.column.key: each.column for each in features}
         self._observed = [
             key for key in columns if key[0] == _OBSERVATION and (NEXT, *key) not in columns
@@ -134,7 +134,7 @@ class Derived:
         """Return the first ``count`` rows, whole."""
         found = {key: values[:count] for key, values in block.items()}
         for key, column in self._sources.items():
-            flags = flags_of_ends(found[key], column, spell(key), self._rows)
+            flags = flags_of_ends(found[key], column, format_key(key), self._rows)
             found[key] = flags.reshape(count, 1)
         self._rows += count
         ends = np.ones(count, bool)

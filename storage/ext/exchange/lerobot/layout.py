@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from tallyroll.storage.ext.exchange.door import refused
+from tallyroll.storage.ext.exchange.base import refused
 from tallyroll.storage.ext.exchange.folders import read_text
 from tallyroll.storage.files.safe_files import Inside
 

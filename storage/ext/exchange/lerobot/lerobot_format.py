@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.about import schema_said
-from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming, refused
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.folders import read_json
 from tallyroll.storage.ext.exchange.lerobot import layout, tables
-from tallyroll.storage.ext.exchange.lerobot.episodes import Info, episodes_of
+from tallyroll.storage.ext.exchange.lerobot.episodes import LeRobotInfo, episodes_of
 from tallyroll.storage.ext.exchange.lerobot.features import features_of
-from tallyroll.storage.ext.exchange.lerobot.foreign import Derived, features_said
+from tallyroll.storage.ext.exchange.lerobot.foreign import DerivedColumns, features_said
 from tallyroll.storage.ext.exchange.lerobot.options import LeRobotOptions, Video
-from tallyroll.storage.ext.exchange.lerobot.reading import Source
+from tallyroll.storage.ext.exchange.lerobot.reader import LeRobotSource
 from tallyroll.storage.ext.exchange.lerobot.videos import av_module
-from tallyroll.storage.ext.exchange.lerobot.writing import Folder
-from tallyroll.storage.ext.exchange.outgoing import Outgoing
+from tallyroll.storage.ext.exchange.lerobot.writer import LeRobotWriter
+from tallyroll.storage.ext.exchange.readme import schema_said
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.schema import Schema
 
@@ -46,22 +46,22 @@ class LeRobotFormat(ExchangeFormat):
         """Return the names of features."""
         return [each.name for each in features_of(schema, video=False)]
 
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+    def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
         """Write rows, metadata and videos."""
         tables.arrow_module()
         choices = self.chosen if isinstance(self.chosen, LeRobotOptions) else LeRobotOptions()
         if choices.video is not None:
             av_module()
         place.mkdir()
-        return Folder(rows, place, choices).write()
+        return LeRobotWriter(rows, place, choices).write()
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Read the metadata; rows are read from files that are opened one after the other."""
         tables.arrow_module()
         inside, stack = Inside(place), contextlib.ExitStack()
         try:
-            info = Info.of(read_json(inside, layout.INFO, place))
+            info = LeRobotInfo.of(read_json(inside, layout.INFO, place))
             about = None
             if os.path.lexists(place / layout.ABOUT):
                 about = read_json(inside, layout.ABOUT, place)
@@ -82,12 +82,12 @@ class LeRobotFormat(ExchangeFormat):
 
 def _ours(
     inside: Inside,
-    info: Info,
+    info: LeRobotInfo,
     place: Path,
     schema: Schema,
     about: Any,
     stack: contextlib.ExitStack,
-) -> Incoming:
+) -> ImportRows:
     said = about.get("lerobot")
     video = said.get("video") if isinstance(said, dict) else None
     if video is not None and video not in get_args(Video):
@@ -96,27 +96,29 @@ def _ours(
     features = features_of(schema, video=video is not None, even=even)
     names = [each.name for each in features if each.kind == "video"]
     episodes = episodes_of(inside, info, names, place)
-    source = Source(inside, features, episodes, info.fps, place, schema.row_nbytes)
+    source = LeRobotSource(inside, features, episodes, info.fps, place, schema.row_nbytes)
     stack.callback(source.close)
 
     def blocks() -> Iterator[Block]:
         for block, _, _ in _named(source, place):
             yield block
 
-    return Incoming(schema, episodes.rows, blocks(), about, info.version)
+    return ImportRows(schema, episodes.rows, blocks(), about, info.version)
 
 
-def _theirs(inside: Inside, info: Info, place: Path, stack: contextlib.ExitStack) -> Incoming:
+def _theirs(
+    inside: Inside, info: LeRobotInfo, place: Path, stack: contextlib.ExitStack
+) -> ImportRows:
     features, lost = features_said(info.features)
     if not features:
         raise InvalidDataset("it has no feature that a storage can hold")
     names = [each.name for each in features if each.kind == "video"]
     episodes = episodes_of(inside, info, names, place)
-    derived = Derived(features)
+    derived = DerivedColumns(features)
     derived.lost |= {"columns": lost, "tasks": info.tasks}
-    source = Source(inside, features, episodes, info.fps, place, derived.schema.row_nbytes)
+    source = LeRobotSource(inside, features, episodes, info.fps, place, derived.schema.row_nbytes)
     stack.callback(source.close)
-    return Incoming(
+    return ImportRows(
         derived.schema,
         episodes.rows,
         derived.blocks(_named(source, place)),
@@ -126,7 +128,7 @@ def _theirs(inside: Inside, info: Info, place: Path, stack: contextlib.ExitStack
     )
 
 
-def _named(source: Source, place: Path) -> Iterator[Any]:
+def _named(source: LeRobotSource, place: Path) -> Iterator[Any]:
     """Yield blocks; errors name the folder."""
     try:
         yield from source.blocks()

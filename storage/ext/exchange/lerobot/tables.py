@@ -12,7 +12,7 @@ import numpy as np
 
 from tallyroll.storage.ext.exchange.lerobot.features import (
     OWN,
-    Feature,
+    LeRobotFeature,
     numbers_out,
 )
 from tallyroll.storage.ext.exchange.lerobot.statistics import NAMES
@@ -36,7 +36,7 @@ def writer(place: Path, kinds: Any) -> Any:
     )
 
 
-def data_kinds(features: Sequence[Feature]) -> Any:
+def data_kinds(features: Sequence[LeRobotFeature]) -> Any:
     """Return the schema of the rows."""
     arrow, fields = arrow_module(), []
     for feature in features:
@@ -49,7 +49,7 @@ def data_kinds(features: Sequence[Feature]) -> Any:
     return arrow.schema(fields)
 
 
-def _kind(feature: Feature) -> Any:
+def _kind(feature: LeRobotFeature) -> Any:
     arrow, column = arrow_module(), feature.stand_in
     kind = arrow.from_numpy_dtype(column.numpy_dtype)
     if column.shape == (1,):
@@ -61,7 +61,7 @@ def _kind(feature: Feature) -> Any:
     return kind
 
 
-def numbers_array(values: np.ndarray, feature: Feature) -> Any:
+def numbers_array(values: np.ndarray, feature: LeRobotFeature) -> Any:
     """Return a column's values as Arrow has them."""
     arrow, shape = arrow_module(), feature.stand_in.shape
     flat = arrow.array(numbers_out(values, feature).reshape(-1))

@@ -35,7 +35,7 @@ def av_module() -> Any:
     return needed("av", "lerobot", "videos of LeRobot need")
 
 
-class Film:
+class VideoWriter:
     """A file of frames that follow one another."""
 
     def __init__(self, place: Path, picture: Picture, options: LeRobotOptions) -> None:

@@ -41,7 +41,7 @@ _AS_INTEGERS: Final = {
 
 
 @dataclass(frozen=True)
-class Feature:
+class RldsFeature:
     """A column as a record has it: its values of all steps, one after the other."""
 
     name: str
@@ -57,19 +57,19 @@ class Feature:
     """There is one value for all steps."""
 
 
-def feature_of(name: str, column: Column, *, observed: bool = False) -> Feature:
+def feature_of(name: str, column: Column, *, observed: bool = False) -> RldsFeature:
     """Return the feature that holds a column of ours, bit for bit."""
     if (picture := Picture.of(column)) is not None:
-        return Feature(name, column, "image", picture, observed)
+        return RldsFeature(name, column, "image", picture, observed)
     kind: Kind = "bytes"
     if column.dtype is torch.float32:
         kind = "floats"
     elif column.dtype in _AS_INTEGERS or (column.dtype is torch.uint8 and not column.shape):
         kind = "integers"
-    return Feature(name, column, kind, None, observed)
+    return RldsFeature(name, column, kind, None, observed)
 
 
-def features_of(schema: Schema, roles: Roles) -> list[Feature]:
+def features_of(schema: Schema, roles: Roles) -> list[RldsFeature]:
     """Return the features of columns; next observations have none of their own."""
     seen = under(OBSERVATION, roles.observations)
     places: dict[Key, Key] = seen | under(ACTION, roles.actions) | {REWARD: (REWARDS,)}
@@ -91,7 +91,7 @@ def _flat(column: Column) -> Column:
 # --- the text -------------------------------------------------------------------------------------
 
 
-def features_json(features: Iterable[Feature]) -> dict[str, Any]:
+def features_json(features: Iterable[RldsFeature]) -> dict[str, Any]:
     """Return ``features.json`` of an export: the columns, and what RLDS says of each step."""
     steps: dict[str, Any] = {}
     for each in features:
@@ -107,8 +107,8 @@ def features_json(features: Iterable[Feature]) -> dict[str, Any]:
     return _dictionary({STEPS: {"pythonClassName": _DATASET, "sequence": inner}})
 
 
-def _said(value: Feature | Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(value, Feature):
+def _said(value: RldsFeature | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, RldsFeature):
         return _dictionary({name: _said(each) for name, each in value.items()})
     if value.picture is not None:
         shape = (value.picture.height, value.picture.width, value.picture.channels)

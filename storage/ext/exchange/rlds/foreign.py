@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidDataset, InvalidSchema
-from tallyroll.storage.ext.exchange.door import Block
+from tallyroll.storage.ext.exchange.base import Block
 from tallyroll.storage.ext.exchange.numbering import flags_of_ends, numbered, numbers
 from tallyroll.storage.ext.exchange.pictures import Picture
 from tallyroll.storage.ext.exchange.rlds.features import (
@@ -22,11 +22,11 @@ from tallyroll.storage.ext.exchange.rlds.features import (
     REWARDS,
     STEPS,
     TERMINAL,
-    Feature,
     Kind,
+    RldsFeature,
 )
 from tallyroll.storage.ext.exchange.rlds.older import as_today
-from tallyroll.storage.ext.exchange.rlds.reading import (
+from tallyroll.storage.ext.exchange.rlds.reader import (
     Steps,
     count_of,
     transitions,
@@ -87,13 +87,13 @@ def _leaves(features: Any, above: Key) -> Iterator[tuple[Key, Mapping[str, Any]]
             yield (*above, name), each if isinstance(each, dict) else {}
 
 
-def features_said(said: Any) -> tuple[list[Feature], int]:
+def features_said(said: Any) -> tuple[list[RldsFeature], int]:
     """Return the features that a storage can hold, and how many it cannot.
 
     Raises:
         InvalidDataset: it is no dataset of RLDS.
     """
-    found, groups, lost = dict[Key, Feature](), set[Key](), 0
+    found, groups, lost = dict[Key, RldsFeature](), set[Key](), 0
     for feature in _all_said(said):
         key = () if feature is None else feature.column.key
         above = {key[:deep] for deep in range(1, len(key))}
@@ -108,7 +108,7 @@ def features_said(said: Any) -> tuple[list[Feature], int]:
     return [*found.values()], lost
 
 
-def _all_said(said: Any) -> Iterator[Feature | None]:
+def _all_said(said: Any) -> Iterator[RldsFeature | None]:
     """Yield the features of steps but their flags, and those of episodes; None: no column."""
     of_steps, of_episodes = leaves_of(said)
     for path, each in of_steps.items():
@@ -130,7 +130,7 @@ def key_of(path: Key) -> Key:
 
 def feature_said(
     name: str, key: Key, said: Mapping[str, Any], *, of_episode: bool = False
-) -> Feature | None:
+) -> RldsFeature | None:
     """Return a feature as ``features.json`` has it; None where no storage can hold it."""
     observed = key[0] == OBSERVATION and not of_episode
     try:
@@ -139,7 +139,7 @@ def feature_said(
             return _image(name, key, image, observed=observed, of_episode=of_episode)
         if isinstance(label, dict):
             column = Column(key, torch.int64, ())
-            return Feature(name, column, "integers", None, observed, of_episode=of_episode)
+            return RldsFeature(name, column, "integers", None, observed, of_episode=of_episode)
         if not isinstance(tensor, dict):
             return None
         column = Column(key, NAMES[str(tensor.get("dtype"))], _shape(tensor))
@@ -154,17 +154,17 @@ def feature_said(
     if key == REWARD and not column.shape:
         column = Column(key, column.dtype, (1,))
     zipped = encoding == "zlib"
-    return Feature(name, column, kind, None, observed, zipped=zipped, of_episode=of_episode)
+    return RldsFeature(name, column, kind, None, observed, zipped=zipped, of_episode=of_episode)
 
 
 def _image(
     name: str, key: Key, image: Mapping[str, Any], *, observed: bool, of_episode: bool
-) -> Feature | None:
+) -> RldsFeature | None:
     shape = _shape(image)
     if image.get("dtype", "uint8") != "uint8" or len(shape) != 3 or not 1 <= shape[2] <= 4:
         return None
     column, picture = Column(key, torch.uint8, shape), Picture(*shape, first=False)
-    return Feature(name, column, "image", picture, observed, of_episode=of_episode)
+    return RldsFeature(name, column, "image", picture, observed, of_episode=of_episode)
 
 
 def _shape(said: Mapping[str, Any]) -> tuple[int, ...]:
@@ -235,7 +235,7 @@ class TheirRows:
         return flags_of_ends(values, column, name, self._rows).reshape(-1)
 
 
-def _flags_said(said: Any) -> list[Feature]:
+def _flags_said(said: Any) -> list[RldsFeature]:
     """Return the flags of a step that a dataset has."""
     of_steps, _ = leaves_of(said)
     found = []

@@ -38,14 +38,14 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Info:
+class RldsInfo:
     """Statements of ``dataset_info.json`` that are needed, each of its type."""
 
     version: str
     splits: tuple[Split, ...]
 
     @classmethod
-    def of(cls, said: Any) -> Info:
+    def of(cls, said: Any) -> RldsInfo:
         """Return what a file says.
 
         Raises:

@@ -11,8 +11,8 @@ from typing import IO, Any, Final
 
 import numpy as np
 
-from tallyroll.storage.engine.memory_left import require_memory
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.engine.available_memory import require_memory
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.rlds.examples import descriptors
 from tallyroll.storage.files.safe_files import data_in
 from tallyroll.storage.formats.optional_libraries import needed

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.about import schema_said
-from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming, refused
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.folders import read_json
-from tallyroll.storage.ext.exchange.outgoing import Outgoing
+from tallyroll.storage.ext.exchange.readme import schema_said
 from tallyroll.storage.ext.exchange.rlds import layout
 from tallyroll.storage.ext.exchange.rlds.features import features_of
 from tallyroll.storage.ext.exchange.rlds.foreign import TheirRows
-from tallyroll.storage.ext.exchange.rlds.layout import Info
-from tallyroll.storage.ext.exchange.rlds.reading import (
-    Source,
+from tallyroll.storage.ext.exchange.rlds.layout import RldsInfo
+from tallyroll.storage.ext.exchange.rlds.reader import (
+    RldsSource,
     Steps,
     count_of,
     transitions,
 )
 from tallyroll.storage.ext.exchange.rlds.records import require_libraries
-from tallyroll.storage.ext.exchange.rlds.writing import Folder
+from tallyroll.storage.ext.exchange.rlds.writer import RldsWriter
 from tallyroll.storage.ext.exchange.roles import Roles
 from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.schema import Schema
@@ -47,32 +47,32 @@ class RldsFormat(ExchangeFormat):
         """Refuse rows that are no transitions."""
         Roles.of(schema, self.name)
 
-    def write(self, rows: Outgoing, place: Path) -> Mapping[str, int]:
+    def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
         """Write one episode after the other."""
         require_libraries()
-        return Folder(rows, place, Roles.of(rows.schema, self.name)).write()
+        return RldsWriter(rows, place, Roles.of(rows.schema, self.name)).write()
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         """Read the metadata, and how long each episode is."""
         require_libraries()
         inside = Inside(place)
         try:
-            info = Info.of(read_json(inside, layout.INFO, place))
+            info = RldsInfo.of(read_json(inside, layout.INFO, place))
             features = read_json(inside, layout.FEATURES, place)
             about = None
             if os.path.lexists(place / layout.ABOUT):
                 about = read_json(inside, layout.ABOUT, place)
             rows = rows_of(features, schema_said(about))
             files = [p for e in info.splits for p in zip(e.files, e.lengths, strict=True)]
-            source = Source(inside, files, rows.read)
+            source = RldsSource(inside, files, rows.read)
             count = sum(max(0, steps - 1) for steps in source.lengths())
         except (OSError, InvalidDataset) as error:
             raise refused(place, str(error)) from error
         if len(info.splits) > 1:
             rows.lost["splits"] = len(info.splits)
         blocks = _blocks(source, rows, place)
-        yield Incoming(rows.schema, count, blocks, about, info.version, rows.lost)
+        yield ImportRows(rows.schema, count, blocks, about, info.version, rows.lost)
 
 
 class OurRows:
@@ -105,7 +105,7 @@ def rows_of(features: Any, said: Schema | None) -> OurRows | TheirRows:
     return TheirRows(features) if said is None else OurRows(said)
 
 
-def _blocks(source: Source, rows: OurRows | TheirRows, place: Path) -> Iterator[Block]:
+def _blocks(source: RldsSource, rows: OurRows | TheirRows, place: Path) -> Iterator[Block]:
     """Yield the rows of all episodes; errors name the folder."""
     try:
         for steps in source.episodes():

@@ -1,4 +1,4 @@
-"""Values of a feature, from the lists of a record and to them."""
+"""RldsValues of a feature, from the lists of a record and to them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tallyroll.storage.engine.memory_left import require_memory
+from tallyroll.storage.engine.available_memory import require_memory
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.outgoing import BLOCK_NBYTES
+from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.pictures import Decoder, Pngs
-from tallyroll.storage.ext.exchange.rlds.features import Feature, Kind
+from tallyroll.storage.ext.exchange.rlds.features import Kind, RldsFeature
 
 _EXTRA: Final = "rlds"
 _LISTS: Final[dict[Kind, str]] = {"floats": "float_list", "integers": "int64_list"}
 _BYTES: Final = "bytes_list"
 
 
-class Values:
+class RldsValues:
     """Reads and writes the values of a feature."""
 
-    def __init__(self, feature: Feature) -> None:
+    def __init__(self, feature: RldsFeature) -> None:
         self.feature = feature
         self._list = _LISTS.get(feature.kind, _BYTES)
         # How many entries of the list a step has: a number each, or one for all of its bytes.

@@ -32,7 +32,7 @@ from tallyroll.collector.workers.local.memory import (
     Measure,
     require,
 )
-from tallyroll.storage.engine.memory_left import (
+from tallyroll.storage.engine.available_memory import (
     available_bytes,
     cgroup_folders,
     left_in_cgroup,

@@ -170,7 +170,7 @@ def test_a_parent_does_not_wait_for_ever_for_a_large_message_to_be_taken(
     taker.join()
     parent.send(None)
     assert worker.receive() is None
-    with pytest.raises(pipes.Stalled):
+    with pytest.raises(pipes.PipeStalled):
         parent.send(wide)
     worker.close()
     with pytest.raises(OSError, match="Broken pipe"):

@@ -15,7 +15,7 @@ from tallyroll.collector.ext.far.far_worker import Rows, as_array
 from tallyroll.collector.ext.far.next_rows import put_back, taken_out
 from tallyroll.collector.run_plan import Decision
 from tallyroll.collector.slab.slab import SlabColumn, memory_of
-from tallyroll.storage import ways
+from tallyroll.storage import fast_paths
 
 from far_kit import FarThreads
 from worker_kit import (
@@ -96,7 +96,7 @@ def test_what_was_taken_out_is_put_back(
         or octets(theirs[ENDS], slot, lane) != octets(theirs[BEGINS], slot + 1, lane)
     }
 
-    with ways.switched_off(*off):
+    with fast_paths.switched_off(*off):
         others = taken_out(sent, [ENDS])
     assert [*sent] == [BEGINS]
     assert {*zip(*map(np.ndarray.tolist, np.nonzero(others[ENDS].at)), strict=True)} == own
@@ -122,7 +122,7 @@ def far(source: str, mode: Literal["sync", "async"], kind: str) -> MultiprocessC
 @pytest.mark.parametrize("source", [DISABLED, SAME, NEXT, "torch"])
 def test_rows_are_those_of_one_process(source: str, off: tuple[str, ...]) -> None:
     one = collect_all(sync_collector(source, oracle={"kind": "image"}, **RUN))
-    with ways.switched_off(*off), in_threads():
+    with fast_paths.switched_off(*off), in_threads():
         many = collect_all(far(source, "sync", "image"))
     assert_alike(one, many)
 
@@ -142,7 +142,7 @@ def test_rows_are_those_of_one_process(source: str, off: tuple[str, ...]) -> Non
 def test_few_next_observations_are_sent(
     source: str, kind: str, off: tuple[str, ...], decision: Decision, mode: Any
 ) -> None:
-    with ways.switched_off(*off), far(source, mode, kind) as collector:
+    with fast_paths.switched_off(*off), far(source, mode, kind) as collector:
         assert collector.plan.sends == decision
         transport: Any = collector._worker_pool.transport
         for _ in collector:

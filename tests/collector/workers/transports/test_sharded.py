@@ -379,7 +379,7 @@ def test_rows_that_no_line_names_do_not_count(tmp_path: Path) -> None:
 def test_a_run_of_many_leases_keeps_its_file_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tallyroll.storage.ext.sharded.acknowledged._WRITTEN_AGAIN", 500)
+    monkeypatch.setattr("tallyroll.storage.ext.sharded.acknowledged_rows._WRITTEN_AGAIN", 500)
     path, most = tmp_path / "rows", 0
     options: dict[str, Any] = {"transport": "thread", "frames_per_batch": 6}
     with sharded(factories(SAME, 2, LANES), path, total_frames=300, **options) as collector:

@@ -14,8 +14,8 @@ from tensordict import TensorDict
 
 from tallyroll.storage import import_dataset, open_storage, verify, verify_dataset
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.lerobot.features import Feature
-from tallyroll.storage.ext.exchange.lerobot.foreign import Derived
+from tallyroll.storage.ext.exchange.lerobot.features import LeRobotFeature
+from tallyroll.storage.ext.exchange.lerobot.foreign import DerivedColumns
 from tallyroll.storage.rows.schema import Column
 
 ROWS, ENDS, TIMEOUTS = 100, (20, 99), (50,)
@@ -156,7 +156,7 @@ def test_flags_of_rlds(dtype: str, tmp_path: Path) -> None:
 def test_flags_of_lerobot(dtype: str, shape: tuple[int, ...]) -> None:
     name = ("next", "done")
     kind = torch.from_numpy(np.zeros(1, dtype)).dtype
-    derived = Derived([Feature("next.done", Column(name, kind, shape), "numbers")])
+    derived = DerivedColumns([LeRobotFeature("next.done", Column(name, kind, shape), "numbers")])
     done = np.array([0, 0, 1, 0, 0]).astype(dtype).reshape(5, *shape)
     episodes, steps = np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 0, 1])
     parts = [
@@ -175,9 +175,9 @@ def test_flags_of_lerobot(dtype: str, shape: tuple[int, ...]) -> None:
         done[3] = 2
         with pytest.raises(InvalidDataset, match=r"next/done: expected 0 or 1 .* row 3"):
             list(
-                Derived([Feature("next.done", Column(name, kind, shape), "numbers")]).blocks(
-                    iter(parts)
-                )
+                DerivedColumns(
+                    [LeRobotFeature("next.done", Column(name, kind, shape), "numbers")]
+                ).blocks(iter(parts))
             )
 
 

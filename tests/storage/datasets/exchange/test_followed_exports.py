@@ -38,9 +38,9 @@ from tallyroll.storage.errors import (
     StorageFull,
     StorageLocked,
 )
-from tallyroll.storage.ext.exchange import about, exporting, following, outgoing
-from tallyroll.storage.ext.exchange import following as versions
-from tallyroll.storage.ext.exchange.exporting import Cuts
+from tallyroll.storage.ext.exchange import dataset_export, export_rows, followed_export, readme
+from tallyroll.storage.ext.exchange import followed_export as versions
+from tallyroll.storage.ext.exchange.dataset_export import Cuts
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows
 from tallyroll.storage.ext.testing.storage_contract import process
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
@@ -167,9 +167,9 @@ def test_the_text_is_of_the_rows_that_are_written(
 
         def slow(*given: Any) -> dict[str, Any]:
             storage.extend(rows(20, 10))
-            return about.about_rows(*given)
+            return readme.about_rows(*given)
 
-        monkeypatch.setattr(exporting, "about_rows", slow)
+        monkeypatch.setattr(dataset_export, "about_rows", slow)
         with open_storage(tmp_path / "source") as reader:
             report = reader.export(tmp_path / "out", "torchrl", cuts=cuts)
     assert report.rows == (20 if cuts == "keep" else 14)
@@ -189,7 +189,7 @@ def append(path: Path, told: Told) -> None:
 
 def follow(folder: Path, kind: str, small: bool = True) -> None:
     if small:
-        outgoing.BLOCK_NBYTES = 4000  # type: ignore[misc]
+        export_rows.BLOCK_NBYTES = 4000  # type: ignore[misc]
     with open_storage(folder / "source") as storage:
         storage.export(folder / "out", kind, follow=SOON)
 
@@ -388,7 +388,7 @@ def test_a_version_waits_for_its_time(
         now[0] += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(following, "time", clock)
+    monkeypatch.setattr(followed_export, "time", clock)
     growing = Growing(source, 4)
 
     def on(report: ExportReport) -> None:

@@ -152,7 +152,9 @@ def test_hdf5(tmp_path: Path, fault: str) -> None:
             file["actions"] = np.array([file.ref] * 3, h5py.ref_dtype)
     if fault == "chunk":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tallyroll.storage.engine.memory_left.available_bytes", lambda *_: 2**30)
+            patch.setattr(
+                "tallyroll.storage.engine.available_memory.available_bytes", lambda *_: 2**30
+            )
             refused("d4rl", place)
     else:
         refused("d4rl", place)
@@ -232,7 +234,7 @@ def test_a_parquet_that_claims_too_much(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "rows.parquet")
     assert (tmp_path / "rows.parquet").stat().st_size < 2**18
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tallyroll.storage.engine.memory_left.available_bytes", lambda *_: 2**24)
+        patch.setattr("tallyroll.storage.engine.available_memory.available_bytes", lambda *_: 2**24)
         refused("parquet", tmp_path / "rows.parquet")
     content = bytearray((tmp_path / "rows.parquet").read_bytes())
     content[-8:-4] = (2**31 - 1).to_bytes(4, "little")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tallyroll.storage import MemmapStorage, content_hash, import_dataset, open_storage
-from tallyroll.storage.ext.exchange import importing, outgoing
+from tallyroll.storage.ext.exchange import dataset_import, export_rows
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 from killed_storages_kit import Told, forked, in_a_process, killed, wait_until
@@ -26,7 +26,7 @@ KINDS = ("npz", "torchrl", "d4rl", "rlds" if HAS_RLDS else "torchrl")
 
 def exchange(folder: Path, place: Path, back: Path, kind: str, told: Told) -> None:
     """Export and import, in small blocks, and say how far each is."""
-    outgoing.BLOCK_NBYTES = importing.BLOCK_NBYTES = 4000  # type: ignore[misc]
+    export_rows.BLOCK_NBYTES = dataset_import.BLOCK_NBYTES = 4000  # type: ignore[misc]
 
     def tell(done: int, total: int) -> None:
         told.head += 1

@@ -23,7 +23,7 @@ from tallyroll.storage import (
     open_storage,
     verify,
 )
-from tallyroll.storage.ext.exchange import outgoing
+from tallyroll.storage.ext.exchange import export_rows
 from tallyroll.storage.ext.exchange.lerobot import layout, statistics
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -118,7 +118,7 @@ def test_small_pieces_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(layout, "DATA_MB", 1e-5)
     monkeypatch.setattr(layout, "VIDEO_MB", 0)
     monkeypatch.setattr(layout, "CHUNK", 2)
-    monkeypatch.setattr(outgoing, "BLOCK_NBYTES", 2000)
+    monkeypatch.setattr(export_rows, "BLOCK_NBYTES", 2000)
     exported(tmp_path, pictured(23, 5, pixels=(8, 8, 3)), video="ffv1")
     names = sorted(
         str(each.relative_to(tmp_path / "out")) for each in tmp_path.glob("out/data/*/*")
@@ -134,7 +134,7 @@ def test_small_pieces_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_statistics_are_those_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "BLOCK_NBYTES", 2000)
+    monkeypatch.setattr(export_rows, "BLOCK_NBYTES", 2000)
     rows = pictured(50, 17, pixels=(8, 9, 3))
     exported(tmp_path, rows)
     said = json.loads((tmp_path / "out" / layout.STATS).read_text())
@@ -306,12 +306,12 @@ def test_an_end_within_an_episode_is_counted(tmp_path: Path) -> None:
 
 def test_rows_wait_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one row and of all give the same rows."""
-    from tallyroll.storage.ext.exchange.lerobot import reading
+    from tallyroll.storage.ext.exchange.lerobot import reader
 
     place = unpacked("theirs_v30", tmp_path)
     import_dataset(place, tmp_path / "one", "lerobot")
     for size in (1, 3):
-        monkeypatch.setattr(reading, "_PIECE_ROWS", size)
+        monkeypatch.setattr(reader, "_PIECE_ROWS", size)
         import_dataset(place, tmp_path / f"other{size}", "lerobot")
         assert diff(tmp_path / "one", tmp_path / f"other{size}").equal == 12
 

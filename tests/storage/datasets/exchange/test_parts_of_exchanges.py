@@ -21,14 +21,14 @@ from tallyroll.storage.errors import (
     Overrun,
     StorageMissing,
 )
-from tallyroll.storage.ext.exchange import importing, outgoing
-from tallyroll.storage.ext.exchange.door import Block, ExchangeFormat, Incoming
-from tallyroll.storage.ext.exchange.importing import imported
+from tallyroll.storage.ext.dataset_checks.lerobot.rows import FiniteStatistics
+from tallyroll.storage.ext.exchange import dataset_import, export_rows
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows
+from tallyroll.storage.ext.exchange.dataset_import import imported
+from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.lerobot.statistics import QUANTILES, Numbers
-from tallyroll.storage.ext.exchange.numbering import Numbering
-from tallyroll.storage.ext.exchange.outgoing import Outgoing
+from tallyroll.storage.ext.exchange.numbering import TrajectoryNumbering
 from tallyroll.storage.ext.exchange.roles import Roles, under
-from tallyroll.storage.ext.soundness.lerobot.rows import Counted
 from tallyroll.storage.readers.row_reader import RowReader
 from tallyroll.storage.rows.keys import (
     DONE,
@@ -39,7 +39,7 @@ from tallyroll.storage.rows.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
-    spell,
+    format_key,
 )
 from tallyroll.storage.rows.schema import Schema
 
@@ -55,7 +55,7 @@ _VALUES = st.floats(-1e3, 1e3) | st.sampled_from([np.nan, np.inf, -np.inf, 0.0])
 def test_statistics_leave_out_values_that_are_not_finite(
     blocks: list[list[tuple[float, float]]],
 ) -> None:
-    numbers, checked = Numbers(sum(map(len, blocks))), Counted()
+    numbers, checked = Numbers(sum(map(len, blocks))), FiniteStatistics()
     for block in blocks:
         numbers.add(np.array(block))
         checked.add(np.array(block))
@@ -78,7 +78,7 @@ def test_statistics_leave_out_values_that_are_not_finite(
 @given(st.lists(st.lists(st.sampled_from(["", "terminated", "truncated"]), max_size=5)))
 def test_blocks_are_numbered_as_a_plain_loop_does(blocks: list[list[str]]) -> None:
     empty = {key: np.empty((0, 1), bool) for key in (TERMINATED, TRUNCATED)}
-    numbering = Numbering(Schema.of(empty))
+    numbering = TrajectoryNumbering(Schema.of(empty))
     trajectory = step = 0
     for ends in blocks:
         flags = {key: np.array([[end == key[-1]] for end in ends], bool) for key in empty}
@@ -101,7 +101,7 @@ def test_blocks_are_numbered_as_a_plain_loop_does(blocks: list[list[str]]) -> No
     ],
 )
 def test_rows_with_numbers_or_without_flags_are_left_alone(rows: Block) -> None:
-    numbering = Numbering(Schema.of(rows))
+    numbering = TrajectoryNumbering(Schema.of(rows))
     assert not numbering.needed
     assert numbering.of(rows) is rows
     assert numbering.schema.keys == tuple(Schema.of(rows).keys)
@@ -128,10 +128,10 @@ def test_roles_of_columns() -> None:
     more |= {"wider": np.zeros(2), "next/wider": np.zeros((2, 2))}
     more |= {"other": np.zeros(2), "next/other": np.zeros(2, np.float32)}
     roles = Roles.of(columns(**more), "minari")
-    assert {spell(each.key) for each in roles.observations} == {"observation", *seen}
-    assert {spell(each.key) for each in roles.actions} == {"action", "agents/action"}
+    assert {format_key(each.key) for each in roles.observations} == {"observation", *seen}
+    assert {format_key(each.key) for each in roles.actions} == {"action", "agents/action"}
     left = {"wider", "next/wider", "other", "next/other"}
-    assert {spell(each.key) for each in roles.others} == {*others, *left}
+    assert {format_key(each.key) for each in roles.others} == {*others, *left}
     assert (roles.reward.key, roles.terminated.key) == (REWARD, TERMINATED)
     assert roles.truncated is not None
     assert Roles.of(columns(TRUNCATED), "minari").truncated is None
@@ -140,15 +140,15 @@ def test_roles_of_columns() -> None:
 @pytest.mark.parametrize("key", [ROW, AFTER, ACTION, REWARD, TERMINATED])
 def test_rows_that_are_no_transitions(key: Key) -> None:
     name = {ROW: "observation, with next/observation", AFTER: "observation, with next/observation"}
-    with pytest.raises(InvalidSchema, match=f"have no {name.get(key, spell(key))}\\."):
+    with pytest.raises(InvalidSchema, match=f"have no {name.get(key, format_key(key))}\\."):
         Roles.of(columns(key), "minari")
 
 
 @pytest.mark.parametrize("key", [TERMINATED, TRUNCATED])
 def test_flags_that_are_no_flags(key: Key) -> None:
     for flag in (np.zeros((2, 1), np.uint8), np.zeros((2, 3), bool)):
-        with pytest.raises(InvalidSchema, match=f"{spell(key)}: expected one bool a row"):
-            Roles.of(columns(**{spell(key): flag}), "minari")
+        with pytest.raises(InvalidSchema, match=f"{format_key(key)}: expected one bool a row"):
+            Roles.of(columns(**{format_key(key): flag}), "minari")
 
 
 def test_places_under_a_name() -> None:
@@ -202,8 +202,8 @@ def test_rows_go_out_in_their_order(
         span, schema, table = reader.span, reader.schema, reader.trajectories.table
         marked = np.array([row for row in span if row in ends], np.int64)
         nbytes = schema.row_nbytes
-        patch.setattr(outgoing, "BLOCK_NBYTES", block * nbytes)
-        out = Outgoing(
+        patch.setattr(export_rows, "BLOCK_NBYTES", block * nbytes)
+        out = ExportRows(
             reader,
             span,
             schema,
@@ -276,12 +276,12 @@ def compare(parts: list[Block], wanted: dict[Any, np.ndarray]) -> None:
 def test_rows_that_a_ring_overwrites_are_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outgoing, "BLOCK_NBYTES", 8)
+    monkeypatch.setattr(export_rows, "BLOCK_NBYTES", 8)
     with MemmapStorage(tmp_path / "rows", max_size=6) as storage:
         storage.extend({("x",): np.arange(6)})
         reader = storage.reader
         none = np.empty(0, np.int64)
-        out = Outgoing(reader, reader.span, reader.schema, {}, "rows", None, none, sorted=False)
+        out = ExportRows(reader, reader.span, reader.schema, {}, "rows", None, none, sorted=False)
         blocks = out.blocks()
         assert out.trajectories == 0
         assert next(blocks)[("x",)].tolist() == [0]
@@ -294,10 +294,10 @@ def test_a_trajectory_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPa
     """Short ones are read together, within a block; a long one is read alone, if there is room."""
     with written(lanes_of([0] * 4 + [1] * 20 + [2] * 4, 20)) as reader:
         schema, table = reader.schema, reader.trajectories.table
-        monkeypatch.setattr(outgoing, "BLOCK_NBYTES", 8 * schema.row_nbytes)
+        monkeypatch.setattr(export_rows, "BLOCK_NBYTES", 8 * schema.row_nbytes)
         none = np.empty(0, np.int64)
-        out = Outgoing(reader, reader.span, schema, {}, "rows", table, none, sorted=True)
-        memory = "tallyroll.storage.engine.memory_left.available_bytes"
+        out = ExportRows(reader, reader.span, schema, {}, "rows", table, none, sorted=True)
+        memory = "tallyroll.storage.engine.available_memory.available_bytes"
         monkeypatch.setattr(memory, lambda: 2 * 20 * schema.row_nbytes)
         assert [len(each.rows[ROW]) for each in out.episodes()] == [4, 20, 4]
         monkeypatch.setattr(memory, lambda: 2 * 20 * schema.row_nbytes - 1)
@@ -317,13 +317,13 @@ class Given(ExchangeFormat):
         super().__init__()
         self._blocks, self._rows = blocks, rows
 
-    def write(self, rows: Outgoing, place: Path) -> dict[str, int]:
+    def write(self, rows: ExportRows, place: Path) -> dict[str, int]:
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[Incoming]:
+    def read(self, place: Path) -> Iterator[ImportRows]:
         schema = Schema.of(self._blocks[0])
-        yield Incoming(schema, self._rows, iter(self._blocks), lost={"texts": 2, "none": 0})
+        yield ImportRows(schema, self._rows, iter(self._blocks), lost={"texts": 2, "none": 0})
 
 
 @settings(max_examples=10, deadline=None)
@@ -341,7 +341,7 @@ def test_rows_come_in_as_they_are_given(sizes: list[int], least: int, wrong: int
     blocks: list[Block] = [dict(zip(rows, each, strict=True)) for each in parts]
     told = list[tuple[int, int]]()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importing, "BLOCK_NBYTES", 9 * least)
+        patch.setattr(dataset_import, "BLOCK_NBYTES", 9 * least)
         place = Path(folder, "back")
         take = lambda: imported(  # noqa: E731
             Given(blocks, total + wrong),
@@ -373,16 +373,16 @@ def test_a_row_that_does_not_fit_into_memory(
 ) -> None:
     """It is in memory four times, and so is a block; few rows take no whole block."""
     rows = {ROW: np.zeros((2, 5000), np.uint8)}
-    memory = "tallyroll.storage.engine.memory_left.available_bytes"
+    memory = "tallyroll.storage.engine.available_memory.available_bytes"
     for block, needed in ((1, 4 * 5000), (2**25, 4 * 10_000)):
-        monkeypatch.setattr(importing, "BLOCK_NBYTES", block)
+        monkeypatch.setattr(dataset_import, "BLOCK_NBYTES", block)
         monkeypatch.setattr(memory, lambda wanted=needed: wanted - 1)
         with pytest.raises(NotEnoughMemory, match="rows of 5,000 bytes"):
             imported(Given([rows], 2), tmp_path, tmp_path / "out")
 
 
 def test_sources_that_are_not_as_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importing, "BLOCK_NBYTES", 1)
+    monkeypatch.setattr(dataset_import, "BLOCK_NBYTES", 1)
     first, wide = {ROW: np.zeros(2)}, {ROW: np.zeros((2, 3))}
     faults: dict[str, tuple[list[Block], int]] = {
         r"has -1 rows\. Nothing was written": ([first], -1),

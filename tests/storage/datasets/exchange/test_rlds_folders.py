@@ -102,7 +102,7 @@ def test_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_names_that_tensorflow_datasets_allows(title: str) -> None:
     assert layout.name_of(title).isidentifier()
     assert layout.name_of(title).islower()
-    assert layout.Info.of(layout.info_json(layout.name_of(title), [3], 9)).splits[0].lengths == (3,)
+    assert layout.RldsInfo.of(layout.info_json(layout.name_of(title), [3], 9)).splits[0].lengths == (3,)
 
 
 def test_next_observations_that_are_others_are_counted(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_next_observations_that_are_others_are_counted(tmp_path: Path) -> None:
 def test_an_episode_of_two_gigabytes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing = "tallyroll.storage.ext.exchange.rlds.writing"
+    writing = "tallyroll.storage.ext.exchange.rlds.writer"
     monkeypatch.setattr(f"{writing}._MOST_RECORD", 300)
     with pytest.raises(InvalidSchema, match="a trajectory of 4 rows takes"):
         exported(tmp_path, pictured(4, 4))

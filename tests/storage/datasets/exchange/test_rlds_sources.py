@@ -247,7 +247,9 @@ def test_images_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A few bytes claim gigabytes of pixels: memory is looked for before it is taken."""
     large = said(camera=kit.picture(2**14, 2**14, 3))
     kit.write(tmp_path / "rows", [[episode()]], large)
-    monkeypatch.setattr("tallyroll.storage.engine.memory_left.available_bytes", lambda *_: 2**28)
+    monkeypatch.setattr(
+        "tallyroll.storage.engine.available_memory.available_bytes", lambda *_: 2**28
+    )
     refused(tmp_path / "rows", "of memory|no room")
 
 

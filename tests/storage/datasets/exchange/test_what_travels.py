@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, PrioritizedSampler, import_dataset, open_storage
 from tallyroll.storage.errors import ColumnsMissing
-from tallyroll.storage.ext.exchange import beside
+from tallyroll.storage.ext.exchange import sidecar
 from tallyroll.storage.ext.testing.reader_contract import collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.storages import DiskStorage
@@ -90,7 +90,7 @@ def test_more_statistics_than_a_text_has_room_for(
     source: DiskStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source.statistics(["observation", "action", ("next", "reward")])
-    monkeypatch.setattr(beside, "_STATISTICS_NBYTES", 700)
+    monkeypatch.setattr(sidecar, "_STATISTICS_NBYTES", 700)
     lost, text = text_of(source, tmp_path / "out")
     assert lost == {"statistics": 1}
     assert len(json.dumps(text["statistics"])) < 800

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage import DiskStorage, FrameStack, MemmapStorage, content_hash, open_storage
-from tallyroll.storage.engine import memory_left
+from tallyroll.storage.engine import available_memory
 from tallyroll.storage.errors import CorruptStorage, StorageClosed
 from tallyroll.storage.ext.joined import packs
 from tallyroll.storage.ext.joined.packs import JoinedPacks
@@ -201,10 +201,10 @@ def test_small_members_do_not_look_at_memory(
         return 2**30
 
     monkeypatch.setattr(packed_reader, "available_bytes", looked)
-    monkeypatch.setattr(memory_left, "available_bytes", looked)
+    monkeypatch.setattr(available_memory, "available_bytes", looked)
     # Of both storages and the union for their caches, of breaks and starts of both.
-    for little, wanted in ((memory_left._LITTLE_NBYTES, 0), (0, 7)):
-        monkeypatch.setattr(memory_left, "_LITTLE_NBYTES", little)
+    for little, wanted in ((available_memory._LITTLE_NBYTES, 0), (0, 7)):
+        monkeypatch.setattr(available_memory, "_LITTLE_NBYTES", little)
         with open_storage(tmp_path / "part-*") as union:
             assert np.array_equal(union.get([3, 28])["pixels"].numpy(), every["pixels",][[3, 28]])
         assert len(looks) == wanted

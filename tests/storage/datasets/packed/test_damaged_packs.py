@@ -28,7 +28,7 @@ from tallyroll.storage.errors import (
     StorageFull,
     StorageLocked,
 )
-from tallyroll.storage.ext.aside import written_aside
+from tallyroll.storage.ext.atomic_create import written_aside
 from tallyroll.storage.ext.packed import codecs
 from tallyroll.storage.ext.packed.codecs import BadChunk, Codec, crc32c
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
@@ -312,7 +312,7 @@ def test_a_destination_that_is_taken(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tallyroll.storage.ext.packed.packing.free_bytes", lambda path: 2**20)
+    monkeypatch.setattr("tallyroll.storage.ext.packed.pack.free_bytes", lambda path: 2**20)
     with (
         open_storage(base / "rows") as storage,
         pytest.raises(StorageFull, match="no room for 141 packed rows"),

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tallyroll.storage import MemmapStorage, open_storage, ways
+from tallyroll.storage import MemmapStorage, fast_paths, open_storage
 from tallyroll.storage.engine.kernel import compiled
-from tallyroll.storage.ext.packed import column_writers, packing
+from tallyroll.storage.ext.packed import column_writers, pack
 from tallyroll.storage.ext.packed.column_writers import pieces
 from tallyroll.storage.ext.packed.stacks import follows, same_bits
 from tallyroll.storage.readers.file_reader import FileReader
@@ -50,7 +50,7 @@ def storages(tmp_path: Path) -> Path:
 def test_wide_rows_are_not_copied(storages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But those that a writer may overwrite while they are compressed: also those of a union."""
     shared: dict[str, set[bool]] = {}
-    read = packing._read
+    read = pack._read
 
     def watched(reader: Any, *args: Any) -> np.ndarray:
         found = read(reader, *args)
@@ -58,7 +58,7 @@ def test_wide_rows_are_not_copied(storages: Path, monkeypatch: pytest.MonkeyPatc
         shared.setdefault(name, set()).add(np.shares_memory(found, source.column(("x",)).array))
         return found
 
-    monkeypatch.setattr(packing, "_read", watched)
+    monkeypatch.setattr(pack, "_read", watched)
     for name in ("plain", "ring", "union"):
         source: Any = [storages / "ring"] if name == "union" else storages / name
         with open_storage(source) as storage:
@@ -86,7 +86,7 @@ def test_rows_are_compared_alike_with_and_without_the_extension(
     equal = [before[row].tobytes() == after[row].tobytes() for row in range(rows)]
     moved = [before[row, 1:].tobytes() == after[row, :-1].tobytes() for row in range(rows)]
     for off in ((), ("kernel",)):
-        with ways.switched_off(*off):
+        with fast_paths.switched_off(*off):
             assert same_bits(before, after).tolist() == equal
             assert follows(before, after).tolist() == moved
 

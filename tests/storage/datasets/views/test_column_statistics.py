@@ -22,8 +22,8 @@ from torchrl.envs import GymEnv, TransformedEnv, check_env_specs
 from tallyroll.collector.cli import main
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage, open_storage, verify
 from tallyroll.storage.errors import ColumnsMissing, NotInitialised
-from tallyroll.storage.ext.statistics import counting, moments
-from tallyroll.storage.ext.statistics.counting import sampled
+from tallyroll.storage.ext.statistics import computation, moments
+from tallyroll.storage.ext.statistics.computation import sampled
 from tallyroll.storage.ext.statistics.moments import QUANTILES, merged, moments_of, nothing
 from tallyroll.storage.ext.statistics.normaliser import Normaliser
 from tallyroll.storage.storages import DiskStorage
@@ -96,7 +96,7 @@ def storage(request: Any, tmp_path: Path) -> Iterator[DiskStorage]:
 
 
 def test_they_are_those_of_numpy(storage: DiskStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "_AT_ONCE", 97)
+    monkeypatch.setattr(computation, "_AT_ONCE", 97)
     found = storage.statistics()
     assert found.rows == len(storage)
     assert {*found} == {"/".join(key) for key in storage.reader.keys} - {"complex"}

@@ -17,7 +17,7 @@ import pytest
 from tallyroll.collector.cli import main
 from tallyroll.storage import MemmapStorage, open_storage, verify
 from tallyroll.storage.errors import PathIsTaken, StorageFull
-from tallyroll.storage.ext import copying
+from tallyroll.storage.ext import storage_copy
 from tallyroll.storage.ext.testing.reader_contract import assert_same_rows, collected
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 from tallyroll.storage.ext.views import parts as writing
@@ -120,7 +120,7 @@ def test_a_part_that_fails_leaves_nothing(
                 made.append(path)
                 if len(made) == 2:
                     raise StorageFull("no space")
-            return copying.copy(reader, path, **more)
+            return storage_copy.copy(reader, path, **more)
 
         with monkeypatch.context() as patch:
             patch.setattr(writing, "copy", second_fails)
@@ -135,7 +135,7 @@ def test_a_part_that_fails_leaves_nothing(
                 write_parts(wrong, tmp_path / "others")
 
         def all_but_full(*args: Any, **more: Any) -> Any:
-            found = copying.copy(*args, **more)
+            found = storage_copy.copy(*args, **more)
             return type(found)(**{**_fields(found), "free": found.nbytes + 1})
 
         monkeypatch.setattr(writing, "copy", all_but_full)
@@ -148,7 +148,7 @@ def _fields(report: Any) -> dict[str, Any]:
 
 
 def split(folder: Path, told: Told) -> None:
-    copying._BLOCK_NBYTES = 2000
+    storage_copy._BLOCK_NBYTES = 2000
 
     def tell(done: int, total: int) -> None:
         told.head = done

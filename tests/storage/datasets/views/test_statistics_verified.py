@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 
 from tallyroll.storage import MemmapStorage, open_storage, verify
-from tallyroll.storage.ext.statistics.counting import Counted
-from tallyroll.storage.ext.statistics.kept import place_of, read_whole, write_kept
+from tallyroll.storage.ext.statistics.computation import ColumnAccumulator
+from tallyroll.storage.ext.statistics.statistics_file import place_of, read_whole, write_kept
 from tallyroll.storage.ext.verification.findings import Finding
 from tallyroll.storage.stores.rewinds import take_back
 
@@ -65,7 +65,7 @@ def test_what_was_counted_in_parts(
     pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = made(tmp_path / "rows")
-    monkeypatch.setattr("tallyroll.storage.ext.statistics.counting._AT_ONCE", pieces)
+    monkeypatch.setattr("tallyroll.storage.ext.statistics.computation._AT_ONCE", pieces)
     told: list[tuple[int, int]] = []
     assert found(path, progress=lambda *of: told.append(of)) == []
     assert told[-1][0] <= told[-1][1]
@@ -74,21 +74,21 @@ def test_what_was_counted_in_parts(
     assert "statistics" in verify(path, skip=["statistics"]).skipped
 
 
-def add(name: str, by: float) -> Callable[[Counted], None]:
-    def change(kept: Counted) -> None:
+def add(name: str, by: float) -> Callable[[ColumnAccumulator], None]:
+    def change(kept: ColumnAccumulator) -> None:
         kept.of_runs[name][1, 0] += by
 
     return change
 
 
-def of_bytes(kept: Counted) -> None:
+def of_bytes(kept: ColumnAccumulator) -> None:
     assert kept.of_bytes is not None
     one, other = np.flatnonzero(kept.of_bytes[0])[:2]
     kept.of_bytes[0, one] -= 1
     kept.of_bytes[0, other] += 1
 
 
-def of_quantiles(kept: Counted) -> None:
+def of_quantiles(kept: ColumnAccumulator) -> None:
     assert kept.quantiles is not None
     kept.quantiles[3] = np.nextafter(kept.quantiles[3], 0)
 
@@ -106,7 +106,7 @@ def of_quantiles(kept: Counted) -> None:
     ],
 )
 def test_what_the_rows_contradict(
-    column: str, change: Callable[[Counted], None], what: str | None, tmp_path: Path
+    column: str, change: Callable[[ColumnAccumulator], None], what: str | None, tmp_path: Path
 ) -> None:
     path = made(tmp_path / "rows")
     with open_storage(path) as storage:

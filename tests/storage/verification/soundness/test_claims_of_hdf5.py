@@ -68,7 +68,7 @@ def test_memory_is_there_before_rows_are_looked_up(
 ) -> None:
     path = tmp_path / "rows.hdf5"
     _columns(path, 64, lambda file, name, shape: file.create_dataset(name, data=np.ones(shape)))
-    monkeypatch.setattr("tallyroll.storage.engine.memory_left.available_bytes", lambda: 1000)
+    monkeypatch.setattr("tallyroll.storage.engine.available_memory.available_bytes", lambda: 1000)
     with pytest.raises(NotEnoughMemory, match="the 64 rows that it claims to have"):
         repair(path, tmp_path / "saved", "d4rl")
     assert not (tmp_path / "saved").exists()

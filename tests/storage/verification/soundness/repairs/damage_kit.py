@@ -21,8 +21,8 @@ import torch
 from fault_kit import LENGTHS, walk
 
 from tallyroll.storage import H5Storage, MemmapStorage, ZarrStorage
+from tallyroll.storage.ext.dataset_checks import disk
 from tallyroll.storage.ext.repair import ours as working_copy
-from tallyroll.storage.ext.soundness import disk
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
 
 SECTOR = 128

@@ -32,7 +32,7 @@ from tallyroll.storage import (
     open_storage,
 )
 from tallyroll.storage import repair as repair_alone
-from tallyroll.storage.ext.exchange import importing
+from tallyroll.storage.ext.exchange import dataset_import
 from tallyroll.storage.ext.packed.layout import ArrayLayout
 from tallyroll.storage.ext.repair import hdf5, ours
 from tallyroll.storage.ext.testing.trajectory_rows import trajectory_rows
@@ -276,7 +276,7 @@ def test_blocks_of_minari_that_cannot_be_read(
     minari_faults.sound(place)
     with h5py.File(place / "data" / "main_data.hdf5") as file:
         found = file["episode_2/actions"].id.get_chunk_info(0)
-    read = hdf5.Padded.readinto
+    read = hdf5.PaddedFile.readinto
 
     def fails(self: Any, buffer: Any) -> int:
         if (
@@ -286,7 +286,7 @@ def test_blocks_of_minari_that_cannot_be_read(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(self, buffer)
 
-    monkeypatch.setattr(hdf5.Padded, "readinto", fails)
+    monkeypatch.setattr(hdf5.PaddedFile, "readinto", fails)
     report = repair(place, tmp_path / "out")
     assert report.lost
     assert {each.place.episode for each in report.lost} == {2}
@@ -337,7 +337,7 @@ def test_an_info_costs_no_step(tmp_path: Path) -> None:
 
 def repaired(folder: Path, out: Path, told: Told) -> None:
     """Repair in small blocks, and say how far it is."""
-    importing.BLOCK_NBYTES = ours.BLOCK_NBYTES = 10_000  # type: ignore[misc]
+    dataset_import.BLOCK_NBYTES = ours.BLOCK_NBYTES = 10_000  # type: ignore[misc]
 
     def tell(done: int, total: int) -> None:
         told.head += 1

@@ -1,0 +1,134 @@
+"""HDF5 files that may be damaged or hostile: every dataset is read, or a finding says why not."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, Where
+from tallyroll.storage.ext.dataset_checks.superblock import superblock_of
+from tallyroll.storage.ext.exchange.hdf5_files import DAMAGE, require_memory_for
+from tallyroll.storage.files.safe_files import data_in
+from tallyroll.storage.formats.hdf5.datasets import h5py_module
+
+_DEEPEST: Final = 24
+_MOST_OBJECTS: Final = 2**22
+_FILTERS: Final = frozenset({1, 2, 3, 32000})
+"""deflate, shuffle, fletcher32 and lzf: those that are a part of h5py."""
+_MOST_PACKED: Final = 1032
+"""Bytes that deflate, which packs best, unpacks from one."""
+_SMALL: Final = 2**28
+"""Bytes of values that are read of any file: that takes seconds."""
+_MOST_HOLES: Final = 2**16
+
+
+@contextmanager
+def opened(raw: Any, found: CheckResults, where: Where) -> Iterator[Any]:
+    """Yield the HDF5 file in an open file; None, and a finding, if it cannot be opened."""
+    h5py = h5py_module()
+    block = superblock_of(raw)
+    if block is not None and block.open:
+        message = "a writer has the file open, or was killed before it closed it"
+        found.add("files", message, where)
+    try:
+        file = h5py.File(raw, "r", rdcc_nbytes=2**24)
+    except DAMAGE as error:
+        found.add("files", "HDF5 cannot open the file", where, f"{error!s:.200}")
+        yield None
+        return
+    found.room = room_of(raw)
+    with file:
+        yield file
+
+
+def bytes_there(raw: Any) -> int:
+    """Return the bytes of an open file that are not in holes, or its size if it has many."""
+    ranges = [*islice(data_in(raw.fileno()), _MOST_HOLES)]
+    many = len(ranges) == _MOST_HOLES
+    return os.fstat(raw.fileno()).st_size if many else sum(stop - begin for begin, stop in ranges)
+
+
+def room_of(raw: Any) -> int:
+    """Return the bytes that the datasets of an open file may claim, by the bytes that it has."""
+    return max(_SMALL, _MOST_PACKED * bytes_there(raw))
+
+
+def datasets_in(
+    group: Any, found: CheckResults, where: Where, above: str = "", deep: int = 0
+) -> dict[str, Any]:
+    """Return the datasets below a group by their names; findings are of those that cannot be."""
+    h5py = h5py_module()
+    datasets: dict[str, Any] = {}
+    try:
+        if len(group) > _MOST_OBJECTS:
+            raise ValueError(f"it has {len(group):,} entries")
+        names = list(group)
+    except DAMAGE as error:
+        found.add("files", "a group cannot be read", where, f"{error!s:.200}", above or None)
+        return {}
+    for name in names:
+        path = f"{above}{name}"
+        try:
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                raise ValueError("it is a link to another place")
+            each = group[name]
+            if isinstance(each, h5py.Group):
+                if deep >= _DEEPEST:
+                    raise ValueError("it is nested too deep")
+                datasets |= datasets_in(each, found, where, f"{path}/", deep + 1)
+            elif isinstance(each, h5py.Dataset):
+                datasets[path] = _readable(each, found)
+        except DAMAGE as error:
+            found.add("files", "a dataset cannot be read", where, f"{error!s:.200}", path)
+    return datasets
+
+
+def _readable(data: Any, found: CheckResults) -> Any:
+    """Return a dataset whose values are in its own file; raise ValueError for others.
+
+    A file of some bytes can claim a terabyte, of which nothing was written: it is not read.
+    """
+    if data.is_virtual or data.external:
+        raise ValueError("its values are in other files")
+    plist = data.id.get_create_plist()
+    filters = {plist.get_filter(each)[0] for each in range(plist.get_nfilters())}
+    if filters - _FILTERS:
+        raise ValueError(f"it is compressed by the filters {sorted(filters - _FILTERS)}")
+    shape = data.shape or ()
+    claimed = math.prod(shape[:1]) * max(1, math.prod(shape[1:]) * data.dtype.itemsize)
+    room = found.room
+    if claimed > _SMALL:
+        room = min(room, max(_SMALL, _MOST_PACKED * data.id.get_storage_size()))
+    if claimed > room:
+        raise ValueError(f"it claims {claimed:,} bytes, and so many are not in the file")
+    found.room -= claimed
+    if data.chunks is not None:
+        require_memory_for(
+            2 * math.prod(data.chunks) * data.dtype.itemsize, f"a chunk of {data.name}"
+        )
+    return data
+
+
+def is_numbers(data: Any) -> bool:
+    """Return whether a dataset has numbers [rows, ...]."""
+    return data.dtype.kind in "biufc" and not data.dtype.hasobject and len(data.shape) > 0
+
+
+def values_of(
+    data: Any, start: int, stop: int, found: CheckResults, where: Where, column: str
+) -> np.ndarray | None:
+    """Return rows of a dataset; None, and a finding, if they cannot be read."""
+    nbytes = (stop - start) * math.prod(data.shape[1:]) * data.dtype.itemsize
+    require_memory_for(2 * nbytes, f"rows of {column}")
+    try:
+        return np.asarray(data[start:stop])
+    except DAMAGE as error:
+        what = f"rows {start:,} to {stop - 1:,}: {error!s:.150}"
+        found.add("files", "values are damaged: HDF5 cannot read them", where, what, column)
+        return None

@@ -1,0 +1,250 @@
+"""Checks of rows that are transitions, one block after the other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, Where
+from tallyroll.storage.ext.dataset_checks.values import (
+    ZeroRuns,
+    as_flags,
+    check_finite,
+    flat_rows,
+    zero_rows,
+)
+
+_MOST_KEPT: Final = 2**26
+"""Rows whose ids and steps are kept to find doubles: of more, no double is looked for."""
+
+Block = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The columns by what they are; an empty name: there is none."""
+
+    observations: Mapping[str, str] = field(default_factory=dict)
+    """Names of columns, and of what comes next after each."""
+    alone: tuple[str, ...] = ()
+    """Observations without a column of what comes next."""
+    actions: tuple[str, ...] = ()
+    reward: str = ""
+    terminated: str = ""
+    truncated: str = ""
+    done: str = ""
+    before: str = ""
+    """True where the environment was done before the action."""
+    trajectory: str = ""
+    step: str = ""
+    next_step: str = ""
+    lost: str = ""
+    """False where what comes next is lost: it is compared with nothing."""
+    in_order: bool = False
+    """A row without an end is followed by the next of its episode."""
+
+
+class TransitionChecks:
+    """Follows rows, and keeps the last one of each block.
+
+    Args:
+        found: where findings go.
+        names: the columns by what they are; a block may lack some that cannot be read.
+    """
+
+    def __init__(self, found: CheckResults, names: Names) -> None:
+        self._found, self._names = found, names
+        self._last: dict[str, np.ndarray] = {}
+        self._zeros = ZeroRuns(found)
+        self._kept: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._rows = 0
+        self._seam: int | None = None
+
+    def ring_of(self, rows: int) -> None:
+        """Say that rows may be a ring, in which an old row follows the newest one."""
+        self._seam = rows
+
+    def advance(self, block: Block, where: Where) -> None:
+        """Look at the rows [n, ...] that come next."""
+        names, found = self._names, self._found
+        following = {*names.observations.values()}
+        for name in self._numbers(block):
+            valid = block.get(names.lost) if name in following else None
+            check_finite(found, block[name], where, name, valid=valid)
+        flags = {}
+        for name in (names.terminated, names.truncated, names.done, names.before):
+            if name in block:
+                flag = as_flags(found, block[name], where, name)
+                if flag is not None:
+                    flags[name] = flag
+        self._rows_alone(flags, block, where)
+        one = self._joined(block, flags)
+        self._last = {name: values[-1:] for name, values in one.items()}
+        fresh = len(next(iter(block.values()))) if block else 0
+        joined = len(next(iter(one.values()))) if one else 0
+        back = Where(where.file, where.episode, where.start - (joined - fresh))
+        if joined > 1:
+            self._pairs(one, back)
+        self._keep(block, where)
+
+    def finish(self) -> None:
+        """End with the last row."""
+        self._zeros.finish()
+        self._doubles()
+
+    def _numbers(self, block: Block) -> list[str]:
+        names = self._names
+        wanted = [*names.observations, *names.observations.values(), *names.alone, *names.actions]
+        wanted.append(names.reward)
+        return [name for name in wanted if name in block]
+
+    def _rows_alone(self, flags: Block, block: Block, where: Where) -> None:
+        """Check what needs no other row."""
+        names, found = self._names, self._found
+        done, terminated, truncated = (
+            flags.get(name) for name in (names.done, names.terminated, names.truncated)
+        )
+        if done is not None and terminated is not None and truncated is not None:
+            wrong = done != (terminated | truncated)
+            found.add_rows("ends", "done is not terminated or truncated", wrong, where)
+        if names.before in flags:
+            message = "an action follows an end: the environment was done before it"
+            found.add_rows("ends", message, flags[names.before], where)
+        if names.trajectory in block:
+            wrong = _flat(block[names.trajectory]) < 0
+            found.add_rows("ids", "the number of a trajectory is negative", wrong, where)
+        if names.step in block and names.next_step in block:
+            after, step = _flat(block[names.next_step]), _flat(block[names.step])
+            wrong = after != step + 1
+            found.add_rows(
+                "steps",
+                "the next step is not one more",
+                wrong,
+                where,
+                names.next_step,
+                lambda row: f"{after[row]} after {step[row]}",
+            )
+        seen = [name for name in (*names.observations, *names.alone) if name in block]
+        parts = [block[name] for name in self._numbers(block)]
+        if any(block[name].dtype.kind == "f" for name in seen):
+            self._zeros.advance(zero_rows(parts), where)
+
+    def _joined(self, block: Block, flags: Block) -> dict[str, np.ndarray]:
+        """Return columns that pairs of rows need, from the last row of the block before on."""
+        names = self._names
+        wanted = [*names.observations, *names.observations.values()]
+        wanted += [names.trajectory, names.step, names.lost]
+        fresh = {name: block[name] for name in wanted if name in block} | dict(flags)
+        if self._last and all(name in self._last for name in fresh):
+            return {name: np.concatenate([self._last[name], v]) for name, v in fresh.items()}
+        return fresh
+
+    def _pairs(self, one: Block, where: Where) -> None:
+        names, found = self._names, self._found
+        count = len(next(iter(one.values())))
+        ended, terminated = np.zeros(count, bool), np.zeros(count, bool)
+        for name in (names.terminated, names.truncated, names.done):
+            if name in one:
+                ended |= one[name]
+        if names.terminated in one:
+            terminated = one[names.terminated]
+        same = self._same(one, count)
+        steps = _flat(one[names.step]) if names.step in one else None
+        if same is not None:
+            message = "rows of the same trajectory follow its end"
+            found.add_rows("ends", message, same & ended[:-1], where)
+            follows = same & ~ended[:-1]
+        else:
+            follows = ~ended[:-1]
+        if steps is not None:
+            by_one = steps[1:] == steps[:-1] + 1
+            if same is not None:
+                self._steps(same & ~by_one, steps, where)
+            follows = follows & by_one
+        elif same is None and not names.in_order:
+            return
+        self._observations(one, follows, terminated, where)
+
+    def _same(self, one: Block, count: int) -> np.ndarray | None:
+        name = self._names.trajectory
+        if name not in one:
+            return None
+        ids = _flat(one[name])
+        same: np.ndarray = ids[1:] == ids[:-1]
+        return same
+
+    def _steps(self, wrong: np.ndarray, steps: np.ndarray, where: Where) -> None:
+        if self._seam is not None and wrong.any():
+            back = steps[:-1] - steps[1:] + 1
+            wrong = wrong & (back != self._seam)
+        after = Where(where.file, where.episode, where.start + 1)
+        self._found.add_rows(
+            "steps",
+            "steps of a trajectory do not count by one",
+            wrong,
+            after,
+            self._names.step or None,
+            lambda row: f"{steps[row + 1]} after {steps[row]}",
+        )
+
+    def _observations(
+        self, one: Block, follows: np.ndarray, terminated: np.ndarray, where: Where
+    ) -> None:
+        names, found = self._names, self._found
+        known = np.ones(len(follows), bool)
+        if names.lost in one:
+            known = _flat(one[names.lost])[:-1].astype(bool)
+        shared, floats = known.copy(), False
+        for name, after in names.observations.items():
+            if name not in one or after not in one:
+                continue
+            if one[name].dtype != one[after].dtype or one[name].shape != one[after].shape:
+                continue
+            alike = equal_rows(one[after][:-1], one[name][1:])
+            message = "the next observation is another one than the following row's"
+            found.add_rows("observations", message, follows & known & ~alike, where, name)
+            if one[name].dtype.kind == "f":
+                floats, shared = True, shared & alike
+        if floats:
+            message = (
+                "a final observation is that of the next row: the episode goes on, or it is the "
+                "next episode's first one"
+            )
+            found.add_rows("ends", message, shared & terminated[:-1], where)
+
+    def _keep(self, block: Block, where: Where) -> None:
+        names = self._names
+        if names.trajectory in block and names.step in block:
+            ids, steps = _flat(block[names.trajectory]), _flat(block[names.step])
+            self._rows += len(ids)
+            if self._rows <= _MOST_KEPT:
+                self._kept.append((where.start, ids.astype(np.int64), steps.astype(np.int64)))
+
+    def _doubles(self) -> None:
+        if not self._kept or self._rows > _MOST_KEPT:
+            return
+        rows = np.concatenate([start + np.arange(len(ids)) for start, ids, _ in self._kept])
+        ids = np.concatenate([each for _, each, _ in self._kept])
+        steps = np.concatenate([each for _, _, each in self._kept])
+        order = np.lexsort((rows, steps, ids))
+        ids, steps, rows = ids[order], steps[order], rows[order]
+        again = (ids[1:] == ids[:-1]) & (steps[1:] == steps[:-1])
+        wrong = np.zeros(int(rows.max()) + 1 if len(rows) else 0, bool)
+        wrong[rows[1:][again]] = True
+        self._found.add_rows("ids", "a step of a trajectory is there twice", wrong)
+
+
+def equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return which rows [n] of two arrays [n, ...] are equal, a NaN to a NaN, too."""
+    differ = np.asarray(one != other)
+    if one.dtype.kind in "fc":
+        differ = np.logical_and(differ, ~(np.isnan(one) & np.isnan(other)))
+    return ~np.asarray(flat_rows(differ).any(1))
+
+
+def _flat(values: np.ndarray) -> np.ndarray:
+    """Return one number a row."""
+    return flat_rows(values)[:, 0]

@@ -1,0 +1,121 @@
+"""Checks of values that need no row but their own, for arrays of any library. Pure."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tallyroll.storage.ext.dataset_checks.checker import CheckResults, Where
+
+LONG_RUN = 16
+"""Rows of zeros that follow one another before they count as never written."""
+
+
+def flat_rows(values: np.ndarray) -> np.ndarray:
+    """Return rows [n, ...] as [n, k], none of them, or of nothing, too."""
+    return values.reshape(len(values), math.prod(values.shape[1:]))
+
+
+def check_finite(
+    found: CheckResults,
+    values: np.ndarray,
+    where: Where,
+    column: str,
+    *,
+    infinity: bool = True,
+    valid: np.ndarray | None = None,
+) -> None:
+    """Find rows [n, ...] that hold NaN or, with ``infinity``, infinite values.
+
+    Args:
+        found: where findings go.
+        values: of the rows.
+        where: the first row.
+        column: its name.
+        infinity: infinite values are findings, too.
+        valid: False for rows whose values are known to be lost, [n] or more; None: no row.
+    """
+    if values.dtype.kind not in "fc" or not values.size:
+        return
+    flat = flat_rows(values)
+    wrong = ~np.isfinite(flat).all(1) if infinity else np.isnan(flat).any(1)
+    if valid is not None and valid.size >= len(wrong):
+        wrong &= valid.reshape(-1)[: len(wrong)].astype(bool)
+    message = "values are NaN or infinite" if infinity else "values are NaN"
+    found.add_rows("nan", message, wrong, where, column)
+
+
+def observations_valid(next_valid: np.ndarray | None) -> np.ndarray | None:
+    """Return which observations of an episode are known, of ``next_valid`` for each of its steps.
+
+    An episode of n steps has n + 1 observations. Each one after the first is the next observation
+    of the step before.
+    """
+    if next_valid is None:
+        return None
+    return np.concatenate([[True], next_valid.reshape(-1).astype(bool)])
+
+
+def as_flags(
+    found: CheckResults, values: np.ndarray, where: Where, column: str
+) -> np.ndarray | None:
+    """Return flags [n]; None, and a finding, where values are no flags at all."""
+    if values.dtype.kind not in "biuf" or values.size != len(values):
+        found.add("columns", "flags are no flags", where, f"{values.dtype}", column)
+        return None
+    flat = np.ascontiguousarray(values).reshape(-1)
+    # A byte of a bool that is neither 0 nor 1 is compared as its bits.
+    plain = flat.view(np.uint8) if flat.dtype.kind == "b" else flat
+    wrong = (plain != 0) & (plain != 1)
+    message = "a flag is neither true nor false"
+    found.add_rows("ends", message, wrong, where, column, lambda row: f"it is {plain[row]}")
+    flags: np.ndarray = plain != 0
+    return flags
+
+
+def check_zeros(found: CheckResults, parts: list[np.ndarray], where: Where) -> None:
+    """Find long runs of rows within an episode, zero in all of some columns [n, ...]."""
+    runs = ZeroRuns(found)
+    runs.advance(zero_rows(parts), where)
+    runs.finish()
+
+
+def zero_rows(parts: list[np.ndarray]) -> np.ndarray:
+    """Return which rows [n] are zero in all of some columns [n, ...]."""
+    zero = np.ones(len(parts[0]), bool)
+    for each in parts:
+        if zero.any():
+            zero &= ~(flat_rows(each) != 0).any(1)  # NumPy warns of `any` of signalling NaNs
+    return zero
+
+
+class ZeroRuns:
+    """Long runs of rows in which observations, actions and rewards are zero."""
+
+    def __init__(self, found: CheckResults) -> None:
+        self._found = found
+        self._began: Where | None = None
+        self._count = 0
+
+    def advance(self, zero: np.ndarray, where: Where) -> None:
+        """Look at rows [n] that follow those before, True where they are zero."""
+        edges = np.flatnonzero(np.diff(zero, prepend=self._began is not None)).tolist()
+        at = 0
+        for edge in edges:
+            if self._began is None:
+                self._began = Where(where.file, where.episode, where.start + edge)
+            else:
+                self._count += edge - at
+                self.finish()
+            at = edge
+        if self._began is not None:
+            self._count += len(zero) - at
+
+    def finish(self) -> None:
+        """End a run."""
+        began, count, self._began, self._count = self._began, self._count, None, 0
+        if began is not None and count >= LONG_RUN:
+            message = "observations, actions and rewards of many rows are zero: never written?"
+            place = began.place(0, f"and {count - 1:,} rows after it")
+            self._found.findings.add("zeros", message, place, count=count)

@@ -1,0 +1,118 @@
+"""`verify_dataset`: is a dataset of another library as its format says, and its data sound?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from importlib import import_module
+from typing import Final
+
+from tallyroll.storage.errors import InvalidDataset
+from tallyroll.storage.ext.dataset_checks.checker import CHECKS, Checker, CheckResults
+from tallyroll.storage.ext.exchange.base import carried, source_errors
+from tallyroll.storage.ext.verification.findings import Report
+from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
+from tallyroll.storage.rows.progress import Progress
+
+_MODULES: Final = {
+    "lerobot": ("lerobot.checks", "LerobotChecker"),
+    "minari": ("minari", "MinariChecker"),
+    "rlds": ("rlds.checks", "RldsChecker"),
+    "torchrl": ("torchrl", "TorchrlChecker"),
+    "d4rl": ("d4rl", "D4rlChecker"),
+    "npz": ("tables", "NpzChecker"),
+    "parquet": ("tables", "ParquetChecker"),
+    "hf": ("tables", "HfChecker"),
+}
+"""The module and the class of each kind, in the order in which a path is asked for its kind."""
+
+
+def kinds() -> list[str]:
+    """Return the names of all kinds that can be checked."""
+    return sorted(_MODULES)
+
+
+def checker_of(kind: str) -> Checker:
+    """Return the checks of a kind; raise ValueError without any."""
+    if kind not in _MODULES:
+        raise ValueError(f"kind is one of {', '.join(kinds())}, got {kind!r:.80}.")
+    module, name = _MODULES[kind]
+    found: type[Checker] = getattr(import_module(f"{__package__}.{module}"), name)
+    return found()
+
+
+def kind_at(source: str | os.PathLike[str]) -> str | None:
+    """Return the kind of a dataset of another library; None if its files do not say one."""
+    place = user_path(source)
+    return next((kind for kind in _MODULES if checker_of(kind).recognises(place)), None)
+
+
+def verify_dataset(
+    source: str | os.PathLike[str],
+    kind: str | None = None,
+    *,
+    skip: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Report:
+    """Read all of a dataset of another library, and find what cannot be right.
+
+    Counts are compared with metadata, episodes with their borders, next observations with the
+    rows that follow, films with rows, statistics with data. Nothing in it is executed or
+    unpickled, no link in it is followed, and it stays as it is. Each finding names the file, the
+    episode and the row, as far as there are such.
+
+    Args:
+        source: a file or a folder.
+        kind: its format, a name that `tallyroll verify --help` lists; None: its files say it.
+        skip: names of `CHECKS` to leave out.
+        progress: called now and then with the bytes that were read, and with all.
+
+    Raises:
+        InvalidDataset: its files do not say what it is, or it cannot be checked.
+        MissingLibrary: a library is not installed.
+        NotEnoughMemory: a part of it that is read at once does not fit into memory.
+        OpenError: there is nothing at ``source``.
+        ValueError: an argument is none of its values.
+    """
+    if unknown := sorted({*skip} - {*CHECKS}):
+        raise ValueError(
+            f"skip: no check is called {', '.join(unknown)}; there are {', '.join(CHECKS)}."
+        )
+    place = user_path(source)
+    refuse_nothing(place, "Give the path of a dataset.")
+    with translated(place):
+        with source_errors(place):
+            wanted = kind_at(place) if kind is None else kind
+        if wanted is None:
+            raise InvalidDataset(
+                f"{place} cannot be checked: its files do not say of which library it is. Give "
+                f"its kind, one of {', '.join(kinds())}."
+            )
+        checker, found = checker_of(wanted), CheckResults()
+        if progress is not None:
+            found.tell = carried(progress)
+        try:
+            with source_errors(place):
+                checker.check(place, found)
+        except InvalidDataset as error:
+            if not isinstance(error.__cause__, Exception) or "files" in skip:
+                raise
+            what = f"{type(error.__cause__).__name__}: {error.__cause__!s:.200}"
+            found.add(
+                "files", "what it says causes an error, and the rest is not checked", what=what
+            )
+    skipped = dict.fromkeys(skip, "not wanted") | found.skipped
+    made = [name for name in CHECKS if name in checker.checks]
+    return Report(
+        str(place),
+        wanted,
+        found.rows,
+        tuple(
+            each
+            for name in made
+            for each in found.findings
+            if each.check == name and name not in skip
+        ),
+        tuple(name for name in made if name not in skipped),
+        {name: skipped[name] for name in made if name in skipped},
+    )

@@ -1,0 +1,237 @@
+"""`export`: rows of a reader in a format of other libraries, there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+
+from tallyroll.storage.engine.available_memory import library_memory
+from tallyroll.storage.errors import ColumnsMissing, StateMismatch, StorageFull, WriteError
+from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.exchange.export_rows import ExportRows, says_end
+from tallyroll.storage.ext.exchange.numbering import has_numbers
+from tallyroll.storage.ext.exchange.readme import about_rows, not_said
+from tallyroll.storage.ext.exchange.registry import format_named
+from tallyroll.storage.ext.exchange.sidecar import left_beside, statistics_kept
+from tallyroll.storage.ext.storage_copy import ColumnSelection, require_outside, schema_of_copy
+from tallyroll.storage.ext.views.view_reader import view_of
+from tallyroll.storage.files.paths import free_bytes, translated, user_path
+from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.consistent_read import read_consistently
+from tallyroll.storage.rows.keys import TERMINATED, TRUNCATED, Keys, format_key
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.trajectories.columns import WHOSE, missing
+from tallyroll.storage.trajectories.episodes import END_CUT, END_NAMES, END_OPEN
+from tallyroll.storage.user_code import user_callback
+
+Cuts = Literal["drop", "truncate", "keep"]
+"""Ways to write trajectories that neither ended nor were truncated."""
+_NO_SPACE: Final = ("No space left", "errno = 28", "File too large", "errno = 27")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """Rows that were written in a format of other libraries."""
+
+    path: str
+    kind: str
+    rows: int
+    trajectories: int | None
+    """None where rows do not say whose they are."""
+    cut: int
+    """Trajectories of the source that neither ended nor were truncated."""
+    columns: tuple[str, ...]
+    nbytes: int
+    """Bytes of its files."""
+    lost: dict[str, int]
+    """Counts, by reason, of the things that the source has and the export has not. `exchange.md`
+    lists the reasons."""
+    versions: int | None = None
+    """The number of versions that were written, of an export that was kept up."""
+
+
+@user_callback("export")
+def export(
+    reader: RowReader,
+    destination: str | os.PathLike[str],
+    kind: str,
+    *,
+    columns: Keys | None = None,
+    cuts: Cuts = "keep",
+    options: object = None,
+    progress: Progress | None = None,
+    title: str | None = None,
+) -> ExportReport:
+    """Write rows in a format of other libraries; see `DiskStorage.export`.
+
+    ``title`` is the name that the export has within; None: that of its path.
+    """
+    if cuts not in get_args(Cuts):
+        raise ValueError(f"cuts is one of 'drop', 'truncate' and 'keep', got {cuts!r:.80}.")
+    files, place = format_named(kind, options), user_path(destination)
+    require_free(place)
+    require_outside(reader, place)
+    schema, rewinds = schema_of_copy(reader, ColumnSelection(columns, ())), reader.rewinds
+    files.check(schema)
+    chosen = _Chosen(reader, schema, cuts, needed=files.sorted)
+    about, left = _beside(reader, schema, chosen, whole=columns is None)
+    rows = ExportRows(
+        chosen.reader,
+        chosen.rows,
+        schema,
+        about,
+        place.name if title is None else title,
+        chosen.table,
+        chosen.ends,
+        sorted=files.sorted,
+        progress=progress,
+    )
+    nbytes = len(rows) * schema.row_nbytes
+    if not files.compressed and nbytes > (free := free_bytes(place)):
+        raise StorageFull(
+            f"{place} has no room for {len(rows):,} rows: they take {nbytes:,} bytes, and {free:,} "
+            "are free. Nothing was written; make room, or give another path."
+        )
+    with written_aside(place) as target:
+        with translated(place, nbytes), _library_errors(kind, target), library_memory(str(place)):
+            lost = {**chosen.lost, **left, **files.write(rows, target)}
+            written = _synced(target)
+        if reader.rewinds != rewinds:
+            raise StateMismatch(
+                f"rows of {reader.path} were taken back while they were exported. Export them "
+                "again."
+            )
+    return ExportReport(
+        str(place),
+        kind,
+        len(rows),
+        None if chosen.table is None else len(chosen.table),
+        chosen.cut,
+        tuple(map(format_key, schema.keys)),
+        written,
+        {name: count for name, count in lost.items() if count},
+    )
+
+
+class _Chosen:
+    """The rows that are written, as ``cuts`` says, and what becomes of the others.
+
+    A writer may add more meanwhile: ``span`` are the rows of the source as they were looked at.
+    """
+
+    def __init__(self, reader: RowReader, schema: Schema, cuts: Cuts, *, needed: bool) -> None:
+        self.reader, self.table, self.cut = reader, None, 0
+        self.span = reader.span
+        self.ends, self.lost = np.empty(0, np.int64), dict[str, int]()
+        self.left_out = False
+        lacking = missing(reader.schema, (*WHOSE, TERMINATED))
+        if lacking and (needed or cuts != "keep"):
+            raise ColumnsMissing(
+                f"{reader.path} has no {', no '.join(lacking)}, by which trajectories are found. "
+                "Export to a format of tables, as parquet, with cuts='keep'."
+            )
+        if lacking or not has_numbers(reader.schema):
+            return
+        if cuts == "truncate" and TRUNCATED not in schema.keys:
+            raise ColumnsMissing(
+                f"{format_key(TRUNCATED)} is not exported: cuts='truncate' sets it."
+            )
+        table = read_consistently(reader, lambda: reader.trajectories.table)
+        if reader.is_written:  # the rows of this moment, to which the table belongs
+            stop = int(table["last_row"].max(initial=-1)) + 1
+            self.span = range(min(reader.span.start, stop), stop)
+            self.reader = reader = view_of(reader, table, np.ones(len(table), bool))
+            table = reader.trajectories.table
+        left = table["end"] != END_CUT
+        left &= table["end"] != END_OPEN
+        self.cut = int(np.count_nonzero(~left))
+        if cuts == "drop" and self.cut:
+            self.lost = {
+                "cut_trajectories": self.cut,
+                "rows_of_cut_trajectories": int(table["length"][~left].sum()),
+            }
+            self.left_out, self.reader = True, view_of(reader, table, left)
+            table = self.reader.trajectories.table
+        elif cuts == "truncate" and self.cut:
+            self.lost = {"cuts_written_as_truncated": self.cut}
+            self.ends = np.sort(table["last_row"][~left])
+        self.table = table
+
+    @property
+    def rows(self) -> range:
+        """The numbers that the rows have in ``reader``."""
+        return self.span if self.table is None else self.reader.span
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many trajectories are written as ended so, by the word for it."""
+        assert self.table is not None
+        found = Counter(END_NAMES[end] for end in self.table["end"].tolist())
+        cut = found.pop("open", 0) + found.pop("cut", 0)
+        found["truncated" if len(self.ends) else "cut"] += cut
+        return {end: count for end, count in found.items() if count}
+
+
+def _beside(
+    reader: RowReader, schema: Schema, chosen: _Chosen, *, whole: bool
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the text beside the rows, and counts of the things that are not in it.
+
+    Columns and overlays that the caller leaves out are not lost: ``whole`` says that none are.
+    """
+    about = about_rows(reader, schema, chosen.span)
+    changed = [each.key for each in schema.columns if says_end(each)] if len(chosen.ends) else []
+    rows = len(chosen.rows) if not chosen.left_out else -1
+    kept, lost = statistics_kept(reader, schema, rows, changed)
+    left = {"statistics": lost, **not_said(about)}
+    if whole:
+        left |= left_beside(reader, schema)
+    more: dict[str, Any] = {"statistics": kept} if kept else {}
+    if chosen.table is not None:
+        more["ends"] = chosen.counts
+    return about | more, left
+
+
+@contextlib.contextmanager
+def _library_errors(kind: str, target: Path) -> Iterator[None]:
+    """Translate errors of the library that writes.
+
+    A full disk gets the number that the system gave the library. A missing file is the library's
+    fault, unless another process removed the folder that it writes to.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, FileNotFoundError) and target.parent.is_dir():
+            raise WriteError(
+                f"{kind}: expected its library to find the file {error.filename}, got "
+                f"{error.strerror!r}. Nothing was written. Try another version of the library, and "
+                "report this."
+            ) from error
+        if getattr(error, "errno", None) is None and any(each in str(error) for each in _NO_SPACE):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise
+
+
+def _synced(target: Path) -> int:
+    """Return the bytes of all files, when they are on the disk."""
+    if not target.is_dir():
+        Inside(target.parent).sync(target)
+        return target.stat().st_size
+    inside, nbytes = Inside(target), 0
+    for folder, _, names in os.walk(target):
+        for name in names:
+            inside.sync(Path(folder, name))
+            nbytes += Path(folder, name).stat().st_size
+        inside.sync_directory(Path(folder))
+    return nbytes

@@ -1,0 +1,303 @@
+"""An export that is kept up while a process adds rows: versions, each of them whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from tallyroll.storage.errors import PathIsTaken, StateMismatch, StorageLocked
+from tallyroll.storage.ext.exchange.dataset_export import Cuts, ExportReport, export
+from tallyroll.storage.ext.exchange.registry import format_named
+from tallyroll.storage.ext.overlays.overlaid import OverlaidReader
+from tallyroll.storage.ext.storage_copy import require_outside
+from tallyroll.storage.files.lock import WriterLock
+from tallyroll.storage.files.paths import (
+    make_directory,
+    refuse_impossible,
+    require_creatable,
+    translated,
+    user_path,
+)
+from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import Keys
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.stores.row_store import RowStore
+from tallyroll.storage.user_code import user_callback
+
+_CURRENT, _SAID, _LOCK = "current", "follow.json", ".follow.lock"
+_SAID_NBYTES: Final = 2**16
+_VERSION: Final = 1
+_DIGITS: Final = 8
+
+
+@contextlib.contextmanager
+def versions_at(place: Path, kind: str, suffix: str, id: str | None) -> Iterator[Versions]:
+    """Yield the versions in a folder, made if there is none; only this process may add to them.
+
+    Raises:
+        StorageLocked: another process adds versions there.
+        PathIsTaken: something else is there, or versions of another storage or format.
+    """
+    refuse_impossible(place)
+    require_creatable(place)
+    made = not os.path.lexists(place)
+    make_directory(place)
+    with translated(place):
+        found = Versions(place, suffix)
+        try:
+            lock = WriterLock(found.inside, place / _LOCK)
+        except StorageLocked as error:
+            raise StorageLocked(
+                f"{place} is kept up by another process, which adds versions to it. Wait for it, "
+                "or give another path."
+            ) from error
+        try:
+            found.take(kind, id)
+            yield found
+        finally:
+            try:
+                if found.current is None:
+                    found.leave_nothing(folder=made)
+            finally:
+                lock.release()
+
+
+class Versions:
+    """The versions in a folder, which this process holds.
+
+    Args:
+        place: the folder.
+        suffix: the end of their names.
+    """
+
+    def __init__(self, place: Path, suffix: str) -> None:
+        self.place, self.link, self.inside = place, place / f"{_CURRENT}{suffix}", Inside(place)
+        self._suffix, self._ours = suffix, False
+        self._name = re.compile(rf"[0-9]{{{_DIGITS},}}{re.escape(suffix)}")
+
+    @property
+    def current(self) -> Path | None:
+        """The newest version that is whole; None without one."""
+        try:
+            name = os.readlink(self.link)
+        except OSError:
+            return None
+        return self.place / name if self._name.fullmatch(name) else None
+
+    def take(self, kind: str, id: str | None) -> None:
+        """Make the folder one of versions, or go on with those of the same storage and format."""
+        said = {"tallyroll_follow": _VERSION, "kind": kind, "id": id}
+        there = {each.name for each in self.place.iterdir()} - {_LOCK, f"{_SAID}.tmp"}
+        if not there:
+            self.inside.write_aside(self.place / _SAID, json.dumps(said).encode(), durable=True)
+        elif self._said() != said:
+            raise PathIsTaken(
+                f"{self.place} has files already, and no versions of this storage as {kind}. They "
+                "are not replaced. Give another path, or remove it first."
+            )
+        if os.path.lexists(self.link) and self.current is None:
+            raise PathIsTaken(
+                f"{self.link} is no link to a version beside it, and is not replaced. Remove it."
+            )
+        self._ours = True
+        self._tidy()
+
+    def _said(self) -> Any:
+        try:
+            return json.loads(self.inside.read(self.place / _SAID, _SAID_NBYTES))
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def next(self) -> Path:
+        """Return the path of the version that comes next, where nothing is."""
+        numbers = [int(each.name[: -len(self._suffix) or None]) for each in self._every()]
+        return self.place / f"{max(numbers, default=0) + 1:0{_DIGITS}}{self._suffix}"
+
+    def show(self, version: Path) -> None:
+        """Let the link lead to a version that is on the disk, and remove those before the last."""
+        before, new = self.current, self.link.with_name(f".{self.link.name}.new")
+        new.unlink(missing_ok=True)
+        os.symlink(version.name, new)
+        os.rename(new, self.link)
+        self.inside.sync_directory(self.place)
+        for each in self._every():
+            if each not in (version, before):
+                self._remove(each)
+
+    def leave_nothing(self, *, folder: bool) -> None:
+        """Remove what `take` made, as there is no version; the ``folder``, too."""
+        if not self._ours:
+            return
+        self._tidy()
+        for name in (_SAID, _LOCK):
+            (self.place / name).unlink(missing_ok=True)
+        if folder:
+            self.inside.let_go()
+            with contextlib.suppress(OSError):  # it has files of others
+                self.place.rmdir()
+
+    def _every(self) -> list[Path]:
+        return [each for each in self.place.iterdir() if self._name.fullmatch(each.name)]
+
+    def _tidy(self) -> None:
+        """Remove parts of versions, which a killed process left."""
+        for each in self.place.iterdir():
+            if each.name.startswith(".") and self._name.match(each.name, 1):
+                _gone(each)
+
+    def _remove(self, version: Path) -> None:
+        aside = version.with_name(f".{version.name}.removed")
+        os.rename(version, aside)  # a part of it has not its name
+        _gone(aside)
+
+
+def _gone(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+_LOOK_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Follow:
+    """Options of an export that is kept up under a writer: see `DiskStorage.export`.
+
+    The rows of the newest version are never older than the seconds from the begin of one version to
+    the begin of the next, and those that a version takes: with the default less than a minute, as
+    long as a version takes less than 30 s.
+    """
+
+    every: float = 30.0
+    """Seconds from the begin of a version to that of the next, if rows came since. A version that
+    takes longer is followed by the next at once."""
+    stop: Callable[[], bool] | None = None
+    """Asked between versions, ten times a second: True ends it, with a last version if rows came
+    since the one before."""
+    on_version: Callable[[ExportReport], object] | None = None
+    """Called with the report of each version, when it is the newest."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.every < math.inf:
+            raise ValueError(f"every: expected seconds, 0 or more, got {self.every!r:.80}.")
+
+
+def export_storage(
+    storage: RowStore,
+    path: str | os.PathLike[str],
+    kind: str,
+    *,
+    columns: Keys | None,
+    cuts: Cuts,
+    follow: Follow | None,
+    options: object,
+    progress: Progress | None,
+) -> ExportReport:
+    """Export the rows of a storage as `DiskStorage.export` does."""
+    storage.reader.require_open()
+    named = (columns,) if isinstance(columns, str) else columns or ()
+    reader = storage.reader_with([*storage.reader.keys, *named]) if named else storage.reader
+    if follow is None:
+        return export(
+            reader, path, kind, columns=columns, cuts=cuts, options=options, progress=progress
+        )
+    return export_followed(
+        reader,
+        path,
+        kind,
+        follow,
+        columns=columns,
+        cuts=cuts,
+        options=options,
+        progress=progress,
+    )
+
+
+@user_callback("export")
+def export_followed(
+    reader: RowReader,
+    destination: str | os.PathLike[str],
+    kind: str,
+    follow: Follow,
+    *,
+    columns: Keys | None = None,
+    cuts: Cuts = "keep",
+    options: object = None,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write versions until the writer of the rows has ended; return the report of the last.
+
+    Raises:
+        PathIsTaken: something else is at ``destination``.
+        StorageLocked: another process adds versions there.
+        ValueError: the rows are not those of one storage, opened to be read.
+    """
+    files, place = format_named(kind, options), user_path(destination)
+    rows = reader.rows if isinstance(reader, OverlaidReader) else reader
+    if not isinstance(rows, FileReader):
+        raise ValueError(
+            f"follow: {reader.path} is not one storage that a process may be writing. Give its "
+            "path alone, without a condition."
+        )
+    if rows.mode != "read":
+        raise ValueError(
+            f"follow: {reader.path} is written to by this object, and would never end. Give one "
+            'that was opened with mode="read", as open_storage does.'
+        )
+    require_outside(reader, place)
+    with versions_at(place, kind, files.suffix, reader.id) as versions:
+        report: ExportReport | None = None
+        count, seen, stopped = 0, -1, False
+        while True:
+            written = reader.is_written  # first: what it adds before it ends is exported below
+            began, now = time.monotonic(), reader.revision
+            if now != seen:
+                version = versions.next()
+                try:
+                    found = export(
+                        reader,
+                        version,
+                        kind,
+                        columns=columns,
+                        cuts=cuts,
+                        options=options,
+                        progress=progress,
+                        title=place.name,
+                    )
+                except StateMismatch:
+                    if not written:
+                        raise
+                    continue  # the writer took rows back: those that are left make a version
+                versions.show(version)
+                count, seen = count + 1, now
+                report = replace(found, path=str(versions.link), versions=count)
+                if follow.on_version is not None:
+                    follow.on_version(report)
+            assert report is not None
+            if stopped or not written:
+                return report
+            stopped = _waited(reader, follow, began)
+
+
+def _waited(reader: RowReader, follow: Follow, began: float) -> bool:
+    """Wait until the next version is due, or the writer has ended; return True to stop."""
+    while True:
+        if follow.stop is not None and follow.stop():
+            return True
+        left = began + follow.every - time.monotonic()
+        if left <= 0 or not reader.is_written:
+            return False
+        time.sleep(min(left, _LOOK_SECONDS))

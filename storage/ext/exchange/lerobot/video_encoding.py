@@ -1,0 +1,144 @@
+"""Images of episodes to videos: one file after the other for each feature that is a video."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from tallyroll.storage.ext.exchange.folders import filled
+from tallyroll.storage.ext.exchange.lerobot import layout, videos
+from tallyroll.storage.ext.exchange.lerobot.features import LeRobotFeature
+from tallyroll.storage.ext.exchange.lerobot.options import LeRobotOptions
+from tallyroll.storage.ext.exchange.lerobot.videos import VideoWriter
+from tallyroll.storage.rows.keys import NEXT, Key
+
+Rows = Mapping[Key, np.ndarray]
+
+
+class Films:
+    """The videos of a folder.
+
+    The last of an episode's next images is written behind its frames, where LeRobot does not look:
+    so no final observation is lost.
+    """
+
+    def __init__(
+        self, place: Path, features: list[LeRobotFeature], options: LeRobotOptions
+    ) -> None:
+        self.features = [each for each in features if each.kind == "video"]
+        self._options, self.lost = options, {"lossy_frames": 0, "next_observations": 0}
+        followed = {each.source for each in features if each.kind == "following"}
+        self._each = [
+            _FilmOf(place, each, options, followed=each.column.key in followed)
+            for each in self.features
+        ]
+
+    def __enter__(self) -> Films:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            for each in self._each:
+                stack.callback(each.close)
+        lossy = self._options.video not in videos.LOSSLESS
+        self.lost["lossy_frames"] = sum(each.written for each in self._each) if lossy else 0
+        self.lost["next_observations"] = sum(each.wrong for each in self._each)
+
+    def add(self, piece: Rows, *, begins: bool, ended: bool) -> None:
+        """Add rows of one episode, at whose beginning or end they may be."""
+        for each in self._each:
+            each.add(piece, begins=begins, ended=ended)
+
+    def times(self, length: int) -> dict[str, int | float]:
+        """Return where the episode that ended is in each video, as the table of episodes has it."""
+        found: dict[str, int | float] = {}
+        for each in self._each:
+            begin = f"videos/{each.feature.name}/"
+            chunk, file = divmod(each.number, layout.CHUNK)
+            found |= {f"{begin}chunk_index": chunk, f"{begin}file_index": file}
+            found[f"{begin}from_timestamp"] = each.first / self._options.fps
+            found[f"{begin}to_timestamp"] = (each.first + length) / self._options.fps
+        return found
+
+    def said(self, feature: LeRobotFeature) -> dict[str, Any]:
+        """Return what ``info.json`` says of a video."""
+        assert feature.picture is not None
+        assert self._options.video is not None
+        codec, form = videos.codec_of(self._options.video)
+        return {
+            "video.height": feature.picture.height,
+            "video.width": feature.picture.width,
+            "video.codec": codec,
+            "video.pix_fmt": form,
+            "video.is_depth_map": False,
+            "video.fps": self._options.fps,
+            "video.channels": 3,
+            "has_audio": False,
+        }
+
+
+class _FilmOf:
+    """The videos of one feature."""
+
+    def __init__(
+        self, place: Path, feature: LeRobotFeature, options: LeRobotOptions, *, followed: bool
+    ) -> None:
+        assert feature.picture is not None
+        self.feature, self._place, self._options = feature, place, options
+        self._picture, self._followed = feature.picture, followed
+        self.number = self.first = self.wrong = self.written = 0
+        self._film: VideoWriter | None = None
+        self._after: np.ndarray | None = None
+        """The next image of the last row that was added, of an episode that goes on."""
+
+    def _path(self) -> Path:
+        chunk, file = divmod(self.number, layout.CHUNK)
+        path = filled(
+            layout.VIDEOS, video_key=self.feature.name, chunk_index=chunk, file_index=file
+        )
+        return self._place / path
+
+    def _opened(self) -> VideoWriter:
+        place = self._path()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return VideoWriter(place, self._picture, self._options)
+
+    def add(self, piece: Rows, *, begins: bool, ended: bool) -> None:
+        if begins:
+            if self._film is None:
+                self._film = self._opened()
+            elif self._film.nbytes >= layout.VIDEO_MB * 2**20:
+                self._film.close()
+                self.number += 1
+                self._film = self._opened()
+            self.first, self._after = self._film.frames, None
+        assert self._film is not None
+        key = self.feature.column.key
+        images = self._picture.out(piece[key])
+        self._film.write(images)
+        self.written += len(images)
+        if not self._followed:
+            return
+        after = self._picture.out(piece[NEXT, *key])
+        if self._after is not None:
+            self.wrong += bool((self._after != images[:1]).any())
+        differ = after[:-1] != images[1:]
+        self.wrong += int(differ.reshape(len(differ), -1).any(1).sum()) if len(differ) else 0
+        self._after = after[-1:]
+        if ended:
+            self._film.write(after[-1:])
+            self.written += 1
+
+    def close(self) -> None:
+        if self._film is not None:
+            self._film.close()

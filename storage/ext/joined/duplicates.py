@@ -1,0 +1,90 @@
+"""Trajectories that a union has twice, bit for bit, though no manifest says that."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tallyroll.storage.ext.joined.union import UnionReader
+from tallyroll.storage.rows.keys import STEP, TRAJ_IDS
+
+_CHUNK_NBYTES: Final = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicates:
+    """Trajectories of a member that have the bits of those of an earlier member."""
+
+    member: int
+    count: int
+    of: int
+    """The number of trajectories that the member has."""
+    pairs: tuple[tuple[int, int, int], ...]
+    """First rows and ids of some, and the ids of the earlier ones."""
+
+
+def doubled_trajectories(union: UnionReader, most: int) -> list[Duplicates]:
+    """Find trajectories that are bit for bit those of an earlier member, but for their ids.
+
+    ``most`` is the number of pairs that are named, of each member.
+    """
+    table = union.trajectories.table
+    starts = np.array([each.rows.start for each in union.members])
+    of = np.searchsorted(starts, table["first_row"], "right") - 1
+    first: dict[bytes, list[int]] = {}
+    counts: dict[int, int] = {}
+    pairs: dict[int, list[tuple[int, int, int]]] = {}
+    for line, name in enumerate(_names(union, table)):
+        known = first.setdefault(name, [])
+        before = next((each for each in known if of[each] != of[line]), None)
+        ids = table["id"]
+        if before is not None and _same(union, int(ids[before]), int(ids[line])):
+            number = int(of[line])
+            counts[number] = counts.get(number, 0) + 1
+            named = pairs.setdefault(number, [])
+            if len(named) < most:
+                named.append((int(table["first_row"][line]), int(ids[line]), int(ids[before])))
+        else:
+            known.append(line)
+    return [
+        Duplicates(number, count, int((of == number).sum()), tuple(pairs[number]))
+        for number, count in sorted(counts.items())
+    ]
+
+
+def _names(union: UnionReader, table: np.ndarray) -> Iterator[bytes]:
+    """Yield of each trajectory a hash of its first and its last row, and of its length."""
+    keys = [key for key in union.keys if key != TRAJ_IDS]
+    size = max(1, _CHUNK_NBYTES // (2 * union.schema.row_nbytes))
+    for start in range(0, len(table), size):
+        lines = table[start : start + size]
+        ends = np.concatenate([lines["first_row"], lines["last_row"]])
+        parts = [_bytes_of(each) for each in union.copies(ends, keys)]
+        whole = np.concatenate(parts, axis=1)
+        for at, length in enumerate(lines["length"].tolist()):
+            said = whole[at].tobytes() + whole[at + len(lines)].tobytes() + b"%d" % length
+            yield hashlib.blake2b(said, digest_size=16).digest()
+
+
+def _same(union: UnionReader, one: int, other: int) -> bool:
+    """Return whether two trajectories have the same bits, but for their ids."""
+    rows, others = (union.trajectories.rows_of(each) for each in (one, other))
+    if len(rows) != len(others):
+        return False
+    size = max(1, _CHUNK_NBYTES // (2 * union.schema.row_nbytes))
+    for key in [STEP, *(key for key in union.keys if key not in (TRAJ_IDS, STEP))]:
+        column = union.column(key)
+        for start in range(0, len(rows), size):
+            both = (column.take(each[start : start + size]) for each in (rows, others))
+            if len({each.tobytes() for each in both}) > 1:
+                return False
+    return True
+
+
+def _bytes_of(values: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+    return found

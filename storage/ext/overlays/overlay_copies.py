@@ -1,0 +1,184 @@
+"""The overlays of storages, copied to one that has the same rows, or new ones made of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from tallyroll.storage.errors import SchemaMismatch
+from tallyroll.storage.ext.overlays.entries import entry_nbytes
+from tallyroll.storage.ext.overlays.header import HEADER_NBYTES, OverlayColumn
+from tallyroll.storage.ext.overlays.overlay_file import OverlayFile
+from tallyroll.storage.ext.overlays.overlay_set import Overlays
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import Key, format_key
+
+_CHUNK_NBYTES: Final = 2**24
+
+
+def copy_overlays(source: FileReader, target: Overlays, *, exactly: bool) -> None:
+    """Give rows that both storages have the values that they have in ``source``.
+
+    With ``exactly`` the target gets the overlays of the source, and no others; without it those
+    that only the target has stay, and so do values of rows that only the target has.
+
+    Raises:
+        DamagedOverlay: an overlay of the source cannot be used.
+        SchemaMismatch: without ``exactly``, if the target has one that keeps something else.
+    """
+    given = Overlays(source)
+    try:
+        keys = given.keys()
+        for key in keys:
+            file = given.open(key)
+            try:
+                into = target.made(file.kept, writable=True)
+            except SchemaMismatch:
+                if not exactly:
+                    raise
+                target.drop(key)
+                into = target.made(file.kept, writable=True)
+            _copy(source, file, target.reader, into)
+        if exactly:
+            for key in set(target.keys()).difference(keys):
+                target.drop(key)
+    finally:
+        given.close()
+
+
+def _copy(source: FileReader, file: OverlayFile, target: FileReader, into: OverlayFile) -> None:
+    into.put(np.empty(0, np.int64), np.empty(0))  # it forgets rows that were taken back
+    step = max(1, _CHUNK_NBYTES // max(1, file.kept.column.row_nbytes))
+    for each in (into, file):  # a row that only the target has a value of gets the fill
+        for start, stop in each.stretches(step):
+            rows = each.rows_in(start, stop)
+            first = max(source.span.start, target.span.start)
+            rows = rows[(rows >= first) & (rows < min(source.head, target.head))]
+            if len(rows):
+                into.put(rows, file.take(rows))
+
+
+class RowsOf(Protocol):
+    """Some of the rows that are wanted, which are of one source."""
+
+    @property
+    def member(self) -> int:
+        """The number of the source."""
+
+    @property
+    def at(self) -> np.ndarray | slice:
+        """Their places among the rows that are wanted."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Their numbers in the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverlayValues:
+    """Values of an overlay."""
+
+    key: Key
+    at: np.ndarray
+    """The places of their rows [n] among those that were wanted."""
+    values: np.ndarray
+    """[n, ...]."""
+
+
+class OverlaysOf:
+    """The overlays of one or more storages, for rows that are written again.
+
+    Of one that several have, those that keep something else than the first are left out.
+
+    Args:
+        sources: readers of the storages.
+        wanted: says which are wanted, by their keys.
+
+    Raises:
+        DamagedOverlay: one of them cannot be used.
+    """
+
+    def __init__(self, sources: Sequence[RowReader], wanted: Callable[[Key], bool]) -> None:
+        self._beside = [Overlays(each) for each in sources if isinstance(each, FileReader)]
+        self.left_out: list[str] = []
+        """Overlays that are not wanted, or not alike, as ``PATH: NAME``."""
+        self.every: set[Key] = set()
+        """The keys of all that there are."""
+        self._files: dict[Key, dict[int, OverlayFile]] = {}
+        try:
+            for beside in self._beside:
+                self._add(beside, sources.index(beside.reader), wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, beside: Overlays, source: int, wanted: Callable[[Key], bool]) -> None:
+        for key in beside.keys():
+            self.every.add(key)
+            known = self._files.get(key, {})
+            file = beside.open(key) if wanted(key) else None
+            if file is None or any(each.kept != file.kept for each in known.values()):
+                self.left_out.append(f"{beside.reader.path}: {format_key(key)}")
+            else:
+                self._files[key] = {**known, source: file}
+
+    @property
+    def kept(self) -> list[OverlayColumn]:
+        """The overlays that are there, and wanted."""
+        return [next(iter(files.values())).kept for files in self._files.values()]
+
+    def nbytes(self, rows: int) -> int:
+        """Return the bytes that they take on the disk for so many rows."""
+        return sum(HEADER_NBYTES + rows * entry_nbytes(each.column) for each in self.kept)
+
+    def take(self, parts: Iterable[RowsOf], count: int) -> list[OverlayValues]:
+        """Copy the values of ``count`` rows, which ``parts`` name; rows without one are left out.
+
+        Raises:
+            Overrun: a writer changes values faster than they are read.
+            ColumnsMissing: an overlay was dropped since.
+        """
+        found = []
+        for part in parts if self._files else ():
+            at = np.arange(count)[part.at]
+            for files in self._files.values():
+                if (file := files.get(part.member)) is not None:
+                    values, own = file.values_of(part.rows)
+                    found.append(OverlayValues(file.key, at[own], values[own]))
+        return found
+
+    def close(self) -> None:
+        """Close their files."""
+        for each in self._beside:
+            each.close()
+
+
+class NewOverlays:
+    """The overlays of a storage that is being written.
+
+    Args:
+        reader: of the new storage, which has columns.
+        kept: what they keep.
+    """
+
+    def __init__(self, reader: FileReader, kept: Iterable[OverlayColumn]) -> None:
+        self._beside = Overlays(reader)
+        self._files = {each.key: self._beside.made(each, writable=True) for each in kept}
+
+    def put(self, values: Iterable[OverlayValues], first: int) -> None:
+        """Give rows, of which those that were wanted begin with number ``first``, their values.
+
+        Raises:
+            StorageFull: there is no space.
+        """
+        for each in values:
+            self._files[each.key].put(first + each.at, each.values)
+
+    def close(self) -> None:
+        """Close their files, whose values are on the disk then."""
+        self._beside.flush()
+        self._beside.close()

@@ -1,0 +1,427 @@
+"""`pack`: write packed rows, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+
+from tallyroll.storage.engine.available_memory import require_memory
+from tallyroll.storage.errors import (
+    CorruptStorage,
+    PathIsTaken,
+    StateMismatch,
+    StorageFull,
+)
+from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.packed.archives import EPISODES, INDEX, MANIFEST, OURS, ZarrArchive
+from tallyroll.storage.ext.packed.codecs import Codec
+from tallyroll.storage.ext.packed.column_writers import (
+    ColumnPlan,
+    FrameStack,
+    Packing,
+    frames_declared,
+    planned,
+)
+from tallyroll.storage.ext.packed.documents import documents
+from tallyroll.storage.ext.packed.front import room_for
+from tallyroll.storage.ext.packed.layout import FORMAT, FORMAT_HDF5, ArrayLayout, Layout
+from tallyroll.storage.ext.packed.packed_reader import PackedReader
+from tallyroll.storage.ext.packed.shards import ChunkWriter, ShardWriter
+from tallyroll.storage.ext.storage_copy import is_overwritten, overlays_of, source_around
+from tallyroll.storage.files.copied_runs import FIRST_ROW_OF_RUN, PACKED, Entry, source_of
+from tallyroll.storage.files.manifest import Manifest, new_manifest, write_manifest
+from tallyroll.storage.files.paths import free_bytes, translated, user_path
+from tallyroll.storage.files.run_events import without_name
+from tallyroll.storage.files.safe_files import Inside
+from tallyroll.storage.formats.by_name import SUFFIXES
+from tallyroll.storage.formats.zarr.metadata import require_names
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.keys import LANE, TERMINATED, TRAJ_IDS, Key, as_key, format_key
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.rows.schema import Column, Schema
+from tallyroll.storage.trajectories.columns import WHOSE, missing, numbers_of
+from tallyroll.storage.trajectories.content import expanded
+from tallyroll.storage.trajectories.episode_file import write_table
+from tallyroll.storage.trajectories.index import says_whose
+from tallyroll.storage.trajectories.lane_file import IndexOwner, write_index
+from tallyroll.storage.user_code import user_callback
+
+_NBYTES_OF_A_ROW = 56
+
+
+def packed_order(reader: RowReader, span: range) -> np.ndarray:
+    """Return the numbers of the rows of ``span`` in the order in which they are packed.
+
+    Trajectories come in the order of their first rows. A run's rows stay together, so that a
+    trajectory that goes on in the next run is in two parts. Rows that say no trajectory stay in
+    their order.
+
+    Raises:
+        NotEnoughMemory: there is not enough memory for the numbers.
+        Overrun: a ring's writer overwrites rows meanwhile.
+    """
+    rows = np.arange(span.start, span.stop)
+    if not len(rows) or not says_whose(reader.schema):
+        return rows
+    require_memory(len(rows) * _NBYTES_OF_A_ROW, f"the order of {len(rows):,} rows")
+    ids, lane = (
+        numbers_of(reader.column(key).slice(span.start, span.stop)) for key in (TRAJ_IDS, LANE)
+    )
+    if reader.ring:
+        ids, lane = ids.copy(), lane.copy()
+        if reader.span.start > span.start:
+            raise reader.overrun(f"{len(rows):,}")
+    at = np.argsort(lane, kind="stable")
+    begins = np.ones(len(rows), np.bool_)
+    begins[1:] = (np.diff(lane[at]) != 0) | (np.diff(ids[at]) != 0)
+    firsts = np.array([run["first_row"] for run in reader.runs], np.int64) - span.start
+    run = np.searchsorted(firsts, at, side="right")
+    begins[1:] |= np.diff(run) != 0
+    start = np.flatnonzero(begins)
+    count = np.diff(start, append=len(rows))
+    # By the first row: within a run that is the order of trajectories, and runs are in theirs.
+    order = np.argsort(at[start], kind="stable")
+    found: np.ndarray = rows[at[expanded(start[order], count[order])]]
+    return found
+
+
+def packed_runs(runs: Sequence[Mapping[str, Any]], *, counted: bool) -> list[Entry]:
+    """Return the entries of runs for their packed rows.
+
+    Unless a record that a collector wrote has ``counted`` these rows, they are none of a
+    collector's, whose rows a record counts.
+    """
+    if not counted:
+        runs = [{name: run[name] for name in run if name != FIRST_ROW_OF_RUN} for run in runs]
+    return [without_name(run) for run in runs]
+
+
+Format = Literal["zarr", "hdf5"]
+
+_LOOKS, _LOOK_ROWS, _LOOK_NBYTES = 6, 64, 2**24
+_RING_NBYTES, _MOST_BLOCK_ROWS = 2**22, 2**14
+_SPARE_NBYTES: Final = 2**22
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """A packed storage that was made."""
+
+    path: str
+    rows: int
+    nbytes: int
+    """Bytes of its rows on the disk."""
+    row_nbytes: int
+    """Bytes of a row before it was packed."""
+    columns: dict[str, int]
+    """Bytes on the disk by array."""
+    once: tuple[str, ...]
+    """Columns of which what comes next is stored once with them."""
+    stacks: dict[str, int]
+    """Columns of which single frames are stored, and the frames of a stack."""
+    overlays_left_out: tuple[str, ...] = ()
+    """Overlays of the sources, as ``PATH: NAME``: packed rows never change, and have none."""
+
+
+@user_callback("pack")
+def pack(
+    reader: RowReader,
+    destination: str | os.PathLike[str],
+    *,
+    format: Format | None = None,
+    codecs: Mapping[str | Key, str] | str | None = None,
+    once: bool = True,
+    stacks: Sequence[FrameStack] | None = None,
+    progress: Progress | None = None,
+) -> PackReport:
+    """Write the rows of a reader to ``destination``, packed; see `DiskStorage.pack`.
+
+    Raises:
+        OpenError: ``destination`` is taken, or cannot be written; or another process packs to it.
+        StorageFull: they will not fit on the disk, or did not.
+        Overrun: a ring's writer overwrites rows before they are packed.
+        StateMismatch: rows were taken back meanwhile.
+        MissingLibrary: a library is not installed.
+        ValueError: an argument is none of its values.
+    """
+    schema, span, place = reader.schema, reader.span, user_path(destination)
+    format = _format_at(place, format)
+    require_names(schema)
+    codec = _codecs(schema, codecs, format)
+    declared = None if stacks is None else frames_declared(schema, stacks)
+    _require_outside(reader, place)
+    require_free(place)
+    rewinds = reader.rewinds
+    order = packed_order(reader, span)
+    looks = _looks(reader, order)
+    plans = planned(schema, looks, once=once, stacks=declared if once or stacks else {})
+    _require_room(place, plans, looks, codec, len(order))
+    with written_aside(place) as target:
+        room = _room_for(reader, order, codec)
+        with (
+            translated(place),
+            contextlib.closing(
+                _Hdf5Files(target, room) if format == "hdf5" else _ZarrFiles(target)
+            ) as files,
+        ):
+            packing = Packing(schema, plans, codec, files, span.start)
+            try:
+                _copy(reader, order, packing, progress)
+                layout = packing.finish()
+            finally:
+                packing.abandon()
+            if reader.rewinds != rewinds:
+                raise StateMismatch(
+                    f"rows of {reader.path} were taken back while they were packed. Pack them "
+                    "again."
+                )
+            manifest = _manifest(reader, span, schema, layout, files.format)
+            files.finish(layout, manifest)
+            sizes = {"/".join(each.layout.path): each.nbytes for each in packing.writers}
+    return PackReport(
+        str(place),
+        layout.rows,
+        sum(sizes.values()),
+        schema.row_nbytes,
+        sizes,
+        tuple(format_key(each.column.key) for each in plans if each.next is not None),
+        {format_key(each.column.key): each.n for each in plans if each.n > 1},
+        overlays_of(reader),
+    )
+
+
+def _format_at(place: Path, wanted: Format | None) -> Format:
+    """Return the format to write, by the suffix of the path where none is wanted."""
+    if wanted not in (None, *get_args(Format)):
+        raise ValueError(f"format: expected 'zarr' or 'hdf5', got {wanted!r:.80}.")
+    suffix = SUFFIXES.get(place.suffix.lower())
+    if wanted is not None and suffix not in (None, wanted):
+        raise ValueError(
+            f"format: expected {suffix!r} by the suffix of {place}, got {wanted!r}. Leave format "
+            "out, or give another path."
+        )
+    return wanted or ("hdf5" if suffix == "hdf5" else "zarr")
+
+
+def _codecs(
+    schema: Schema, given: Mapping[str | Key, str] | str | None, format: str
+) -> Callable[[Column], Codec]:
+    """Return the codec of each column; raise ValueError for one that there is not."""
+    if isinstance(given, str):
+        every, given = Codec.of(given), {}
+    else:
+        every = None
+    chosen = {as_key(key): Codec.of(text) for key, text in (given or {}).items()}
+    if unknown := [format_key(key) for key in chosen if key not in schema.keys]:
+        raise ValueError(
+            f"codecs: there is no column {', '.join(unknown)}; there are "
+            f"{', '.join(map(format_key, schema.keys))}."
+        )
+    for each in (*chosen.values(), *([every] if every else [])):
+        if (each.name == "gzip") != (format == "hdf5"):
+            raise ValueError(
+                f"codec {each}: HDF5 is packed with gzip:1 to gzip:9, and Zarr with zstd, shuffle "
+                "or none."
+            )
+
+    def codec(column: Column) -> Codec:
+        if found := chosen.get(column.key, every):
+            return found
+        if format == "hdf5":
+            return Codec.of("gzip")
+        return Codec.of("zstd" if column.numpy_dtype.itemsize == 1 else "shuffle")
+
+    return codec
+
+
+def _require_outside(reader: RowReader, place: Path) -> None:
+    """Raise `PathIsTaken` if the destination would be a part of a source."""
+    if (source := source_around(reader, place)) is not None:
+        raise PathIsTaken(
+            f"{place} lies within {source}, which is to be packed and stays as it is. Give a path "
+            "outside it."
+        )
+
+
+def _looks(reader: RowReader, order: np.ndarray) -> list[Callable[[Key], np.ndarray]]:
+    """Return stretches of rows, of which columns are read when they are asked for."""
+    size = max(2, min(_LOOK_ROWS, _LOOK_NBYTES // reader.schema.row_nbytes))
+    starts = np.unique(np.linspace(0, max(0, len(order) - size), _LOOKS).astype(np.int64))
+    parts = [order[start : start + size] for start in starts.tolist()]
+    return [lru_cache(2)(partial(_values, reader, rows)) for rows in parts if len(rows)]
+
+
+def _values(reader: RowReader, rows: np.ndarray, key: Key) -> np.ndarray:
+    return reader.column(key).take(rows)
+
+
+def _require_room(
+    place: Path,
+    plans: Sequence[ColumnPlan],
+    looks: Sequence[Callable[[Key], np.ndarray]],
+    codec: Callable[[Column], Codec],
+    rows: int,
+) -> None:
+    """Refuse rows that will not fit, as far as those that were looked at tell.
+
+    Raises:
+        StorageFull: they will not.
+    """
+    nbytes, seen = 0, 0
+    for look in looks:
+        for plan in plans:
+            values = look(plan.column.key)
+            # Of a stack a frame, and of what comes next nothing: it is with the others.
+            part = max(1, plan.column.row_nbytes // values.itemsize // plan.n)
+            one = np.ascontiguousarray(values.reshape(len(values), -1)[:, :part])
+            used = codec(plan.column)
+            nbytes += one.nbytes // 2 if used.name == "gzip" else len(used.encode(one))
+        seen += len(look(plans[0].column.key))
+    wanted = nbytes * rows // max(1, seen) + _SPARE_NBYTES
+    if wanted > (free := free_bytes(place)):
+        raise StorageFull(
+            f"{place} has no room for {rows:,} packed rows: they will take about {wanted:,} bytes, "
+            f"and {free:,} are free. Nothing was written; make room, or give another path."
+        )
+
+
+def _copy(
+    reader: RowReader, order: np.ndarray, packing: Packing, progress: Progress | None
+) -> None:
+    # Of a ring, what was read is looked at again before more of it is overwritten.
+    few = max(1, min(_MOST_BLOCK_ROWS, _RING_NBYTES // reader.schema.row_nbytes))
+    block = few if reader.ring else _MOST_BLOCK_ROWS
+    read = partial(_read, reader, is_overwritten(reader), {})
+    for start in range(0, len(order), block):
+        rows = order[start : start + block]
+        packing.append(rows, read)
+        if reader.ring and int(rows.min()) < reader.span.start:
+            raise reader.overrun(f"these {len(rows):,}")
+        if progress is not None:
+            progress(packing.rows, len(order))
+
+
+def _read(
+    reader: RowReader, copied: bool, room: dict[Key, np.ndarray], key: Key, rows: np.ndarray
+) -> np.ndarray:
+    """Return rows of a column, which may be where they are stored, unless they are ``copied``.
+
+    Memory of ``room`` is used again.
+    """
+    column, first = reader.column(key), int(rows[0])
+    if not copied and int(rows[-1]) - first == len(rows) - 1 and (np.diff(rows) == 1).all():
+        return column.slice(first, first + len(rows))
+    out = room.get(key)
+    if out is None or len(out) < len(rows):
+        about = reader.schema.columns[reader.schema.keys.index(key)]
+        out = room[key] = np.empty((len(rows), *about.shape), about.numpy_dtype)
+    return column.take(rows, out=out[: len(rows)])
+
+
+def _manifest(
+    reader: RowReader, span: range, schema: Schema, layout: Layout, format: str
+) -> Manifest:
+    source = reader.manifest
+    record, kept = reader.record, None
+    if record is not None and record[0] == span.stop:
+        with contextlib.suppress(UnicodeDecodeError):  # no collector's
+            kept = record[1].decode()
+    manifest = new_manifest(format, schema, packed_runs(source["runs"], counted=bool(kept)))
+    known = {**source_of(source, [span.start, span.stop]), "format": source["format"]}
+    manifest |= {"packed": layout.to_json(), PACKED: known}
+    return manifest if kept is None else {**manifest, "record": kept}
+
+
+def _room_for(reader: RowReader, order: np.ndarray, codec: Callable[[Column], Codec]) -> int:
+    """Return the bytes that a copy of what is at the end of an HDF5 file will most likely take."""
+    schema = reader.schema
+    layouts = [
+        ArrayLayout.of(each.key, each.numpy_dtype, each.shape, len(order), codec(each))
+        for each in schema.columns
+    ]
+    manifest = new_manifest(FORMAT_HDF5, schema, packed_runs(reader.manifest["runs"], counted=True))
+    return room_for(manifest, layouts, len(order))
+
+
+class _ZarrFiles:
+    """The directory of a Zarr group."""
+
+    format, hdf5 = FORMAT, False
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inside = path, Inside(path)
+        path.mkdir()
+
+    def __call__(self, layout: ArrayLayout) -> ChunkWriter:
+        return ShardWriter(self._inside, layout)
+
+    def finish(self, layout: Layout, manifest: Manifest) -> None:
+        """Write the rest; return when all is on the disk."""
+        path, inside = self._path, self._inside
+        for place, document in documents(layout, manifest).items():
+            inside.make_directory(path / place)
+            with open(inside.make(path / place / "zarr.json"), "wb") as file:
+                file.write(json.dumps(document).encode())
+        write_manifest(inside, path / OURS / MANIFEST, manifest)
+        with contextlib.closing(PackedReader(ZarrArchive(path))) as packed:
+            self._write_tables(packed)
+        # All at once, which takes the disk far less time than one after the other.
+        for folder, _, names in os.walk(path):
+            for name in names:
+                inside.sync(Path(folder, name))
+            inside.sync_directory(Path(folder))
+
+    def _write_tables(self, packed: PackedReader) -> None:
+        """Write the table of episodes and the index, where rows say whose they are.
+
+        Where they say what cannot be, `verify` reports it.
+        """
+        ours, index = self._path / OURS, packed.trajectory_index
+        with contextlib.suppress(CorruptStorage):
+            if not missing(packed.schema, (*WHOSE, TERMINATED)):
+                write_table(self._inside, ours / EPISODES, index.table(packed))
+            if not missing(packed.schema, WHOSE):
+                rows = index.rows(packed)
+                if rows.in_blocks and not packed.span.start:
+                    owner = IndexOwner(packed.id, 0, 0)
+                    write_index(self._inside, ours / INDEX, owner, rows.state(), synced=False)
+
+    def close(self) -> None:
+        """Do nothing: writers close their files."""
+
+
+class _Hdf5Files:
+    """An HDF5 file."""
+
+    format, hdf5 = FORMAT_HDF5, True
+
+    def __init__(self, path: Path, room: int) -> None:
+        from tallyroll.storage.ext.packed.hdf5 import new_file
+
+        self._path, self._exits = path, contextlib.ExitStack()
+        self._file, self._guard = self._exits.enter_context(new_file(path, room))
+
+    def __call__(self, layout: ArrayLayout) -> ChunkWriter:
+        from tallyroll.storage.ext.packed.hdf5 import DatasetWriter
+
+        return DatasetWriter(self._file, self._guard, layout)
+
+    def finish(self, layout: Layout, manifest: Manifest) -> None:
+        """Write the rest; return when all is on the disk."""
+        from tallyroll.storage.ext.packed.hdf5 import finish_file, write_front
+
+        content = finish_file(self._file, manifest, layout)
+        self.close()
+        write_front(self._path, content)
+
+    def close(self) -> None:
+        """Close the file, whose rows may be written in part; raise OSError if a write failed."""
+        self._exits.close()

@@ -1,0 +1,178 @@
+"""`pull`: a dataset of an object store to this machine, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tallyroll.storage.errors import CorruptStorage, InvalidAddress, StorageFull
+from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.packed.archives import ZarrArchive
+from tallyroll.storage.ext.packed.packed_reader import PackedReader
+from tallyroll.storage.ext.remote.address import s3_path
+from tallyroll.storage.ext.remote.objects import ListedObject
+from tallyroll.storage.ext.remote.options import S3Options
+from tallyroll.storage.ext.remote.push_plan import PLAN, PlannedObject, files_of, is_inside, parsed
+from tallyroll.storage.ext.remote.remote_archive import RemoteArchive
+from tallyroll.storage.files.paths import free_bytes, translated, user_path
+from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.user_code import user_callback
+
+_AT_A_TIME: Final = 4
+_PIECE: Final = 2**23
+_SPARE_NBYTES: Final = 2**22
+
+
+@dataclass(frozen=True)
+class PullReport:
+    """A dataset that was pulled."""
+
+    path: str
+    address: str
+    rows: int
+    objects: int
+    nbytes: int
+    checked_by: str
+    """``"checksums"`` of the objects, or ``"chunks"``: of one that `push` did not write."""
+
+
+@user_callback("pull")
+def pull(
+    address: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    options: S3Options | None = None,
+    progress: Progress | None = None,
+) -> PullReport:
+    """Copy a packed dataset from ``s3://bucket/key`` to a directory.
+
+    It is written beside its place, checked, and then gets its name: if the call fails, or the
+    process is killed, nothing is at ``destination``.
+
+    Args:
+        address: a dataset that was pushed.
+        destination: where it will be; nothing may be there.
+        options: the store; see `S3Options`.
+        progress: called now and then with the bytes that have come, and with all.
+
+    Raises:
+        PathIsTaken: something is at ``destination``.
+        StorageMissing: nothing is at the address.
+        NotAStorage: it was pushed in part, or is no packed dataset.
+        CorruptStorage: an object is missing, or not as it was pushed.
+        ObjectChanged: it was replaced meanwhile.
+        ObjectStoreFailed: the store refuses, or does not answer in time.
+        StorageFull: it does not fit on the disk.
+        InvalidAddress: the address has credentials in it, or cannot be one.
+        MissingLibrary: the extra ``s3`` is not installed.
+    """
+    source, place = s3_path(address), user_path(destination)
+    if source is None:
+        raise InvalidAddress("the source is no address: expected s3://BUCKET/KEY.")
+    require_free(place)
+    archive = RemoteArchive(source, options or S3Options())
+    with contextlib.closing(archive):
+        wanted, plan = _wanted(archive)
+        nbytes = sum(each.nbytes for each in wanted.values())
+        if nbytes + _SPARE_NBYTES > (free := free_bytes(place)):
+            raise StorageFull(
+                f"{place} has no room for the {nbytes:,} bytes of {source}: {free:,} are free. "
+                "Nothing was written; make room, or give another path."
+            )
+        with written_aside(place) as target, translated(target):
+            target.mkdir()
+            _copy(archive, Inside(target), wanted, plan, progress)
+            rows = _checked(target, source, chunks=not plan)
+    return PullReport(
+        str(place), str(source), rows, len(wanted), nbytes, "checksums" if plan else "chunks"
+    )
+
+
+def _wanted(archive: RemoteArchive) -> tuple[dict[str, ListedObject], dict[str, PlannedObject]]:
+    """Return the objects to copy, and what is known of them by the list of the push."""
+    archive.read_manifest()  # says what is wrong where there is no dataset
+    listed, source = archive.files.listed, archive.path
+    if PLAN not in listed:
+        with contextlib.closing(PackedReader(archive, cache_nbytes=0)) as reader:
+            names = files_of(reader.layout, reader.manifest)
+        return {name: listed[name] for name in names if name in listed}, {}
+    plan = parsed(archive.files.whole(source / PLAN, JSON_LIMIT), source / PLAN).objects
+    for name, each in plan.items():
+        found = listed.get(name)
+        if found is None or found.nbytes != each.nbytes:
+            has = "is missing" if found is None else f"has {found.nbytes:,} bytes"
+            raise CorruptStorage(
+                f"{source / name} {has}, and {each.nbytes:,} bytes were pushed. Push it again."
+            )
+    return {name: listed[name] for name in plan}, plan
+
+
+def _copy(
+    archive: RemoteArchive,
+    inside: Inside,
+    wanted: dict[str, ListedObject],
+    plan: dict[str, PlannedObject],
+    progress: Progress | None,
+) -> None:
+    done, total = 0, sum(each.nbytes for each in wanted.values())
+    with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tallyroll-pull") as pool:
+        waiting = {
+            name: pool.submit(_copy_one, archive, inside, name, found, plan.get(name))
+            for name, found in wanted.items()
+        }
+        try:
+            for name, each in waiting.items():
+                each.result()
+                done += wanted[name].nbytes
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            for each in waiting.values():
+                each.cancel()
+            raise
+    for folder, _, _ in os.walk(inside.root):
+        inside.sync_directory(Path(folder))
+
+
+def _copy_one(
+    archive: RemoteArchive,
+    inside: Inside,
+    name: str,
+    found: ListedObject,
+    known: PlannedObject | None,
+) -> None:
+    if not is_inside(name):
+        raise CorruptStorage(f"{archive.path} names an object outside of it. It is no dataset.")
+    path, digest = inside.root / name, hashlib.sha256()
+    inside.make_directory(path.parent)
+    with open(inside.make(path), "wb") as file:
+        for begin in range(0, found.nbytes, _PIECE):
+            stop = min(begin + _PIECE, found.nbytes)
+            piece = archive.files.objects.read(name, begin, stop, found)
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    if known is not None and digest.hexdigest() != known.sha256:
+        raise CorruptStorage(
+            f"{archive.path / name} is not as it was pushed: its checksum differs. Pull again, and "
+            "if that fails too, push it again."
+        )
+
+
+def _checked(target: Path, source: object, *, chunks: bool) -> int:
+    """Return the rows that were copied.
+
+    Raises:
+        CorruptStorage: they are damaged.
+    """
+    with contextlib.closing(PackedReader(ZarrArchive(target), cache_nbytes=0)) as reader:
+        for _, wrong in reader.damaged_chunks(lambda _: None) if chunks else ():
+            raise CorruptStorage(f"{source} is damaged: {wrong}")
+        return len(reader.span)

@@ -1,0 +1,225 @@
+"""`push`: a packed dataset into an object store, found there when it is whole, and not before."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from tallyroll.storage.errors import CorruptStorage, InvalidAddress, NotAStorage, PathIsTaken
+from tallyroll.storage.ext.packed.archives import ZarrArchive
+from tallyroll.storage.ext.packed.packed_reader import PackedReader
+from tallyroll.storage.ext.remote.address import s3_path
+from tallyroll.storage.ext.remote.objects import ListedObject, Objects
+from tallyroll.storage.ext.remote.options import S3Options
+from tallyroll.storage.ext.remote.push_plan import (
+    LAST,
+    PLAN,
+    ROOT,
+    PlannedObject,
+    PushPlan,
+    files_of,
+    parsed,
+)
+from tallyroll.storage.files.paths import refuse_nothing, translated, user_path
+from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.user_code import user_callback
+
+SHA256: Final = "tallyroll-sha256"
+"""The note of each object that has the checksum of its bytes."""
+_AT_A_TIME: Final = 4
+_PIECE: Final = 2**20
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """A dataset that is in an object store."""
+
+    address: str
+    rows: int
+    objects: int
+    nbytes: int
+    """Bytes of all of its objects."""
+    sent: int
+    """Objects that were written by this call; the others were there already."""
+    sent_nbytes: int
+
+
+@user_callback("push")
+def push(
+    source: str | os.PathLike[str],
+    address: str | os.PathLike[str],
+    *,
+    options: S3Options | None = None,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> PushReport:
+    """Write a packed dataset to ``s3://bucket/key``.
+
+    It opens there when all of it is there: objects of rows are written first, the manifest last.
+    After a kill, or where the store failed, a call with the same arguments goes on: objects that
+    have the right size and checksum are not written again.
+
+    Args:
+        source: a packed dataset of this machine, a directory.
+        address: where it will be.
+        options: the store; see `S3Options`.
+        replace: remove a different dataset that is there. Readers that have it open get an
+            `ObjectChanged`.
+        progress: called now and then with the bytes that are there, and with all.
+
+    Raises:
+        PathIsTaken: another dataset is there, or objects that are of no dataset.
+        NotAStorage: the source is not packed as Zarr.
+        InvalidAddress: the address has credentials in it, or cannot be one.
+        ObjectStoreFailed: the store refuses, or does not answer in time.
+        MissingLibrary: the extra ``s3`` is not installed.
+    """
+    place = s3_path(address)
+    if place is None:
+        raise InvalidAddress("the destination is no address: expected s3://BUCKET/KEY.")
+    root = user_path(source)
+    refuse_nothing(root, "Give the path of a packed dataset.")
+    rows, plan = _planned(root)
+    objects = Objects(place, options or S3Options())
+    there = objects.listed()
+    before = _before(objects, there, plan, replace)
+    if before != plan:
+        # What shows a dataset goes first, so that a part of two is never shown; and of the one
+        # before all that only it has, while its list is there. Other objects are not ours.
+        own = set(before.objects) - set(plan.objects) if before is not None else set()
+        objects.delete(name for name in (LAST, ROOT, *sorted(own)) if name in there)
+        objects.put(PLAN, plan.to_json(), {})
+    sent = _sent(objects, Inside(root), plan, there if before == plan else {}, progress)
+    return PushReport(
+        str(place), rows, len(plan.objects), plan.nbytes, len(sent),
+        sum(plan.objects[name].nbytes for name in sent),
+    )  # fmt: skip
+
+
+def _planned(root: Path) -> tuple[int, PushPlan]:
+    archive = ZarrArchive(root)
+    if not root.is_dir() or not archive.is_there():
+        raise NotAStorage(
+            f"{root} is not packed as Zarr. Pack it first: `tallyroll pack {root} PACKED`, and "
+            "push PACKED."
+        )
+    with contextlib.closing(PackedReader(archive, cache_nbytes=0)) as reader:
+        layout, manifest = reader.layout, reader.manifest
+        rows, id = len(reader.span), str(manifest["id"])
+    found = {}
+    for name, needed in files_of(layout, manifest).items():
+        try:
+            found[name] = _counted(archive.inside, root / name)
+        except FileNotFoundError as error:
+            if needed:
+                raise CorruptStorage(
+                    f"{root / name} is missing. Restore it from a copy, or pack the rows again."
+                ) from error
+    return rows, PushPlan(id, found)
+
+
+def _counted(inside: Inside, path: Path) -> PlannedObject:
+    digest, nbytes = hashlib.sha256(), 0
+    with _file(inside, path) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            nbytes += len(piece)
+    return PlannedObject(nbytes, digest.hexdigest())
+
+
+@contextlib.contextmanager
+def _file(inside: Inside, path: Path) -> Iterator[BinaryIO]:
+    with open(inside.open(path, os.O_RDONLY), "rb") as file:
+        yield file
+
+
+def _before(
+    objects: Objects, there: dict[str, ListedObject], plan: PushPlan, replace: bool
+) -> PushPlan | None:
+    """Return the list of the dataset that is there, whole or in part; None without a list.
+
+    Raises:
+        PathIsTaken: something else is, and is not to be replaced.
+    """
+    if not there:
+        return None
+    place, found = objects.place, None
+    if PLAN in there:
+        if there[PLAN].nbytes > JSON_LIMIT:
+            raise CorruptStorage(
+                f"{place / PLAN} has too many bytes. Remove it, or push elsewhere."
+            )
+        content = objects.read(PLAN, 0, there[PLAN].nbytes, there[PLAN])
+        with contextlib.suppress(CorruptStorage):
+            found = parsed(content, place / PLAN)
+    elif LAST not in there:
+        raise PathIsTaken(
+            f"{place} has objects, such as {min(there)}, and no dataset of ours. They are not "
+            "replaced; give another address."
+        )
+    if found != plan and not replace:
+        raise PathIsTaken(
+            f"{place} has a different dataset, or a part of one"
+            + (f" (its id is {found.id}, and not {plan.id})" if found is not None else "")
+            + ". Give another address, or replace it: replace=True, or --replace of the command."
+        )
+    return found
+
+
+def _sent(
+    objects: Objects,
+    inside: Inside,
+    plan: PushPlan,
+    there: dict[str, ListedObject],
+    progress: Progress | None,
+) -> list[str]:
+    """Write the objects that are not there as they should be; return their names."""
+    done, sent = 0, []
+    names = plan.order
+    groups = [[name for name in names if name not in (ROOT, LAST)], [ROOT], [LAST]]
+    with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tallyroll-push") as pool:
+        looks = pool.map(lambda name: _is_there(objects, name, plan, there), names)
+        right = {name for name, found in zip(names, looks, strict=True) if found}
+        if LAST in there and len(right) < len(names):
+            # It is shown, and must not be until it is whole again.
+            objects.delete([LAST, ROOT])
+            right -= {LAST, ROOT}
+
+        def one(name: str) -> bool:
+            if name in right:
+                return False
+            path = inside.root / name
+            with translated(path), _file(inside, path) as file:
+                if os.fstat(file.fileno()).st_size != plan.objects[name].nbytes:
+                    raise CorruptStorage(f"{path} changed while it was pushed. Push it again.")
+                objects.put(name, file, {SHA256: plan.objects[name].sha256})
+            return True
+
+        for group in groups:
+            waiting = [pool.submit(one, name) for name in group]
+            try:
+                for name, each in zip(group, waiting, strict=True):
+                    if each.result():
+                        sent.append(name)
+                    done += plan.objects[name].nbytes
+                    if progress is not None:
+                        progress(done, plan.nbytes)
+            except BaseException:
+                for each in waiting:
+                    each.cancel()
+                raise
+    return sent
+
+
+def _is_there(objects: Objects, name: str, plan: PushPlan, there: dict[str, ListedObject]) -> bool:
+    wanted, found = plan.objects[name], there.get(name)
+    if found is None or found.nbytes != wanted.nbytes:
+        return False
+    return objects.note(name, SHA256) == wanted.sha256

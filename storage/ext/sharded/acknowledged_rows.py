@@ -1,0 +1,209 @@
+"""The file that says how many rows of each shard count: lines are appended, and never changed.
+
+A row counts if and only if a line names it. Each line has a checksum, so that one which a killed
+process left half written is seen and passed over: the rows that it would have named do not count.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tallyroll.storage.errors import CorruptStorage
+from tallyroll.storage.files.paths import failed
+from tallyroll.storage.files.run_record import record_without
+from tallyroll.storage.files.safe_files import Inside, write_all
+
+NAME: Final = re.compile(r"[0-9]{6}-[0-9a-f]{8}")
+"""The name of a shard's folder: no path leads out of it."""
+
+_LIMIT: Final = 2**26
+_WRITTEN_AGAIN: Final = 2**20
+"""Bytes after which the lines are put together into few."""
+_MOST: Final = 2**48
+SUMS: Final = ("random", "ticks", "reset_ticks", "episodes_complete", "agent_transitions")
+"""Counts of a run's ledger that are sums over its rows: with a lost shard its part of them goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """A shard, and which of its rows count: the first ones."""
+
+    name: str
+    host: str
+    """The node that it was written on."""
+    id: str
+    """The id of its manifest: no other storage at its place is taken for it."""
+    rows: int
+    sums: tuple[int, ...] = (0,) * len(SUMS)
+    """Its part of the counts in :data:`SUMS`."""
+
+    @classmethod
+    def of(cls, said: Any) -> ShardRows:
+        """Return the shard of a list in a line; raise ValueError if it cannot be right."""
+        name, host, id, rows, *sums = said
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise ValueError(f"a shard called {name!r:.100}")
+        if not (isinstance(host, str) and isinstance(id, str)):
+            raise TypeError(f"{host!r:.100} and {id!r:.100} are no texts")
+        if len(sums) != len(SUMS):
+            raise ValueError(f"{len(sums)} counts")
+        for count in (rows, *sums):
+            if type(count) is not int or not 0 <= count < _MOST:
+                raise ValueError(f"{count!r:.100} rows, or a count of them")
+        return cls(name, host, id, rows, tuple(sums))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return its rows and counts, as a line has them."""
+        return [self.rows, *self.sums]
+
+
+@dataclass
+class AcknowledgedRows:
+    """The rows that count, in the order of their shards, and the newest record of the run."""
+
+    shards: list[ShardRows] = field(default_factory=list)
+    record: tuple[int, bytes] | None = None
+    """The rows that counted when it was written, and its payload."""
+    rows: int = 0
+    """All rows that count."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """The number of each shard, by its name."""
+
+    def take(self, line: Any) -> None:
+        """Take over what a line says; raise ValueError if it cannot be right."""
+        if not isinstance(line, dict):
+            raise TypeError("a line is no mapping")
+        for each in line.get("shards", ()):
+            shard = ShardRows.of(each)
+            if self.numbers.setdefault(shard.name, len(self.shards)) != len(self.shards):
+                raise ValueError(f"{shard.name} is there twice")
+            self.shards.append(shard)
+            self.rows += shard.rows
+        for spelt, numbers in line.get("rows", {}).items():
+            if not 0 <= (number := int(spelt)) < len(self.shards):
+                raise ValueError(f"no shard {number}")
+            before = self.shards[number]
+            now = ShardRows.of([before.name, before.host, before.id, *numbers])
+            self.shards[number] = now
+            self.rows += now.rows - before.rows
+        if (record := line.get("record")) is not None:
+            self.record = self.rows, str(record).encode()
+
+    def line(self) -> dict[str, Any]:
+        """Return a line that says all of it."""
+        shards = [[each.name, each.host, each.id, *each.numbers] for each in self.shards]
+        said: dict[str, Any] = {"shards": shards}
+        return said if self.record is None else {**said, "record": self.record[1].decode()}
+
+
+def _spelt(line: Mapping[str, Any]) -> bytes:
+    content = json.dumps(line).encode()
+    return b"%08x %s\n" % (zlib.crc32(content), content)
+
+
+def read_acknowledged(inside: Inside, path: Path) -> tuple[AcknowledgedRows, int]:
+    """Return what the file says, and the bytes of its whole lines.
+
+    Raises:
+        CorruptStorage: a line before the last one is damaged, or the file is too large.
+    """
+    try:
+        content = inside.read(path, _LIMIT)
+    except FileNotFoundError:
+        return AcknowledgedRows(), 0
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise failed(path, error, 0) from error
+        raise _damaged(path, error.strerror or "too large") from error
+    found, good = AcknowledgedRows(), 0
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines[:-1]):
+        try:
+            if zlib.crc32(line[9:]) != int(line[:8], 16):
+                raise ValueError("its checksum does not fit")
+            found.take(json.loads(line[9:]))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise _damaged(path, f"line {number + 1}: {error}") from error
+        good += len(line) + 1
+    return found, good
+
+
+def _damaged(path: Path, why: str) -> CorruptStorage:
+    return CorruptStorage(
+        f"{path} is damaged ({why}): it says which rows count. Restore it from a copy."
+    )
+
+
+class AcknowledgedFile:
+    """Appends to the file; one process at a time.
+
+    Args:
+        inside: the folder.
+        path: of the file in it.
+    """
+
+    def __init__(self, inside: Inside, path: Path) -> None:
+        self._inside, self._path = inside, path
+        self.said, self._good = read_acknowledged(inside, path)
+        self._again_at = _WRITTEN_AGAIN
+        self._file = -1
+        self._open()
+
+    def _open(self) -> None:
+        self.close()
+        self._file = self._inside.open(self._path, os.O_RDWR | os.O_CREAT)
+        os.ftruncate(self._file, self._good)  # what a killed process left half written
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append a line; all of it counts afterwards, or nothing.
+
+        Raises:
+            StorageFull, DiskFailed: it could not be written.
+        """
+        content = _spelt(line)
+        try:
+            write_all(self._file, content, self._good)
+        except BaseException as error:
+            os.ftruncate(self._file, self._good)
+            if isinstance(error, OSError):
+                raise failed(self._path, error, len(content)) from error
+            raise
+        self._good += len(content)
+        self.said.take(line)
+        if self._good > self._again_at:
+            self._write_again()
+
+    def lose(self, numbers: Sequence[int]) -> None:
+        """Let no row of these shards count any more, and take their part from the record's sums.
+
+        How many rows were stored the record still says: those that are missing now are lost.
+        """
+        shards = [self.said.shards[number] for number in numbers]
+        line: dict[str, Any] = {"rows": {str(number): [0] * (1 + len(SUMS)) for number in numbers}}
+        if self.said.record is not None:
+            gone = [sum(sums) for sums in zip(*(each.sums for each in shards), strict=True)]
+            payload = record_without(self.said.record[1], dict(zip(SUMS, gone, strict=True)))
+            line["record"] = payload.decode()
+        self.append(line)
+
+    def _write_again(self) -> None:
+        content = _spelt(self.said.line())
+        self._inside.write_aside(self._path, content, durable=True)
+        self._good = len(content)
+        self._again_at = _WRITTEN_AGAIN + 2 * self._good
+        self._open()
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)

@@ -1,0 +1,400 @@
+"""Rows of any reader, copied to a new storage of any format: the one pass that rewrites rows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.engine.available_memory import require_memory
+from tallyroll.storage.errors import ColumnsMissing, NotWritable, Overrun, StateMismatch
+from tallyroll.storage.ext.atomic_create import require_free, written_aside
+from tallyroll.storage.ext.joined.union import UnionPart, UnionReader
+from tallyroll.storage.ext.overlays.overlay_copies import NewOverlays, OverlaysOf
+from tallyroll.storage.ext.views.view_reader import ViewReader
+from tallyroll.storage.files.copied_runs import (
+    LEFT_OUT,
+    copy_entry,
+    has_room,
+    makers,
+    room_beside,
+    source_of,
+)
+from tallyroll.storage.files.paths import user_path
+from tallyroll.storage.formats.base import Format
+from tallyroll.storage.formats.by_name import FILES, format_at
+from tallyroll.storage.formats.space import estimate, require_room
+from tallyroll.storage.readers.file_reader import FileReader
+from tallyroll.storage.readers.row_reader import RowReader
+from tallyroll.storage.rows.batch_dims import fitting
+from tallyroll.storage.rows.keys import STEP, TRAJ_IDS, Key, Keys, as_key, format_key
+from tallyroll.storage.rows.progress import Progress
+from tallyroll.storage.rows.schema import Schema
+from tallyroll.storage.stores.opened_files import OpenedFiles
+from tallyroll.storage.stores.row_writer import RowWriter
+from tallyroll.storage.trajectories.columns import missing, numbers_of
+from tallyroll.storage.user_code import user_callback
+
+_BLOCK_NBYTES: Final = 2**26
+_SORTED_NBYTES: Final = 48
+"""Bytes of memory a row while their order is found."""
+_LOOK_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """The rows that were copied, or would be."""
+
+    path: str
+    format: str
+    """The short name: ``memmap``, ``hdf5`` or ``zarr``."""
+    rows: int
+    row_nbytes: int
+    columns: tuple[str, ...]
+    nbytes: int
+    """Bytes that it takes on the disk."""
+    free: int
+    """Bytes that were free there before."""
+    overlays: tuple[str, ...] = ()
+    """The names of the overlays that are copied."""
+    overlays_left_out: tuple[str, ...] = ()
+    """Other overlays of the sources, as ``PATH: NAME``."""
+
+
+@user_callback("copy")
+def copy(
+    reader: RowReader,
+    destination: str | os.PathLike[str],
+    *,
+    columns: Keys | None = None,
+    drop: Keys = (),
+    sort: bool = False,
+    format: str | None = None,
+    follow: bool = False,
+    stop: Callable[[], bool] | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Write the committed rows of a reader to a new storage; see `DiskStorage.copy_to`.
+
+    Raises:
+        PathIsTaken: something is at ``destination``.
+        StorageLocked: another process writes to it.
+        StorageFull: they do not fit on the disk.
+        ColumnsMissing: there is no such column.
+        Overrun: a ring's writer overwrites rows before they are copied.
+        StateMismatch: rows were taken back meanwhile.
+        ValueError: an argument is none of its values.
+    """
+    place = user_path(destination)
+    name = format_at(place, format)
+    wanted = ColumnSelection(columns, drop)
+    if follow:
+        _require_followed(reader, name, sort)
+    span = reader.span
+    require_free(place)
+    require_outside(reader, place)
+    with closing(OverlaysOf(sources_of(reader), wanted)) as overlays:
+        schema = schema_of_copy(reader, wanted, overlays.every)
+        files = FILES[name](place.absolute())
+        files.check(schema)
+        space, rows = estimate(files, schema, len(span)), len(span)
+        if not dry_run:
+            require_room(files, schema, len(span))
+            with (
+                written_aside(place) as target,
+                closing(_StorageCopy(reader, span, schema, overlays, FILES[name](target))) as it,
+            ):
+                it.take(_blocks(reader, span, schema, sort=sort), len(span), progress)
+                if follow:
+                    it.follow(stop, progress)
+            rows = it.rows
+    return CopyReport(
+        str(place),
+        name,
+        rows,
+        schema.row_nbytes,
+        tuple(map(format_key, schema.keys)),
+        files.footprint(schema, rows).nbytes + overlays.nbytes(rows),
+        space.free,
+        tuple(format_key(each.key) for each in overlays.kept),
+        tuple(overlays.left_out),
+    )
+
+
+class ColumnSelection:
+    """Says which columns and overlays are wanted."""
+
+    def __init__(self, columns: Keys | None, drop: Keys) -> None:
+        self.only = None if columns is None else {as_key(key) for key in _several(columns)}
+        self.dropped = {as_key(key) for key in _several(drop)}
+
+    def __call__(self, key: Key) -> bool:
+        """Return whether a column, or an overlay, is wanted."""
+        return key not in self.dropped and (self.only is None or key in self.only)
+
+
+def schema_of_copy(
+    reader: RowReader, wanted: ColumnSelection, beside: Collection[Key] = ()
+) -> Schema:
+    """Return the columns that are wanted, in their order; ``beside`` are names of overlays."""
+    schema = reader.schema
+    known = {*schema.keys, *beside}
+    unknown = sorted(map(format_key, (wanted.dropped | (wanted.only or set())) - known))
+    if unknown or wanted.only == set():
+        raise ColumnsMissing(
+            f"columns: expected some of {', '.join(map(format_key, schema.keys))}, got "
+            f"{', '.join(unknown) or 'none'}."
+        )
+    left = [key for key in schema.keys if wanted(key)]
+    if not left:
+        raise ColumnsMissing(f"all columns of {reader.path} would be dropped. Keep one.")
+    kept = tuple(each for each in schema.columns if each.key in left)
+    dims = fitting(dict(schema.batch_dims), {each.key: each.shape for each in kept})
+    return Schema(kept, tuple(dims.items()))
+
+
+def _several(keys: Keys) -> Sequence[str | Key]:
+    return (keys,) if isinstance(keys, str) else keys
+
+
+def _require_followed(reader: RowReader, name: str, sort: bool) -> None:
+    if sort:
+        raise ValueError("follow and sort: the order of all rows is known at the end only.")
+    if name == "hdf5":
+        raise ValueError(
+            "follow: an HDF5 file has to know how many rows there will be. Copy to memmap or zarr."
+        )
+    if not isinstance(reader, FileReader):
+        raise ValueError(
+            f"follow: {reader.path} is not one storage that a process may be writing. Give its "
+            "path alone."
+        )
+
+
+def sources_of(reader: RowReader) -> list[RowReader]:
+    """Return the readers of the storages that have the rows."""
+    reader, _ = _there(reader, np.empty(0, np.int64))
+    return [e.reader for e in reader.members] if isinstance(reader, UnionReader) else [reader]
+
+
+def source_around(reader: RowReader, place: Path) -> Path | None:
+    """Return the path of a storage that has some of the rows, if ``place`` lies within it."""
+    above = Path(os.path.realpath(place)).parents
+    paths = (each.path for each in sources_of(reader))
+    return next((path for path in paths if Path(os.path.realpath(path)) in above), None)
+
+
+def overlays_of(reader: RowReader) -> tuple[str, ...]:
+    """Return the overlays of the storages that have the rows, as ``PATH: NAME``."""
+    with closing(OverlaysOf(sources_of(reader), lambda _: False)) as overlays:
+        return tuple(overlays.left_out)
+
+
+def require_outside(reader: RowReader, place: Path) -> None:
+    """Raise `NotWritable` if ``place`` lies within a storage that has some of the rows."""
+    if (source := source_around(reader, place)) is not None:
+        raise NotWritable(
+            f"{place} lies within the storage {source}, whose folder is its own. Give another path."
+        )
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _blocks(
+    reader: RowReader, span: range, schema: Schema, *, sort: bool
+) -> Iterator[range | np.ndarray]:
+    """Yield the numbers of rows, as many at a time as there is memory for."""
+    size = max(1, _BLOCK_NBYTES // schema.row_nbytes)
+    rows = trajectory_order(reader, span) if sort else None
+    for start in range(0, len(span), size):
+        yield span[start : start + size] if rows is None else rows[start : start + size]
+
+
+def trajectory_order(reader: RowReader, span: range) -> np.ndarray:
+    """Return the numbers of rows, one trajectory after the other in the order of first rows.
+
+    Raises:
+        ColumnsMissing: the rows do not say which trajectory and step they are.
+    """
+    if lacking := missing(reader.schema, (TRAJ_IDS, STEP)):
+        raise ColumnsMissing(
+            f"{reader.path} has no {', no '.join(lacking)} (whole numbers, one a row), by which "
+            "rows are sorted. Leave out the sorting."
+        )
+    require_memory(
+        len(span) * _SORTED_NBYTES, f"the order of {len(span):,} rows", "Copy without sorting."
+    )
+    ids, steps = (
+        numbers_of(reader.column(key).slice(span.start, span.stop)) for key in (TRAJ_IDS, STEP)
+    )
+    _, first, which = np.unique(ids, return_index=True, return_inverse=True)
+    return np.lexsort((steps, first[which])) + span.start
+
+
+class _StorageCopy:
+    """A new storage that gets the rows ``span`` of a reader, and those that come after them."""
+
+    def __init__(
+        self, reader: RowReader, span: range, schema: Schema, overlays: OverlaysOf, files: Format
+    ) -> None:
+        self._reader, self._schema, self._rewinds = reader, schema, reader.rewinds
+        self._overlays = overlays
+        self._columns = {key: reader.column(key) for key in schema.keys}
+        self._sources = _Sources(reader)
+        self._upto, self.rows = span.stop, 0
+        target = FileReader(files, files.path, "create")
+        opened = OpenedFiles(target, capacity=max(1, len(span)), durability="power")
+        self._writer = RowWriter(opened)
+        try:
+            self._writer.runs.create(schema, [{"first_row": 0}])
+            self._beside = NewOverlays(target, overlays.kept)
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def close(self) -> None:
+        """Close the new storage, which is on the disk then."""
+        try:
+            self._beside.close()
+        finally:
+            self._writer.close()
+
+    def take(
+        self, blocks: Iterable[range | np.ndarray], total: int, progress: Progress | None
+    ) -> None:
+        """Copy rows, a block at a time, of ``total`` in all."""
+        each = self._schema.row_nbytes
+        for block in blocks:
+            parts = self._sources.parts(block)
+            values = self._overlays.take(parts, len(block))
+            self._writer.append(self._writer.given.checked(self._read(block)))
+            self._beside.put(values, self.rows)
+            self.rows += len(block)
+            self._sources.count(parts)
+            if progress is not None:
+                progress(self.rows * each, total * each)
+        if self._reader.rewinds != self._rewinds:
+            raise StateMismatch(
+                f"rows of {self._reader.path} were taken back while they were copied. Copy them "
+                "again."
+            )
+        self._writer.runs.write(self._sources.entries())
+
+    def _read(self, block: range | np.ndarray) -> dict[Key, np.ndarray]:
+        if isinstance(block, np.ndarray):
+            rows = {key: column.take(block) for key, column in self._columns.items()}
+        else:
+            rows = {
+                key: column.slice(block.start, block.stop) for key, column in self._columns.items()
+            }
+            if is_overwritten(self._reader):  # they may be the ring's own memory
+                rows = {key: values.copy() for key, values in rows.items()}
+        _require_left(self._reader, block)
+        return rows
+
+    def follow(self, stop: Callable[[], bool] | None, progress: Progress | None) -> None:
+        """Copy the rows that a writer adds, until it ends, or ``stop`` says so."""
+        reader = self._reader
+        while True:
+            written = reader.is_written  # first: what it adds before it ends is read below
+            span = range(self._upto, reader.head)
+            if span:
+                blocks = _blocks(reader, span, self._schema, sort=False)
+                self.take(blocks, self.rows + len(span), progress)
+                self._upto = span.stop
+            if not written or (stop is not None and stop()):
+                return
+            time.sleep(_LOOK_SECONDS)
+
+
+def _there(reader: RowReader, rows: np.ndarray) -> tuple[RowReader, np.ndarray]:
+    """Return the reader that has the rows of a view, and their numbers in it."""
+    return (reader.rows, reader.numbers(rows)) if isinstance(reader, ViewReader) else (reader, rows)
+
+
+def is_overwritten(reader: RowReader) -> bool:
+    """Return whether a writer may overwrite rows that are read: a source is a ring."""
+    return any(each.ring for each in sources_of(reader))
+
+
+def _require_left(reader: RowReader, block: range | np.ndarray) -> None:
+    """Raise `Overrun` if rows that were just read had been overwritten meanwhile."""
+    if not is_overwritten(reader):
+        return
+    reader, rows = _there(reader, np.asarray(block))
+    if isinstance(reader, UnionReader):
+        reader.require_rows(rows)
+    elif int(rows.min()) < (first := reader.span.start):
+        raise Overrun(
+            f"{reader.path} is a ring, and its writer has overwritten row {int(rows.min())} before "
+            f"it was copied: it begins with row {first} now. Nothing was written. Copy it again, "
+            "or when the writer pauses."
+        )
+
+
+# --- what made them -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Rows of the new storage that are of one source."""
+
+    first_row: int
+    source: int
+    least: int
+    most: int
+
+
+class _Sources:
+    """Knows which rows of the new storage are of which storage, for its manifest."""
+
+    def __init__(self, reader: RowReader) -> None:
+        self._reader, self._readers = reader, sources_of(reader)
+        base, _ = _there(reader, np.empty(0, np.int64))
+        self._union = base if isinstance(base, UnionReader) else None
+        self._stretches: list[_Stretch] = []
+        self._rows = 0
+
+    def parts(self, block: range | np.ndarray) -> list[UnionPart]:
+        """Return which rows of which source a block of rows is."""
+        _, rows = _there(self._reader, np.asarray(block))
+        return [UnionPart(0, slice(None), rows)] if self._union is None else self._union.parts(rows)
+
+    def count(self, parts: Iterable[UnionPart]) -> None:
+        """Count rows that were written."""
+        # Members follow one another, also if trajectories are sorted by their first rows.
+        for part in parts:
+            self._add(part.member, part.rows)
+
+    def _add(self, source: int, rows: np.ndarray) -> None:
+        least, most = int(rows.min()), int(rows.max())
+        last = self._stretches[-1] if self._stretches else None
+        if last is not None and last.source == source:
+            last.least, last.most = min(last.least, least), max(last.most, most)
+        else:
+            self._stretches.append(_Stretch(self._rows, source, least, most))
+        self._rows += len(rows)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries of the manifest: each names a storage, its rows, and their runs."""
+        found: list[dict[str, Any]] = []
+        for each in self._stretches:
+            if not has_room(found):
+                found.append({"first_row": each.first_row, LEFT_OUT: True})
+                break
+            manifest = self._readers[each.source].manifest
+            runs, _ = makers(manifest["runs"], range(each.least, each.most + 1))
+            rows: list[int | None] = [each.least, each.most]
+            room = room_beside(found)
+            moved = 0 if self._union is None else self._union.ids_moved_by[each.source]
+            entry, source = {"first_row": each.first_row}, source_of(manifest, rows, moved)
+            found.append(copy_entry(entry, source, runs, room, unchanged=True))
+        return found or [{"first_row": 0}]

@@ -1,0 +1,122 @@
+"""Hashes of leaves in a file beside the rows, for callers that hash a growing storage again.
+
+The file can be lost without losing rows. It begins with a line that names it, and one of JSON, with
+the ``id`` of the storage, the SHA-256 of its columns' names, dtypes and shapes (``about``), the
+number of ``rows`` that it knows, how often rows had been taken back by then (``rewinds``), and the
+number of ``leaves``. A `LEAF` for each follows, and at the end the SHA-256 of all that.
+
+Rows never change, and keep their numbers, while a storage lives. So a leaf has the hash of an
+earlier one that begins and ends with the same rows, has as many, and had all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from tallyroll.storage.formats.base import Format
+
+LEAF: Final = np.dtype(
+    [
+        ("first", "<i8"),
+        ("last", "<i8"),
+        ("newest", "<i8"),
+        ("rows", "<i8"),
+        ("sha256", "u1", (32,)),
+    ]
+)
+"""A leaf: the numbers of its first and its last row in the order of the content, and of the one
+that was committed last; how many it has; and their hash."""
+_MAGIC: Final = b"tallyroll leaves 1\n"
+_MORE_ROWS: Final = 2**16
+_SUM_NBYTES: Final = 32
+
+
+class UnusableLeaves(Exception):
+    """The file is damaged, or does not belong to these rows. The message says why."""
+
+
+class LeafHashes:
+    """The hashes that are kept of one storage.
+
+    Args:
+        files: the files of the storage.
+        id: its id.
+        about: what its columns are, see `leaves.about`.
+        head: returns the rows that were ever committed to it.
+        rewinds: how often rows were taken back: numbers of rows may mean others since.
+    """
+
+    def __init__(
+        self, files: Format, id: str | None, about: bytes, head: Callable[[], int], rewinds: int
+    ) -> None:
+        self._files, self._head, self._rewinds = files, head, rewinds
+        self._owner = {"id": id, "about": hashlib.sha256(about).hexdigest()}
+        self.seen = -1
+        """The rows that the file knows of; -1 without one that can be used."""
+
+    def read(self) -> np.ndarray | None:
+        """Return the leaves in the file [n] of `LEAF`; None without one.
+
+        Raises:
+            UnusableLeaves: it cannot be used.
+        """
+        path = self._files.leaves_path
+        try:
+            # No more leaves than rows, of which others may be writing some.
+            most = (self._head() + _MORE_ROWS) * LEAF.itemsize
+            content = self._files.inside.read(path, most)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UnusableLeaves(f"{path} cannot be read: {error.strerror}.") from error
+        body, told = content[:-_SUM_NBYTES], content[-_SUM_NBYTES:]
+        if not body.startswith(_MAGIC) or hashlib.sha256(body).digest() != told:
+            raise UnusableLeaves(f"{path} is damaged: its checksum does not fit.")
+        line, _, rest = body[len(_MAGIC) :].partition(b"\n")
+        try:
+            says = json.loads(line)
+            rows, leaves, rewinds = says["rows"], says["leaves"], says["rewinds"]
+            owner = {name: says[name] for name in self._owner}
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UnusableLeaves(f"{path} does not say whose hashes it has ({error}).") from error
+        if owner != self._owner:
+            raise UnusableLeaves(f"{path} is of another storage.")
+        if rewinds != self._rewinds:
+            return None
+        if type(rows) is not int or type(leaves) is not int or len(rest) != leaves * LEAF.itemsize:
+            raise UnusableLeaves(f"{path} does not have the leaves that it says.")
+        if rows > (head := self._head()):
+            raise UnusableLeaves(f"{path} is of {rows} rows, and there are {head}.")
+        self.seen = rows
+        return np.frombuffer(rest, LEAF)
+
+    def fill(self, lines: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """Fill in the hashes of leaves [n] of `LEAF` that are among those that were `read`.
+
+        Return which are, bool [n].
+        """
+        if not len(kept):
+            return np.zeros(len(lines), np.bool_)
+        kept = kept[np.argsort(kept["first"])]
+        at = np.minimum(np.searchsorted(kept["first"], lines["first"]), len(kept) - 1)
+        known: np.ndarray = lines["newest"] < self.seen
+        for name in ("first", "last", "newest", "rows"):
+            known &= lines[name] == kept[name][at]
+        lines["sha256"][known] = kept["sha256"][at[known]]
+        return known
+
+    def write(self, lines: np.ndarray, seen: int) -> None:
+        """Replace the file, whole or not at all; do without it where it cannot be written."""
+        told: dict[str, Any] = {**self._owner, "rewinds": self._rewinds}
+        told |= {"rows": seen, "leaves": len(lines)}
+        body = _MAGIC + json.dumps(told).encode() + b"\n" + lines.tobytes()
+        with contextlib.suppress(OSError):
+            content = body + hashlib.sha256(body).digest()
+            self._files.inside.write_aside(self._files.leaves_path, content, synced=True)
+            self.seen = seen
