@@ -21,6 +21,7 @@ _MOVED = {
     "checkpoint": "tallyroll.storage.replay.checkpoint",
     "datasets": "tallyroll.storage.ext",
     "datasets.exchange.door": "tallyroll.storage.ext.exchange.base",
+    "datasets.exchange.following": "tallyroll.storage.ext.exchange.followed_export",
     "datasets.exchange.formats": "tallyroll.storage.ext.exchange",
     "findings": "tallyroll.storage.ext.verification.findings",
     "hdf5": "tallyroll.storage.storages",

@@ -66,7 +66,7 @@ def _main(argv: Sequence[str] | None) -> int:
             if module in _OF_DATASETS:
                 module = f"datasets.{_OF_DATASETS[module]}"
             elif module in _READING:
-                module = f"reading.{module}"
+                module = f"inspection.{module}"
             return int(import_module(f"{__name__}.{module}").run(args))
     except KeyboardInterrupt:
         return 130

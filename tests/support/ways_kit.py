@@ -19,7 +19,7 @@ def drawn_off(number: int) -> list[str]:
         return []
     rng = np.random.default_rng([number, 71])
     share = rng.choice([0.1, 0.4, 0.8])
-    return [way for way in fast_paths.WAYS if rng.random() < share]
+    return [way for way in fast_paths.FAST_PATHS if rng.random() < share]
 
 
 def built(found: Functions | None) -> Functions:

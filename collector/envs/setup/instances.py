@@ -94,6 +94,7 @@ def objects_of(env: Any, most: int | None = None) -> list[Any]:
             continue
         numbers.add(id(each))
         found.append(each)
+        left += _lane_objects(each)
         for value in _values(each):
             left += [value] if is_environment(value.__class__) else _held(value)
     return found
@@ -133,13 +134,19 @@ def groups_of(env: Any) -> Iterator[Sequence[Any]]:
     lanes = lanes_of(env)
     if lanes < 2:
         return
-    own = getattr(env, "envs", None) if isinstance(env, (SyncVectorEnv, System)) else None
-    if isinstance(own, (list, tuple)) and len(own) == lanes and not _held(own):
-        yield own  # of objects that are no subclass of an environment
+    if own := _lane_objects(env):
+        yield own
     for value in _values(env):
         held = _held(value)
         if len(held) > 1 and sum(map(lanes_of, held)) == lanes:
             yield held
+
+
+def _lane_objects(env: Any) -> Sequence[Any]:
+    """Return the lanes' environments whose classes derive from no library's; empty for others."""
+    own = getattr(env, "envs", None) if isinstance(env, (SyncVectorEnv, System)) else None
+    one_each = isinstance(own, (list, tuple)) and len(own) == lanes_of(env)
+    return own if one_each and not _held(own) else ()
 
 
 def _held(value: Any) -> Sequence[Any]:

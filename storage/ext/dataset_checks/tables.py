@@ -12,7 +12,7 @@ from tallyroll.storage.errors import InvalidDataset, InvalidSchema
 from tallyroll.storage.ext.dataset_checks.checker import Checker, CheckResults, Where
 from tallyroll.storage.ext.dataset_checks.disk import unread
 from tallyroll.storage.ext.dataset_checks.transitions import Names, TransitionChecks
-from tallyroll.storage.ext.exchange.base import ImportRows
+from tallyroll.storage.ext.exchange.base import Incoming
 from tallyroll.storage.ext.exchange.registry import format_named
 from tallyroll.storage.rows.keys import (
     COUNTERS,
@@ -77,7 +77,7 @@ class HfChecker(_Tables):
         return (place / "README.md").is_file() and any((place / "data").glob("*.parquet"))
 
 
-def _check(incoming: ImportRows, found: CheckResults) -> None:
+def _check(incoming: Incoming, found: CheckResults) -> None:
     schema = incoming.schema
     shapes = {each.key: (each.dtype, each.shape) for each in schema.columns}
     names = _names(shapes, found)

@@ -27,7 +27,7 @@ Block = dict[Key, np.ndarray]
 
 
 @dataclass
-class ImportRows:
+class Incoming:
     """Rows of a source, whose sizes were checked before one of them was read."""
 
     schema: Schema
@@ -95,7 +95,7 @@ class ExchangeFormat(ABC):
         """
 
     @abstractmethod
-    def read(self, place: Path) -> AbstractContextManager[ImportRows]:
+    def read(self, place: Path) -> AbstractContextManager[Incoming]:
         """Open a source, and check its sizes; the context closes it.
 
         Nothing in it is executed, and no link in it is followed.
@@ -105,7 +105,7 @@ class ExchangeFormat(ABC):
         """
 
 
-def opened_source(door: ExchangeFormat, whence: Path, stack: ExitStack) -> ImportRows:
+def opened_source(door: ExchangeFormat, whence: Path, stack: ExitStack) -> Incoming:
     """Open a source until ``stack`` ends; its blocks raise `InvalidDataset` where it is damaged.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
 from tallyroll.storage.ext.exchange.hdf5_files import (
     as_stored,
@@ -85,7 +85,7 @@ class D4rlFormat(ExchangeFormat):
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Open the file, and look at the shape of each dataset."""
         with opened_hdf5(place) as file:
             datasets = datasets_in(file, place)
@@ -106,7 +106,7 @@ def _parsed(text: str, place: Path) -> Any:
         raise refused(place, f"its text cannot be read ({error})") from error
 
 
-def _of_ours(datasets: dict[Key, Any], schema: Schema, about: Any, place: Path) -> ImportRows:
+def _of_ours(datasets: dict[Key, Any], schema: Schema, about: Any, place: Path) -> Incoming:
     places = _places(schema)
     found = {key: datasets.get(path) for key, path in places.items()}
     if lacking := ["/".join(places[key]) for key, each in found.items() if each is None]:
@@ -122,7 +122,7 @@ def _of_ours(datasets: dict[Key, Any], schema: Schema, about: Any, place: Path) 
                 for each in schema.columns
             }
 
-    return ImportRows(schema, rows, blocks(), about, "d4rl")
+    return Incoming(schema, rows, blocks(), about, "d4rl")
 
 
 def _rows(found: Mapping[Key, Any], place: Path) -> int:
@@ -132,7 +132,7 @@ def _rows(found: Mapping[Key, Any], place: Path) -> int:
     return int(counts.pop())
 
 
-def _foreign(datasets: dict[Key, Any], place: Path) -> ImportRows:
+def _foreign(datasets: dict[Key, Any], place: Path) -> Incoming:
     """Return the rows of a file that another program made."""
     columns, sources, lost = dict[Key, Column](), dict[Key, Any](), 0
     for path, data in datasets.items():
@@ -204,7 +204,7 @@ class _Foreign:
         if self._shifted and rows and not self._flags(rows - 1, rows)[0]:
             self._rows, self._left_out = rows - 1, 1
 
-    def incoming(self, lost: int) -> ImportRows:
+    def incoming(self, lost: int) -> Incoming:
         columns = [*self._columns.values()]
         columns += [
             Column((NEXT, *k), self._columns[k].dtype, self._columns[k].shape)
@@ -214,7 +214,7 @@ class _Foreign:
             columns += Schema.of({NEXT_VALID: np.empty(0, bool)}).columns
         schema = Schema(tuple(columns))
         missing = {"columns": lost, "rows_without_next_observation": self._left_out}
-        return ImportRows(schema, self._rows, self._blocks(schema, missing), None, "d4rl", missing)
+        return Incoming(schema, self._rows, self._blocks(schema, missing), None, "d4rl", missing)
 
     def _flags(self, start: int, stop: int) -> np.ndarray:
         """Return where an episode ends, bool [stop - start]."""

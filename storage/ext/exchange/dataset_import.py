@@ -18,7 +18,7 @@ from tallyroll.storage.ext.atomic_create import require_free, written_aside
 from tallyroll.storage.ext.exchange.base import (
     Block,
     ExchangeFormat,
-    ImportRows,
+    Incoming,
     opened_source,
     refused,
     source_errors,
@@ -161,7 +161,7 @@ def imported(
     )
 
 
-def _require_size(whence: Path, incoming: ImportRows, schema: Schema) -> None:
+def _require_size(whence: Path, incoming: Incoming, schema: Schema) -> None:
     if incoming.rows < 0:
         raise refused(whence, f"it says that it has {incoming.rows} rows")
     block = max(schema.row_nbytes, min(BLOCK_NBYTES, incoming.rows * schema.row_nbytes))

@@ -9,7 +9,7 @@ from typing import Final
 
 from tallyroll.storage.ext.card.export_card import PAGE, card_of_export
 from tallyroll.storage.ext.exchange.arrow import names_of
-from tallyroll.storage.ext.exchange.base import ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.base import ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.parquet import parquet_rows, write_parquet
 from tallyroll.storage.files.safe_files import Inside
@@ -48,7 +48,7 @@ class HfFormat(ExchangeFormat):
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Open all files; the card is not read."""
         data = place / _DATA
         with contextlib.ExitStack() as stack:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.ext.exchange.base import ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.base import ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import ExportEpisode, ExportRows
 from tallyroll.storage.ext.exchange.hdf5_files import (
     as_stored,
@@ -101,7 +101,7 @@ class MinariFormat(ExchangeFormat):
         return {**successors.lost, "dtypes": dtypes, "spaces": spaces.lost}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Open the files, and look at the shape of each dataset."""
         data = place / _DATA if (place / _DATA).is_dir() else place
         metadata = _json(data, _METADATA, place)

@@ -14,7 +14,7 @@ from typing import IO, Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
 from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
 from tallyroll.storage.files.safe_files import open_file
@@ -61,7 +61,7 @@ class NpzFormat(ExchangeFormat):
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Open the archive, and look at the header of each array."""
         with contextlib.ExitStack() as stack:
             try:
@@ -81,7 +81,7 @@ class _Members:
         self._files: dict[Key, IO[bytes]] = {}
         self._dtypes: dict[Key, np.dtype[Any]] = {}
 
-    def incoming(self) -> ImportRows:
+    def incoming(self) -> Incoming:
         archive, place = self._archive, self._place
         infos = {each.filename: each for each in archive.infolist()}
         if len(infos) < len(archive.infolist()):
@@ -105,7 +105,7 @@ class _Members:
                 raise refused(place, f"{format_key(each.key)} is not as its text says")
         total = rows.pop()
         lost = {"columns": len({*found} - {*schema.keys})}
-        return ImportRows(schema, total, self._blocks(schema, total), about, "npy", lost)
+        return Incoming(schema, total, self._blocks(schema, total), about, "npy", lost)
 
     def _about(self, info: zipfile.ZipInfo | None) -> Any:
         if info is None:

@@ -19,7 +19,7 @@ from tallyroll.storage.ext.exchange.arrow import (
     names_of,
     to_batch,
 )
-from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
 from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
 from tallyroll.storage.files.safe_files import open_file
@@ -51,7 +51,7 @@ class ParquetFormat(ExchangeFormat):
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Open the file, and check what its footer says."""
         with contextlib.ExitStack() as stack:
             yield parquet_rows([place], place, stack)
@@ -97,7 +97,7 @@ def _writer(parquet: Any, place: Path, kinds: Any) -> Any:
     )
 
 
-def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStack) -> ImportRows:
+def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStack) -> Incoming:
     """Return the rows of files, one after the other.
 
     Raises:
@@ -128,7 +128,7 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
     version = files[0].metadata.format_version
     lost = {"columns": len(found) - len(columns)}
     blocks = _blocks(arrow, files, columns, schema, place)
-    return ImportRows(schema, rows, blocks, about, str(version), lost)
+    return Incoming(schema, rows, blocks, about, str(version), lost)
 
 
 def damage_of(arrow: Any) -> tuple[type[Exception], ...]:

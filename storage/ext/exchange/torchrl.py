@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from tallyroll.storage.errors import InvalidSchema
-from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES, ExportRows
 from tallyroll.storage.ext.exchange.readme import LIMIT, schema_said
 from tallyroll.storage.files.safe_files import Inside
@@ -57,7 +57,7 @@ class TorchrlFormat(ExchangeFormat):
         return {}
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Read all ``meta.json``, and compare them with the sizes of files."""
         inside = Inside(place)
         columns, dims, rows, lost = _Tree(inside).read()
@@ -85,7 +85,7 @@ class TorchrlFormat(ExchangeFormat):
                     )
                 files[each.key] = file
             blocks = _blocks(files, schema, rows, place)
-            yield ImportRows(schema, rows, blocks, about, "memmap", {"columns": lost})
+            yield Incoming(schema, rows, blocks, about, "memmap", {"columns": lost})
 
 
 def _json(inside: Inside, path: Path) -> Any:

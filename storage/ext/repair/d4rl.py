@@ -15,7 +15,7 @@ from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.ext.dataset_checks import hdf5
 from tallyroll.storage.ext.dataset_checks.checker import CheckResults, Where
 from tallyroll.storage.ext.dataset_checks.values import LONG_RUN, zero_rows
-from tallyroll.storage.ext.exchange.base import Block, ImportRows
+from tallyroll.storage.ext.exchange.base import Block, Incoming
 from tallyroll.storage.ext.exchange.d4rl import key_of
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.hdf5_files import column_of, read_rows
@@ -44,7 +44,7 @@ class D4rlRepair(RowsRepair):
     name: ClassVar[str] = "d4rl"
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Look at all rows, and find those that can be read."""
         with opened_damaged(self.folder(place.parent), place.name) as (file, there):
             found = CheckResults(room=there.room)
@@ -83,7 +83,7 @@ class _Rows:
                 f"{place} cannot be repaired: nothing of {', '.join(lacking)} can be read."
             )
 
-    def incoming(self) -> ImportRows:
+    def incoming(self) -> Incoming:
         pieces = self._pieces(self._good())
         if not pieces:
             raise InvalidDataset(f"{self._place} cannot be repaired: no row can be read.")
@@ -115,7 +115,7 @@ class _Rows:
                     yield block | numbers(ids, np.arange(begin, end) - start)
 
         rows = sum(stop - start for start, stop, _ in pieces)
-        return ImportRows(schema, rows, blocks(), None, "d4rl")
+        return Incoming(schema, rows, blocks(), None, "d4rl")
 
     def _schema(self) -> Schema:
         columns = [

@@ -12,7 +12,7 @@ import torch
 
 from tallyroll.storage.errors import InvalidDataset
 from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder, count_said
-from tallyroll.storage.ext.exchange.base import Block, ImportRows
+from tallyroll.storage.ext.exchange.base import Block, Incoming
 from tallyroll.storage.ext.exchange.hdf5_files import column_of, read_rows
 from tallyroll.storage.ext.exchange.minari_parts.arrow_episodes import (
     KINDS,
@@ -56,7 +56,7 @@ class MinariRepair(RowsRepair):
     name: ClassVar[str] = "minari"
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Look at all episodes, and find the steps that can be read."""
         folder, below = self.folder(place), "data/" if (place / "data").is_dir() else ""
         with contextlib.ExitStack() as stack:
@@ -104,7 +104,7 @@ class _Episodes:
         self._found: dict[int, dict[Key, tuple[str, _Kind]]] = {}
         """The columns of each episode."""
 
-    def incoming(self) -> ImportRows:
+    def incoming(self) -> Incoming:
         self._found = dict(self._opened())
         every = [*self._found.values()]
         own = [{key: e for key, e in each.items() if not _is_info(key)} for each in every]
@@ -130,7 +130,7 @@ class _Episodes:
         columns.append(Column(RESET_SEED, torch.int64, ()))
         schema = numbered(Schema(tuple(columns)))
         rows = sum(stop - start for _, start, stop in pieces)
-        return ImportRows(schema, rows, self._blocks(pieces), None, "minari")
+        return Incoming(schema, rows, self._blocks(pieces), None, "minari")
 
     def _opened(self) -> Iterator[tuple[int, dict[Key, tuple[str, _Kind]]]]:
         """Yield the columns of each episode that can be opened; list the others."""

@@ -26,7 +26,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.ext.dataset_checks.disk import Ranges, files_of, opened_in, read_at
 from tallyroll.storage.ext.dataset_checks.superblock import end_said
-from tallyroll.storage.ext.exchange.base import Block, ImportRows
+from tallyroll.storage.ext.exchange.base import Block, Incoming
 from tallyroll.storage.ext.exchange.export_rows import BLOCK_NBYTES
 from tallyroll.storage.ext.exchange.readme import about_rows
 from tallyroll.storage.ext.packed.packed_reader import PackedReader
@@ -190,7 +190,7 @@ class OurRepair(RowsRepair):
         self._aside = aside
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Open the storage, or copies that can be opened."""
         with contextlib.ExitStack() as stack:
             try:
@@ -267,7 +267,7 @@ class _Rows:
         self._span = reader.span
         self._numbered = not missing(reader.schema, WHOSE)
 
-    def incoming(self) -> ImportRows:
+    def incoming(self) -> Incoming:
         good = self._good()
         if len(good) and not good.any():
             raise InvalidDataset("no row can be read.")
@@ -285,7 +285,7 @@ class _Rows:
                     block[key] = new.reshape(block[key].shape)
                 yield block
 
-        return ImportRows(
+        return Incoming(
             schema, len(rows), blocks(), about_rows(self._reader, schema), "tallyroll"
         )
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from tallyroll.storage.errors import InvalidDataset, InvalidSchema
 from tallyroll.storage.ext.dataset_checks.checker import DatasetFolder
-from tallyroll.storage.ext.exchange.base import ImportRows
+from tallyroll.storage.ext.exchange.base import Incoming
 from tallyroll.storage.ext.exchange.readme import schema_said
 from tallyroll.storage.ext.exchange.rlds import layout
 from tallyroll.storage.ext.exchange.rlds.examples import features_in
@@ -33,7 +33,7 @@ class RldsRepair(RowsRepair):
     name: ClassVar[str] = "rlds"
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Look at all records, and find those that can be read."""
         folder = self.folder(place)
         rows = _rows(folder, place)
@@ -44,7 +44,7 @@ class RldsRepair(RowsRepair):
             raise InvalidDataset(f"{place} cannot be repaired: no step can be read.")
         every = (rows.of(steps) for steps in found.episodes(Losses()))
         blocks = (block for block in every if block is not None)
-        yield ImportRows(rows.schema, count, blocks, None, "rlds")
+        yield Incoming(rows.schema, count, blocks, None, "rlds")
 
 
 def _rows(folder: DatasetFolder, place: Path) -> OurRows | TheirRows:

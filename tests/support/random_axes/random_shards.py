@@ -153,7 +153,7 @@ def draw(number: int) -> Sharded:
         of=of,
         frames=frames,
         by_policy=by_policy,
-        off=tuple(way for way in fast_paths.WAYS if number % 3 and rng.random() < 0.3),
+        off=tuple(way for way in fast_paths.FAST_PATHS if number % 3 and rng.random() < 0.3),
         options=options,
         batches=tuple(int(each) for each in rng.integers(1, 70, 3)),
         workers=int(rng.integers(1, 4)) if rng.random() < 0.25 else 0,

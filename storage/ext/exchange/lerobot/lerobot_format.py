@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.folders import read_json
 from tallyroll.storage.ext.exchange.lerobot import layout, tables
@@ -56,7 +56,7 @@ class LeRobotFormat(ExchangeFormat):
         return LeRobotWriter(rows, place, choices).write()
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Read the metadata; rows are read from files that are opened one after the other."""
         tables.arrow_module()
         inside, stack = Inside(place), contextlib.ExitStack()
@@ -87,7 +87,7 @@ def _ours(
     schema: Schema,
     about: Any,
     stack: contextlib.ExitStack,
-) -> ImportRows:
+) -> Incoming:
     said = about.get("lerobot")
     video = said.get("video") if isinstance(said, dict) else None
     if video is not None and video not in get_args(Video):
@@ -103,12 +103,12 @@ def _ours(
         for block, _, _ in _named(source, place):
             yield block
 
-    return ImportRows(schema, episodes.rows, blocks(), about, info.version)
+    return Incoming(schema, episodes.rows, blocks(), about, info.version)
 
 
 def _theirs(
     inside: Inside, info: LeRobotInfo, place: Path, stack: contextlib.ExitStack
-) -> ImportRows:
+) -> Incoming:
     features, lost = features_said(info.features)
     if not features:
         raise InvalidDataset("it has no feature that a storage can hold")
@@ -118,7 +118,7 @@ def _theirs(
     derived.lost |= {"columns": lost, "tasks": info.tasks}
     source = LeRobotSource(inside, features, episodes, info.fps, place, derived.schema.row_nbytes)
     stack.callback(source.close)
-    return ImportRows(
+    return Incoming(
         derived.schema,
         episodes.rows,
         derived.blocks(_named(source, place)),

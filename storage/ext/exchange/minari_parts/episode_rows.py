@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.base import Block, ImportRows, refused
+from tallyroll.storage.ext.exchange.base import Block, Incoming, refused
 from tallyroll.storage.ext.exchange.hdf5_files import (
     DAMAGE,
     as_column,
@@ -96,7 +96,7 @@ class EpisodesIn:
         self._at: dict[Key, tuple[Key, Column]] = {}
         """Where each column is in a group, and what it is."""
 
-    def incoming(self, about: Any, version: str) -> ImportRows:
+    def incoming(self, about: Any, version: str) -> Incoming:
         """Look at the columns of all episodes."""
         if not self._episodes.numbers and self._said is None:
             raise refused(self._place, "it has no episode")
@@ -104,7 +104,7 @@ class EpisodesIn:
         counts = [self._count(self._group(number)) for number in self._episodes.numbers]
         numbers = schema if self._said is not None else numbered(schema)
         blocks = self._blocks(roles, counts)
-        return ImportRows(numbers, sum(counts), blocks, about, version, {"columns": lost})
+        return Incoming(numbers, sum(counts), blocks, about, version, {"columns": lost})
 
     def _group(self, number: int) -> Mapping[Key, Any]:
         try:

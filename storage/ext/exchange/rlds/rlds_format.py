@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tallyroll.storage.errors import InvalidDataset
-from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows, refused
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming, refused
 from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.folders import read_json
 from tallyroll.storage.ext.exchange.readme import schema_said
@@ -53,7 +53,7 @@ class RldsFormat(ExchangeFormat):
         return RldsWriter(rows, place, Roles.of(rows.schema, self.name)).write()
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         """Read the metadata, and how long each episode is."""
         require_libraries()
         inside = Inside(place)
@@ -72,7 +72,7 @@ class RldsFormat(ExchangeFormat):
         if len(info.splits) > 1:
             rows.lost["splits"] = len(info.splits)
         blocks = _blocks(source, rows, place)
-        yield ImportRows(rows.schema, count, blocks, about, info.version, rows.lost)
+        yield Incoming(rows.schema, count, blocks, about, info.version, rows.lost)
 
 
 class OurRows:

@@ -23,7 +23,7 @@ from tallyroll.storage.errors import (
 )
 from tallyroll.storage.ext.dataset_checks.lerobot.rows import FiniteStatistics
 from tallyroll.storage.ext.exchange import dataset_import, export_rows
-from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, ImportRows
+from tallyroll.storage.ext.exchange.base import Block, ExchangeFormat, Incoming
 from tallyroll.storage.ext.exchange.dataset_import import imported
 from tallyroll.storage.ext.exchange.export_rows import ExportRows
 from tallyroll.storage.ext.exchange.lerobot.statistics import QUANTILES, Numbers
@@ -321,9 +321,9 @@ class Given(ExchangeFormat):
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def read(self, place: Path) -> Iterator[ImportRows]:
+    def read(self, place: Path) -> Iterator[Incoming]:
         schema = Schema.of(self._blocks[0])
-        yield ImportRows(schema, self._rows, iter(self._blocks), lost={"texts": 2, "none": 0})
+        yield Incoming(schema, self._rows, iter(self._blocks), lost={"texts": 2, "none": 0})
 
 
 @settings(max_examples=10, deadline=None)
