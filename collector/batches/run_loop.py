@@ -15,7 +15,7 @@ from tallyroll.collector.batches.checks.ranges import Range
 from tallyroll.collector.batches.checks.value_checks import RangeChecks
 from tallyroll.collector.batches.delivered_counts import DeliveredCounts
 from tallyroll.collector.batches.fast_collect import FastCollect, FastCollectOfWorkers
-from tallyroll.collector.batches.layouts.batch_layout import BatchLayout, Processing
+from tallyroll.collector.batches.layouts.batch_layout import BatchLayout, PostprocLayout
 from tallyroll.collector.batches.layouts.torchrl_layout import TorchrlLayout
 from tallyroll.collector.batches.rows.rows import RowSource
 from tallyroll.collector.batches.rows.slab_output import SlabOutput
@@ -368,7 +368,7 @@ def make_run_loop(
     layout = (options, source, lanes, writer, torchrl)
     laying_out = BatchLayout(*layout)
     if options.postproc is not None:
-        laying_out = Processing(options.postproc, *layout)
+        laying_out = PostprocLayout(options.postproc, *layout)
     counts = DeliveredCounts(options, slabs, draws=draws)
     if options.by_agent:
         _count_agents(run, counts)

@@ -49,7 +49,7 @@ def episodes_of(*columns: NDArray[Any]) -> NDArray[np.void]:
     return records
 
 
-class _Kept(NamedTuple):
+class _LogContent(NamedTuple):
     """The content of a log. It is replaced as a whole, so that no thread sees it half changed."""
 
     rows: NDArray[np.void]
@@ -60,7 +60,7 @@ class _Kept(NamedTuple):
     taken: int = 0
     """Number of records that were taken from the ring."""
 
-    def plus(self, episodes: NDArray[np.void], limit: int | None) -> "_Kept":
+    def plus(self, episodes: NDArray[np.void], limit: int | None) -> "_LogContent":
         """Return the content with further records, and at least the last ``limit`` of all."""
         new, stop = len(episodes), self.size + len(episodes)
         rows, total = grown(self.rows, stop), self.total + new
@@ -87,7 +87,7 @@ class EpisodeLog(Sequence[Episode]):
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        self._kept = _Kept(np.zeros(64, EPISODE), 0, 0)
+        self._kept = _LogContent(np.zeros(64, EPISODE), 0, 0)
         self._turn = threading.RLock()
 
     def ring(self, most: int) -> EpisodeRing:
@@ -103,7 +103,7 @@ class EpisodeLog(Sequence[Episode]):
                 self._kept = kept._replace(ring=ring, taken=0)
             return ring
 
-    def take(self) -> _Kept:
+    def take(self) -> _LogContent:
         """Take the records that wait in the ring, and return the whole content.
 
         Threads take turns. A signal handler may run at any point and take the same records; they
@@ -167,7 +167,7 @@ class EpisodeLog(Sequence[Episode]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the kept episodes; a copy gets no further episodes."""
         kept = self.take()
-        alone = _Kept(kept.rows[: kept.size].copy(), kept.size, kept.total)
+        alone = _LogContent(kept.rows[: kept.size].copy(), kept.size, kept.total)
         return type(self), (self._limit,), {"_kept": alone}
 
     def __repr__(self) -> str:

@@ -40,12 +40,12 @@ _LEASES = 2
 """Leases that a worker has at once: it never waits for this process."""
 
 
-class _Woken(BaseException):
+class _ShardsWoken(BaseException):
     """A signal's handler waits; raised and caught around the wait for workers alone."""
 
 
 def _wake() -> None:
-    raise _Woken
+    raise _ShardsWoken
 
 
 @dataclass
@@ -207,7 +207,7 @@ class ShardedLeases(WithoutRows):
         """Wait for answers, note what counts, and replace workers that failed."""
         try:
             events = self._worker_pool.events(during=pausable(_wake))
-        except _Woken:
+        except _ShardsWoken:
             return
         others = [event for event in events if not self._startup.replacements.leads(event[0])]
         failed = self._counted(others)

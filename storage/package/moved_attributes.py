@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 
-class Moved:
+class MovedAttribute:
     """An attribute that is at another place of the same object now.
 
     Args:

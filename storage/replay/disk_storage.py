@@ -24,7 +24,7 @@ from tallyroll.storage.errors import (
     StateMismatch,
 )
 from tallyroll.storage.files.run_events import shown
-from tallyroll.storage.package.moved_attributes import Moved
+from tallyroll.storage.package.moved_attributes import MovedAttribute
 from tallyroll.storage.readers.file_reader import Mode
 from tallyroll.storage.readers.row_reader import ReusedRows, RowReader
 from tallyroll.storage.replay import buffers, foreign_checkpoints
@@ -794,18 +794,18 @@ class DiskStorage(RowStore, AsTensorStorage):
     # TorchRL's samplers ask where a ring begins.
     _last_cursor_index = _last_cursor = last_index
 
-    claim = Moved("writer.claim.take")
-    episodes_path = Moved("writer.files.episodes_path")
-    extend_fixed = Moved("writer.append", _extend_fixed)
-    fresh_ids = Moved("writer.fresh_ids")
-    has_claimed = Moved("writer.claim.is_of")
-    inside = Moved("writer.files.inside")
-    lock_path = Moved("writer.files.lock_path")
-    put_record = Moved("writer.put_record")
-    release = Moved("writer.claim.end")
-    require_schema = Moved("writer.runs.require_schema")
-    stage_record = Moved("writer.stage_record")
-    withdraw_run = Moved("writer.runs.withdraw")
+    claim = MovedAttribute("writer.claim.take")
+    episodes_path = MovedAttribute("writer.files.episodes_path")
+    extend_fixed = MovedAttribute("writer.append", _extend_fixed)
+    fresh_ids = MovedAttribute("writer.fresh_ids")
+    has_claimed = MovedAttribute("writer.claim.is_of")
+    inside = MovedAttribute("writer.files.inside")
+    lock_path = MovedAttribute("writer.files.lock_path")
+    put_record = MovedAttribute("writer.put_record")
+    release = MovedAttribute("writer.claim.end")
+    require_schema = MovedAttribute("writer.runs.require_schema")
+    stage_record = MovedAttribute("writer.stage_record")
+    withdraw_run = MovedAttribute("writer.runs.withdraw")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle one opened with ``mode="read"`` as its path: it is opened again, and compared.

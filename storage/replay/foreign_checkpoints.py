@@ -67,14 +67,14 @@ def load(checkpointer: StorageCheckpointerBase, storage: RowStore, path: Any) ->
             f"{reader.path} has {len(reader)} rows, and a checkpoint of "
             f"{type(checkpointer).__name__} would replace them. Load it into a new storage."
         )
-    found = _Received()
+    found = _ReceivedStorage()
     checkpointer.loads(found, user_path(path))
     if not isinstance(found.rows, TensorDictBase):
         raise RowsMismatch(f"{path} holds no rows of TensorDicts, and a storage holds only these.")
     _append(writer, reader, found.rows[: getattr(found, STORED)], _next_index(path))
 
 
-class _Received:
+class _ReceivedStorage:
     """A stand-in for a new storage of TorchRL that keeps the rows that a checkpointer loads."""
 
     initialized = False

@@ -61,7 +61,7 @@ _LOOKS = attrgetter("dtype", "shape", "requires_grad")
 """Getter of the properties of a tensor that must fit its column."""
 
 
-class _Level(NamedTuple):
+class _BatchLevel(NamedTuple):
     """One level of a nested TensorDict: which level holds it under which name, and its leaves."""
 
     parent: int
@@ -207,20 +207,20 @@ def _has_several_ids(rows: Mapping[Key, Any]) -> bool:
     return math.prod(shape[1:]) > 1
 
 
-def _levels_of(keys: Sequence[Key]) -> tuple[list[_Level], list[int]]:
+def _levels_of(keys: Sequence[Key]) -> tuple[list[_BatchLevel], list[int]]:
     """Return the levels of nested keys, parents first, and each key's index among the leaves.
 
     The indices are empty if the leaves come in the order of the keys.
     """
     groups = levels_of(keys)
-    levels: list[_Level] = []
+    levels: list[_BatchLevel] = []
     order: list[Key] = []
     for group in groups:
         inside = [key for key in keys if key[:-1] == group]
         below = sum(other[:-1] == group for other in groups if other)
         parent, name = (groups.index(group[:-1]), group[-1]) if group else (0, "")
         leaves = _getter([key[-1] for key in inside])
-        levels.append(_Level(parent, name, leaves, len(inside) + below))
+        levels.append(_BatchLevel(parent, name, leaves, len(inside) + below))
         order += inside
     return levels, [] if order == list(keys) else [order.index(key) for key in keys]
 

@@ -33,7 +33,7 @@ from tallyroll.storage.trajectories.content import (
 from tallyroll.storage.trajectories.leaf_hashes import LEAF, LeafHashes, UnusableLeaves
 
 
-class Packing:
+class LeafMemory:
     """Memory in which parts of the rows are packed: each has its columns one after the other.
 
     Args:
@@ -190,7 +190,7 @@ class Leaves:
         content = self.content
         if not content.relative or column.key != TRAJ_IDS:
             return self.reader.column(column.key)
-        return _Renumbered(self.reader, content.rows, content.ids.astype(column.numpy_dtype))
+        return _RenumberedIds(self.reader, content.rows, content.ids.astype(column.numpy_dtype))
 
     def lines(self) -> np.ndarray:
         """Return the leaves [n] of `LEAF`, without their hashes."""
@@ -236,7 +236,7 @@ class Leaves:
         cached, most = (max(1, n // self._row_nbytes) for n in (_CACHED_NBYTES, _MOST_NBYTES))
         read_nbytes, sha256 = self.reader.schema.row_nbytes, hashlib.sha256
         room = min(most, max(cached, int(sizes.max())), ends[-1])
-        packing, at = Packing(self.reader, self._columns, rows, counts, room), 0
+        packing, at = LeafMemory(self.reader, self._columns, rows, counts, room), 0
         while at < len(starts):
             stop = max(at + 1, bisect_right(ends, ends[at] + min(cached, room)) - 1)
             these = slice(int(starts[at]), int(starts[stop - 1] + runs[stop - 1]))
@@ -261,7 +261,7 @@ class Leaves:
         return found.digest()
 
 
-class _Renumbered:
+class _RenumberedIds:
     """The ids of rows, numbered otherwise."""
 
     def __init__(self, reader: ReadableRows, rows: np.ndarray, ids: np.ndarray) -> None:

@@ -133,14 +133,14 @@ def draw_slices(
     """
     if windows.plain and not windows.burn_in:
         return Slices(index.draw(count, windows.slice_len, first, pick))
-    return _Drawing(index, windows, first, pick, steps_of).slices(count)
+    return _WindowDraw(index, windows, first, pick, steps_of).slices(count)
 
 
 def _mask_of(slices: Slices) -> np.ndarray:
     return np.ones(slices.rows.shape, np.bool_) if slices.mask is None else slices.mask
 
 
-class _Drawing:
+class _WindowDraw:
     """Draws windows of the rows that are there at one moment; arguments as of `draw_slices`.
 
     Without a list of windows: rows are drawn, and those are kept at which a window ends. A stretch

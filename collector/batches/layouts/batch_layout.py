@@ -121,7 +121,7 @@ class BatchLayout:
         return as_tensordict(marked, self._options.storing_device, self._source.behind)
 
 
-class Processing(BatchLayout):
+class PostprocLayout(BatchLayout):
     """Applies ``postproc`` to rows before they are stored and yielded.
 
     Args:

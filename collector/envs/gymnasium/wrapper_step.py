@@ -48,7 +48,7 @@ _LOOK_AT_REWARDS = {
 _OF_ENDS = ("final_obs", "final_info", "_final_obs", "_final_info")
 
 
-class _Merging(LaneResults):
+class _MergedResults(LaneResults):
     """Columns of observations, and infos put together as ``env`` itself does.
 
     Final observations are not among them.
@@ -80,7 +80,7 @@ class _Merging(LaneResults):
         return (entry((), None, "empty"),)
 
 
-class _AsTheVector(_Merging):
+class _AsTheVector(_MergedResults):
     """Observations and infos of a step, put together as ``env`` itself does."""
 
     def __init__(self, env: SyncVectorEnv) -> None:
@@ -216,7 +216,7 @@ class ThroughWrappers(SequentialStep):
         rewards: torch.dtype | None = None,
     ) -> None:
         base: Any = env.unwrapped
-        self._wrapped, self._columns, self._merged = env, infos, _Merging(base)
+        self._wrapped, self._columns, self._merged = env, infos, _MergedResults(base)
         wrappers: list[Any] = [*wrappers_of(env)]
         self._own_names = [vars(each) for each in wrappers]
         self._states = [(each, name) for each in wrappers for name in states_of_lanes(each)]

@@ -26,7 +26,7 @@ from tallyroll.collector.slab.slab import Cursor
 Rows: TypeAlias = Sequence[NDArray[Any]]
 
 
-class Ending(Protocol):
+class EndContext(Protocol):
     """The parts of a stepper that ends of episodes concern."""
 
     system: System
@@ -34,11 +34,11 @@ class Ending(Protocol):
     contexts: Contexts
 
 
-Finish: TypeAlias = Callable[[Ending, Cursor, Mask, Step, Rows], None]
+Finish: TypeAlias = Callable[[EndContext, Cursor, Mask, Step, Rows], None]
 """Completes the slot ``cursor.at``, in which lanes ended; the last is its next observations."""
 
 
-def finish_by_mask(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
+def finish_by_mask(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
     """Reset the lanes that ended, and write what they observe to the slot after."""
     system = lanes.system
     roots, at = [column[cursor.at] for column in cursor.root_obs], ended.nonzero()[0].tolist()
@@ -49,13 +49,13 @@ def finish_by_mask(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: 
     lanes.contexts.draw(system, ended)
 
 
-def finish_first(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
+def finish_first(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
     """Replace the first observations of next episodes, which the step gave, by the final ones."""
     put_finals(lanes, cursor, ended, out, rows)
     lanes.contexts.draw(lanes.system, ended)
 
 
-def put_finals(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
+def put_finals(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
     """Write final observations to ``rows``, where the step has them, and mark those that are lost.
 
     Raises:

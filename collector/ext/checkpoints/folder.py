@@ -145,7 +145,7 @@ def _save(state: dict[str, Any], path: Path, folder: Path) -> None:
     Raises:
         StorageError: the system cannot write it.
     """
-    written = _Written(open(path, "xb"))  # noqa: SIM115 - closed below, where errors are kept
+    written = _CheckedFile(open(path, "xb"))  # noqa: SIM115 - closed below, where errors are kept
     try:
         torch.save(state, cast(IO[bytes], written))  # it needs `write` and `flush`
     finally:
@@ -154,7 +154,7 @@ def _save(state: dict[str, Any], path: Path, folder: Path) -> None:
             raise failed(folder, written.error, written.nbytes) from written.error
 
 
-class _Written:
+class _CheckedFile:
     """A file for `torch.save` that keeps the first error of the system, and then drops bytes.
 
     `torch.save` raises a RuntimeError in the place of an error of the file.

@@ -21,7 +21,7 @@ class LogWarning(UserWarning):
     """Warning: rows of a log cannot be written. Collecting goes on, and they are kept to retry."""
 
 
-class _Evaluation(Protocol):
+class _EvaluationResult(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
 
@@ -135,7 +135,7 @@ class RunLog:
         if self._collector.ledger.stored >= self._next:
             self._add()
 
-    def evaluation(self, result: _Evaluation) -> None:
+    def evaluation(self, result: _EvaluationResult) -> None:
         """Add the result of `evaluate` to the next row; `update` or `close` writes it.
 
         The row gets ``eval_frames`` (transitions stored when this method was called) and the

@@ -372,8 +372,10 @@ class _Replay:
         every = next(each for each in plan.groups if each.maker == group.maker)
         return [asked.get(line.lane, line) for line in every.lines if line.lane in lanes]
 
-    def _stage(self, found: RecoveredEnv, lanes: int, resets: Resets) -> _Staged:
-        return _Staged(lambda: Stage(made(found, lanes, resets), options_for(found, None, resets)))
+    def _stage(self, found: RecoveredEnv, lanes: int, resets: Resets) -> _OpenStage:
+        return _OpenStage(
+            lambda: Stage(made(found, lanes, resets), options_for(found, None, resets))
+        )
 
     def _round(
         self,
@@ -440,7 +442,7 @@ class _Replay:
         )
 
 
-class _Staged:
+class _OpenStage:
     """A context of a stage, which closes it."""
 
     def __init__(self, make: Callable[[], Stage]) -> None:

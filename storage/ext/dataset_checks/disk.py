@@ -148,7 +148,7 @@ class _Raw(io.RawIOBase):
         super().close()
 
 
-class _Filled(_Raw):
+class _WithoutGaps(_Raw):
     def __init__(self, file: int, bad: Callable[[int, int], object]) -> None:
         super().__init__(file)
         self._bad = bad
@@ -175,7 +175,7 @@ class WithGaps(_Raw):
 
 def filled(file: int, bad: Callable[[int, int], object]) -> io.BufferedReader:
     """Return a file, with zeros where a disk cannot read it; ``bad`` is called with the bytes."""
-    return io.BufferedReader(_Filled(file, bad), 2**17)
+    return io.BufferedReader(_WithoutGaps(file, bad), 2**17)
 
 
 def with_gaps(file: int, path: Path, unreadable: Mapping[Path, Ranges]) -> Any:

@@ -71,11 +71,11 @@ class TorchrlChecker(Checker):
     def check(self, place: Path, found: CheckResults) -> None:
         """Read all rows, a block at a time."""
         place = _folder(place)
-        tree = _Tree(DatasetFolder(place, found), found)
+        tree = _CheckedTree(DatasetFolder(place, found), found)
         tree.read(())
         if tree.batch is None:
             return
-        _Rows(place, tree, found).check()
+        _ReplayRows(place, tree, found).check()
 
 
 def _folder(place: Path) -> Path:
@@ -83,7 +83,7 @@ def _folder(place: Path) -> Path:
     return place / _STORAGE if (place / _STORAGE).is_dir() else place
 
 
-class _Tree:
+class _CheckedTree:
     """The columns that all ``meta.json`` name, and whose files are as long as they say."""
 
     def __init__(self, folder: DatasetFolder, found: CheckResults) -> None:
@@ -155,8 +155,8 @@ def _shape(said: Any) -> tuple[int, ...] | None:
     return None
 
 
-class _Rows:
-    def __init__(self, place: Path, tree: _Tree, found: CheckResults) -> None:
+class _ReplayRows:
+    def __init__(self, place: Path, tree: _CheckedTree, found: CheckResults) -> None:
         assert tree.batch is not None
         self._tree, self._found, self._batch = tree, found, tree.batch
         self._columns = tree.columns

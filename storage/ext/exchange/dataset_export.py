@@ -83,7 +83,7 @@ def export(
     require_outside(reader, place)
     schema, rewinds = schema_of_copy(reader, ColumnSelection(columns, ())), reader.rewinds
     files.check(schema)
-    chosen = _Chosen(reader, schema, cuts, needed=files.sorted)
+    chosen = _ExportSpan(reader, schema, cuts, needed=files.sorted)
     about, left = _beside(reader, schema, chosen, whole=columns is None)
     rows = ExportRows(
         chosen.reader,
@@ -123,7 +123,7 @@ def export(
     )
 
 
-class _Chosen:
+class _ExportSpan:
     """The rows that are written, as ``cuts`` says, and what becomes of the others.
 
     A writer may add more meanwhile: ``span`` are the rows of the source as they were looked at.
@@ -183,7 +183,7 @@ class _Chosen:
 
 
 def _beside(
-    reader: RowReader, schema: Schema, chosen: _Chosen, *, whole: bool
+    reader: RowReader, schema: Schema, chosen: _ExportSpan, *, whole: bool
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the text beside the rows, and counts of the things that are not in it.
 

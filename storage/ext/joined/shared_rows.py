@@ -46,7 +46,7 @@ Pairs: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _MemberStretch:
     """Rows of a member that came from a storage, or may have come from it."""
 
     rows: range
@@ -82,9 +82,9 @@ def refuse_shared_rows(members: Sequence[UnionMember]) -> None:
     stretches = [list(_stretches(each.reader.manifest, each.span)) for each in members]
     if not any(len(each) > 1 for each in stretches):
         return  # none has rows of another storage
-    rows = _Rows([each.reader for each in members])
-    by_id: dict[str, list[tuple[int, _Stretch]]] = {}
-    unknown: list[tuple[int, _Stretch]] = []
+    rows = _MemberRows([each.reader for each in members])
+    by_id: dict[str, list[tuple[int, _MemberStretch]]] = {}
+    unknown: list[tuple[int, _MemberStretch]] = []
     for number, each in enumerate(stretches):
         for stretch in each:
             if stretch.id is None:
@@ -116,9 +116,11 @@ def _doubled(one: UnionMember, other: UnionMember, id: str | None) -> RowsDouble
 # --- manifests ------------------------------------------------------------------------------------
 
 
-def _stretches(manifest: Mapping[str, Any], span: range) -> Iterator[_Stretch]:
+def _stretches(manifest: Mapping[str, Any], span: range) -> Iterator[_MemberStretch]:
     """Yield the storages that the rows ``span`` of a storage come from, itself first."""
-    yield _Stretch(span, manifest["id"], span, 0, True, True, len(manifest.get(REWINDS) or ()))
+    yield _MemberStretch(
+        span, manifest["id"], span, 0, True, True, len(manifest.get(REWINDS) or ())
+    )
     packed = isinstance(manifest.get(PACKED), Mapping)
     for number, each in enumerate(_of_sources(sources_of(manifest), span, 0)):
         direct = packed and number == 0  # the others are those of which this one is
@@ -140,10 +142,10 @@ def _entries(
 
 def _of_entry(
     entry: Mapping[str, Any], rows: range, moved: int | None, *, direct: bool
-) -> Iterator[_Stretch]:
+) -> Iterator[_MemberStretch]:
     """Yield the storages that the rows of an entry come from; ``moved`` is as in `_Stretch`."""
     if entry.get(LEFT_OUT) is True:
-        yield _Stretch(rows, None, _UNKNOWN, None)
+        yield _MemberStretch(rows, None, _UNKNOWN, None)
     if not is_copied(entry):
         return
     said, unchanged = entry[COPIED], is_unchanged(entry)
@@ -151,7 +153,7 @@ def _of_entry(
     moved = _sum(moved, own)
     for stretch in _of_source(said, rows, moved):
         complete = direct and unchanged and _count_of(stretch.span) == len(rows)
-        yield _Stretch(
+        yield _MemberStretch(
             rows, stretch.id, stretch.span, moved, direct, complete, _count(said.get(REWINDS))
         )
         if SOURCES in said:
@@ -160,10 +162,10 @@ def _of_entry(
             yield from _of_entry(run, rows, moved, direct=False)
 
 
-def _of_sources(sources: Any, rows: range, moved: int | None) -> Iterator[_Stretch]:
+def _of_sources(sources: Any, rows: range, moved: int | None) -> Iterator[_MemberStretch]:
     """Yield the storages of a union, or of a view."""
     if not isinstance(sources, list):
-        yield _Stretch(rows, None, _UNKNOWN, None)
+        yield _MemberStretch(rows, None, _UNKNOWN, None)
         return
     for each in sources:
         if isinstance(each, Mapping):
@@ -172,16 +174,16 @@ def _of_sources(sources: Any, rows: range, moved: int | None) -> Iterator[_Stret
             yield from _of_sources(each.get(SOURCES, []), rows, own)
 
 
-def _of_source(said: Mapping[str, Any], rows: range, moved: int | None) -> Iterator[_Stretch]:
+def _of_source(said: Mapping[str, Any], rows: range, moved: int | None) -> Iterator[_MemberStretch]:
     found = rows_copied({COPIED: said})
     if found is None:
         return
     id, first, last = found
     span = range(first, _UNKNOWN.stop if last is None else last + 1)
-    yield _Stretch(rows, id, span, moved, rewinds=_count(said.get(REWINDS)))
+    yield _MemberStretch(rows, id, span, moved, rewinds=_count(said.get(REWINDS)))
     base, _, view = id.partition("-")
     if view and SOURCES not in said:  # a view that an earlier release copied
-        yield _Stretch(rows, base, _UNKNOWN, moved)
+        yield _MemberStretch(rows, base, _UNKNOWN, moved)
 
 
 def _count_of(span: range) -> int:
@@ -202,7 +204,7 @@ def _count(number: Any) -> int:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-class _Rows:
+class _MemberRows:
     """Compares rows of members, and keeps what it found.
 
     Args:
@@ -215,7 +217,7 @@ class _Rows:
         self._ids: dict[tuple[int, range], np.ndarray] = {}
         self._compared: dict[tuple[Any, ...], bool] = {}
 
-    def shared(self, one: tuple[int, _Stretch], other: tuple[int, _Stretch]) -> bool:
+    def shared(self, one: tuple[int, _MemberStretch], other: tuple[int, _MemberStretch]) -> bool:
         """Return whether stretches of two members, which name one storage, have a common row."""
         (first, a), (second, b) = one, other
         if a.span.start >= b.span.stop or b.span.start >= a.span.stop:

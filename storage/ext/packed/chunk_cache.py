@@ -283,7 +283,7 @@ class CachedArray:
 
     def _load(self, wanted: Sequence[_Wanted], alone: bool = False) -> None:
         chunks = self.chunks
-        jobs = [_Job(chunks, chunks.prepared(each[0]), *each) for each in wanted]
+        jobs = [_ChunkJob(chunks, chunks.prepared(each[0]), *each) for each in wanted]
         self.loads += len(jobs)
         try:
             if alone:
@@ -334,7 +334,7 @@ class CachedArray:
         if not len(chunks) or 2 * len(chunks) > self._slots:
             return
         if self._ahead is None or self._ahead.done():
-            self._ahead = self._workers.begin(_Ahead(self, chunks))
+            self._ahead = self._workers.begin(_Prefetch(self, chunks))
 
     def hold(self, chunks: np.ndarray) -> None:
         """Have chunks; one that cannot be loaded is loaded again, and raises, when it is wanted."""
@@ -367,7 +367,7 @@ class CachedArray:
             self._slot_of[:] = -1
 
 
-class _Job:
+class _ChunkJob:
     """A chunk to be loaded, and what becomes of it: see `_Wanted`."""
 
     __slots__ = ("_chunk", "_chunks", "_out", "_some", "_where")
@@ -389,7 +389,7 @@ class _Job:
             self._out[places] = found[within]
 
 
-class _Ahead:
+class _Prefetch:
     """Chunks that are decompressed before they are wanted."""
 
     def __init__(self, array: CachedArray, chunks: np.ndarray) -> None:

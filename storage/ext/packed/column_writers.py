@@ -177,7 +177,7 @@ def _pairs(plan: ColumnPlan, look: Values, n: int, axis: int) -> tuple[np.ndarra
     return root, by_frame(look(plan.next.key), n, axis)
 
 
-class Packing:
+class PackedWriter:
     """Writes the columns of a storage, one block of rows after the other.
 
     Args:
@@ -276,7 +276,7 @@ def codec_of_numbers(make: MakeWriter) -> Codec:
 class _States:
     """Writes states of a column, and of what comes next."""
 
-    def __init__(self, plan: ColumnPlan, codec: Codec, packing: Packing) -> None:
+    def __init__(self, plan: ColumnPlan, codec: Codec, packing: PackedWriter) -> None:
         self._plan, self._packing = plan, packing
         column = plan.column
         self.row_nbytes = column.row_nbytes

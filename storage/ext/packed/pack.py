@@ -26,7 +26,7 @@ from tallyroll.storage.ext.packed.codecs import Codec
 from tallyroll.storage.ext.packed.column_writers import (
     ColumnPlan,
     FrameStack,
-    Packing,
+    PackedWriter,
     frames_declared,
     planned,
 )
@@ -172,7 +172,7 @@ def pack(
                 _Hdf5Files(target, room) if format == "hdf5" else _ZarrFiles(target)
             ) as files,
         ):
-            packing = Packing(schema, plans, codec, files, span.start)
+            packing = PackedWriter(schema, plans, codec, files, span.start)
             try:
                 _copy(reader, order, packing, progress)
                 layout = packing.finish()
@@ -294,7 +294,7 @@ def _require_room(
 
 
 def _copy(
-    reader: RowReader, order: np.ndarray, packing: Packing, progress: Progress | None
+    reader: RowReader, order: np.ndarray, packing: PackedWriter, progress: Progress | None
 ) -> None:
     # Of a ring, what was read is looked at again before more of it is overwritten.
     few = max(1, min(_MOST_BLOCK_ROWS, _RING_NBYTES // reader.schema.row_nbytes))

@@ -53,10 +53,10 @@ class D4rlRepair(RowsRepair):
                 for where in each.places:
                     message = "a column cannot be read"
                     self._losses.add(message, 0, file=place.name, column=where.column)
-            yield _Rows(place, there, datasets, self._losses).incoming()
+            yield _D4rlRows(place, there, datasets, self._losses).incoming()
 
 
-class _Rows:
+class _D4rlRows:
     def __init__(
         self, place: Path, there: PaddedFile, datasets: Mapping[str, Any], losses: Losses
     ) -> None:

@@ -61,7 +61,7 @@ class MinariRepair(RowsRepair):
         folder, below = self.folder(place), "data/" if (place / "data").is_dir() else ""
         with contextlib.ExitStack() as stack:
             files, said = self._files(folder, below, stack)
-            yield _Episodes(files, place, self._losses, said).incoming()
+            yield _RepairedEpisodes(files, place, self._losses, said).incoming()
 
     def _files(
         self, folder: DatasetFolder, below: str, stack: contextlib.ExitStack
@@ -94,7 +94,7 @@ def _key(path: Key) -> Key | None:
     return (NEXT, *path) if path[0] == INFOS else key_of(path)
 
 
-class _Episodes:
+class _RepairedEpisodes:
     def __init__(self, files: EpisodeFiles, place: Path, losses: Losses, count: int) -> None:
         self._files, self._place, self._losses, self._count = files, place, losses, count
         self._kinds: dict[Key, tuple[str, Column]] = {}

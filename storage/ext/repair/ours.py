@@ -198,24 +198,24 @@ class OurRepair(RowsRepair):
             except (InvalidDataset, CorruptStorage, NotAStorage) as error:
                 raise InvalidDataset(f"{place} cannot be repaired: {error!s:.400}") from error
 
-    def _rows(self, place: Path, stack: contextlib.ExitStack) -> _Rows:
+    def _rows(self, place: Path, stack: contextlib.ExitStack) -> _RepairedRows:
         folder = self.folder(place if place.is_dir() else place.parent)
         if (packed := packed_reader(place, folder)) is not None:
             stack.enter_context(contextlib.closing(packed))
-            return _Rows(packed, self._losses)
+            return _RepairedRows(packed, self._losses)
         if gaps := joined(self._unreadable, missing_in(place)):
             readers = []
             for name, filled in (("zeros", b"\0"), ("ones", b"\xff")):
                 copy = self._aside / f"{name}{place.suffix}"
                 working_copy(place, copy, gaps, filled=filled)
                 readers.append(_opened(copy, stack))
-            return _Rows(readers[0], self._losses, twin=readers[1])
+            return _RepairedRows(readers[0], self._losses, twin=readers[1])
         try:
-            return _Rows(_opened(place, stack), self._losses)
+            return _RepairedRows(_opened(place, stack), self._losses)
         except CorruptStorage as error:
             lengths, short = _lengths(place, error)
             working_copy(place, self._aside / "rows", {}, lengths=lengths)
-            return _Rows(_opened(self._aside / "rows", stack), self._losses, short)
+            return _RepairedRows(_opened(self._aside / "rows", stack), self._losses, short)
 
 
 def _opened(place: Path, stack: contextlib.ExitStack) -> RowReader:
@@ -243,7 +243,7 @@ def _lengths(place: Path, error: CorruptStorage) -> tuple[dict[Path, int], dict[
     return {place_of(key, leaf=True): most * row for key, (_, row) in sizes.items()}, short
 
 
-class _Rows:
+class _RepairedRows:
     """Rows of a reader, and which of them are as they were written.
 
     Args:
@@ -285,9 +285,7 @@ class _Rows:
                     block[key] = new.reshape(block[key].shape)
                 yield block
 
-        return Incoming(
-            schema, len(rows), blocks(), about_rows(self._reader, schema), "tallyroll"
-        )
+        return Incoming(schema, len(rows), blocks(), about_rows(self._reader, schema), "tallyroll")
 
     def _good(self) -> np.ndarray:
         """Return which rows [n] are as they were written, as far as is known."""
@@ -353,9 +351,11 @@ class _Rows:
 
     def _by_checks(self, good: np.ndarray) -> None:
         reader = self._reader
-        gathered = _Gathered()
+        gathered = _TrustedRows()
         entries = check_runs(reader.manifest["runs"], reader.head, Findings())
-        RowChecks(reader, entries, nan=False, gather=_Gathered).run(gathered, lambda nbytes: None)
+        RowChecks(reader, entries, nan=False, gather=_TrustedRows).run(
+            gathered, lambda nbytes: None
+        )
         for check, message, rows in gathered.rows:
             at = rows - self._span.start
             wrong = np.zeros(len(good), bool)
@@ -406,7 +406,7 @@ class _Rows:
         return {TRAJ_IDS: out_ids, STEP: out_steps}
 
 
-class _Gathered(Findings):
+class _TrustedRows(Findings):
     """Keeps all rows of the checks that are trusted."""
 
     def __init__(self) -> None:
@@ -421,7 +421,7 @@ class _Gathered(Findings):
 
     def merge(self, other: Findings) -> None:
         """Add the rows of others, which keep all of theirs, too."""
-        if isinstance(other, _Gathered):
+        if isinstance(other, _TrustedRows):
             self.rows += other.rows
         else:
             super().merge(other)

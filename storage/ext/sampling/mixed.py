@@ -145,7 +145,7 @@ class MixedSampler:
 
     def _draw_of(self, part: Any) -> _Draw:
         if isinstance(part, DiskStorage):
-            return _Rows(part)
+            return _MixedRows(part)
         if isinstance(part, TrajectorySliceSampler):
             raise TypeError(
                 "a TrajectorySliceSampler draws for replay buffers only. Give a function, "
@@ -216,7 +216,7 @@ class MixedSampler:
         return f"{type(self).__name__}([{shares}])"
 
 
-class _Rows:
+class _MixedRows:
     """Draws rows of a storage uniformly, with replacement."""
 
     def __init__(self, storage: DiskStorage) -> None:

@@ -52,7 +52,7 @@ class RowPairs:
     after: np.ndarray
 
 
-class _Rows(NamedTuple):
+class _LaneRows(NamedTuple):
     """Five values of each row that the checks follow along the lanes.
 
     The rows are those of a chunk, the rows before them, or each lane's last one.
@@ -77,8 +77,8 @@ class _Series:
     order: LaneOrder
     vague: np.ndarray
     """True for a row that names two lanes: it is in both, and later rows are not judged by it."""
-    rows: _Rows
-    before: _Rows
+    rows: _LaneRows
+    before: _LaneRows
     """The row before each in its lane."""
 
 
@@ -101,7 +101,7 @@ class LaneChecks:
         self._rest: int | None = None
         self._begun: list[np.ndarray] = []
         self._lanes = lanes or 0
-        self._tails = _Rows(*(np.empty(0, np.array(fill).dtype) for fill in _NO_ROW))
+        self._tails = _LaneRows(*(np.empty(0, np.array(fill).dtype) for fill in _NO_ROW))
 
     def advance(self, chunk: CheckedRows, findings: Findings) -> RowPairs:
         """Check the rows of ``chunk`` against one another and against those before them."""
@@ -127,7 +127,7 @@ class LaneChecks:
         if self._declared is None:
             inside = chunk.lane[(chunk.lane >= 0) & (chunk.lane < MOST_LANES)]
             self._lanes = max(self._lanes, int(inside.max(initial=-1)) + 1)
-        self._tails = _Rows(*map(extended, self._tails, repeat(self._lanes), _NO_ROW))
+        self._tails = _LaneRows(*map(extended, self._tails, repeat(self._lanes), _NO_ROW))
 
     # --- row by row -------------------------------------------------------------------------------
 
@@ -174,14 +174,14 @@ class LaneChecks:
     def _series(self, chunk: CheckedRows, usable: np.ndarray) -> _Series:
         order, vague = self._in_order(chunk, usable)
         at = order.at
-        rows = _Rows(
+        rows = _LaneRows(
             np.where(vague, _VAGUE, chunk.start + at),
             chunk.ids[at],
             chunk.steps[at],
             chunk.ended[at],
             chunk.version[at],
         )
-        return _Series(chunk, order, vague, rows, _Rows(*map(order.carry, rows, self._tails)))
+        return _Series(chunk, order, vague, rows, _LaneRows(*map(order.carry, rows, self._tails)))
 
     def _in_order(self, chunk: CheckedRows, usable: np.ndarray) -> tuple[LaneOrder, np.ndarray]:
         """Return the rows by lane and time, and which of them are vague."""

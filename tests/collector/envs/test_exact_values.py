@@ -413,12 +413,12 @@ def test_a_final_observation_is_looked_at(form: Form) -> None:
     def last(time: int) -> Form:
         return form if time == LENGTH else same
 
-    class Ending(Given):
+    class EndContext(Given):
         def look(self) -> Any:
             return last(self.time)(super().look())
 
     env = SyncVectorEnv(
-        [partial(Ending, PLAIN["uint8"])] * 2, autoreset_mode=AutoresetMode.SAME_STEP
+        [partial(EndContext, PLAIN["uint8"])] * 2, autoreset_mode=AutoresetMode.SAME_STEP
     )
     with pytest.raises(
         ValueRefused, match=r"^next/observation at lane 0, step 3 of .*uint8 \[2, 3"

@@ -20,7 +20,7 @@ from tallyroll.collector import GymnasiumVectorEnv, SyncCollector
 from tallyroll.collector.envs.gymnasium.vector import autoreset_mode
 from tallyroll.collector.envs.system_env import SystemEnv
 from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
-from tallyroll.storage.package.moved_attributes import Moved
+from tallyroll.storage.package.moved_attributes import MovedAttribute
 
 from collect_kit import LENGTHS, ByObservation, assert_same, collect, joined
 from oracles import (
@@ -218,7 +218,9 @@ def test_seeds_are_one_a_lane() -> None:
         vec(AutoresetMode.DISABLED).seed_lanes([1, 2])
 
 
-@pytest.mark.parametrize("name", [n for n, v in vars(SystemEnv).items() if isinstance(v, Moved)])
+@pytest.mark.parametrize(
+    "name", [n for n, v in vars(SystemEnv).items() if isinstance(v, MovedAttribute)]
+)
 def test_names_that_moved_to_the_stepper_work_still(name: str) -> None:
     env = vec(AutoresetMode.NEXT_STEP)
     with pytest.warns(DeprecationWarning, match=rf"SystemEnv.{name} is SystemEnv.(stepper|system)"):

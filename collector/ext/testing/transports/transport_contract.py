@@ -106,7 +106,7 @@ class TransportContract:
             self.heard(transport, link)
             link.send(m.CallRequest(b""))  # is answered, whatever it is
             assert isinstance(self.heard(transport, link), (m.ExceptionReport, m.CallReply))
-        create = _Sleeping(2.0)
+        create = _SlowFactory(2.0)
         transport = self.transport([pickled(_job(create, self.threads))])
         link = transport.start(0)
         try:
@@ -250,7 +250,7 @@ class TransportContract:
         assert (many == one).all(), "rows differ from those of one process"
 
     def test_out_of_step_the_parent_acts_and_one_that_waits_may_end(self) -> None:
-        policy, batches = _Ending(), []
+        policy, batches = _EndingPolicy(), []
         options = {**_RUN, "mode": "async", "policy_placement": "central"}
         with self.collector(
             factories(LANES), policy, on_worker_death="respawn", **options
@@ -395,7 +395,7 @@ _ends: list[int] = []
 """Processes that end when the policy acts in this process next."""
 
 
-class _Ending(Versioned):
+class _EndingPolicy(Versioned):
     """A policy that ends processes which wait for its actions."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
@@ -405,7 +405,7 @@ class _Ending(Versioned):
         return super().forward(td)
 
 
-class _Sleeping:
+class _SlowFactory:
     """A factory of two lanes that takes its time."""
 
     def __init__(self, seconds: float) -> None:

@@ -89,7 +89,7 @@ def _is_judged(column: str) -> bool:
 
 
 @dataclass
-class _Seen:
+class _EpisodeRowsRead:
     """The rows of an episode that were read."""
 
     rows: int = 0
@@ -117,7 +117,7 @@ class LeRobotRowChecks:
             name: said for name, said in info["features"].items() if isinstance(said, dict)
         }
         self._episodes = {each.number: each for each in listing.episodes}
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _EpisodeRowsRead] = {}
         self._before: dict[str, float] | None = None
         """The numbers of the row before, of the episode `_current`."""
         self._current: int | None = None
@@ -224,7 +224,7 @@ class LeRobotRowChecks:
     def _part(self, number: int, values: Mapping[str, np.ndarray], name: str) -> None:
         """Look at rows of one episode that are next to one another."""
         found, count = self._found, len(values["index"])
-        seen = self._seen.setdefault(number, _Seen())
+        seen = self._seen.setdefault(number, _EpisodeRowsRead())
         goes_on = number == self._current
         if seen.rows and not goes_on:
             message = "rows of an episode are not next to one another"

@@ -283,7 +283,7 @@ class RldsChecker(Checker):
         for name in sorted(os.listdir(place)):
             if SHARD.fullmatch(name) and name not in wanted:
                 found.add("files", "no split has a file of records", Where(name))
-        shards = _Shards(folder, episodes, found, len(wanted))
+        shards = _ShardList(folder, episodes, found, len(wanted))
         for split in info.splits:
             shards.check(split)
 
@@ -312,7 +312,7 @@ def _episodes(folder: DatasetFolder, found: CheckResults) -> RldsEpisodeChecks |
         return None
 
 
-class _Shards:
+class _ShardList:
     """The files of records."""
 
     def __init__(
