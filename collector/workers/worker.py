@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import parent_process
 from typing import Any
 
 import cloudpickle
@@ -107,9 +106,7 @@ class Worker:
         self.env: EnvBase = made.env
         try:
             self.env = prepare_env(made.env, job.policy, job.options)
-            # A child of multiprocessing has copies. A custom transport may run several workers in
-            # one process.
-            if not self._own_process or parent_process() is None:
+            if not self._own_process:  # processes have copies of what their parent has
                 take_over(self.env, made.instance, self._lost_env)
             self._central = job.options.acts_centrally
             kinds = AskingPolicy if self._central else WorkerPolicy, WorkerPolicies

@@ -121,6 +121,21 @@ class Herd:
         """Return the space of the agent."""
         return self._inner.action_space
 
+    def reset(self, seed: int | None = None, options: Any = None) -> tuple[Any, ...]:
+        """Begin an episode."""
+        self.agents = list(self.possible_agents)
+        return self._of_agent(*self._inner.reset(seed=seed))
+
+    def step(self, actions: dict[str, Any]) -> tuple[Any, ...]:
+        """Step the agent."""
+        found = self._inner.step(actions["agent_0"])
+        if found[2] or found[3]:
+            self.agents = []
+        return self._of_agent(*found)
+
+    def _of_agent(self, *values: Any) -> tuple[Any, ...]:
+        return tuple({"agent_0": value} for value in values)
+
     def close(self) -> None:
         """Close nothing."""
 
@@ -238,6 +253,17 @@ def test_workers_in_threads_have_environments_of_their_own(
     for _ in range(2):  # a worker that is closed gives its environment up
         with MultiprocessCollector(make, num_workers=1, **options) as collector:
             assert sum(len(batch) for batch in collector) == 24
+
+
+def test_another_collector_of_wrapped_agents_is_noticed() -> None:
+    """The lanes are objects of no library's class, in the list of their system."""
+    one = single()
+    first = SyncCollector(PettingZooSystem([Herd(one)]), **BUDGET)
+    with SyncCollector(PettingZooSystem([Herd(one)]), **BUDGET) as second:
+        assert sum(len(batch) for batch in second) == 24
+    with pytest.raises(StateError, match="another collector"):
+        next(iter(first))
+    first.shutdown()
 
 
 def test_another_collector_of_wrapped_lanes_is_noticed() -> None:

@@ -102,7 +102,9 @@ def test_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_names_that_tensorflow_datasets_allows(title: str) -> None:
     assert layout.name_of(title).isidentifier()
     assert layout.name_of(title).islower()
-    assert layout.RldsInfo.of(layout.info_json(layout.name_of(title), [3], 9)).splits[0].lengths == (3,)
+    assert layout.RldsInfo.of(layout.info_json(layout.name_of(title), [3], 9)).splits[
+        0
+    ].lengths == (3,)
 
 
 def test_next_observations_that_are_others_are_counted(tmp_path: Path) -> None:
