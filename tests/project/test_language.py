@@ -1,4 +1,8 @@
-"""Plain English: docstrings begin with a verb or a noun phrase, and name the actor."""
+"""Plain English in prose and in names, as far as a machine can check it.
+
+Docstrings begin with a verb or a noun phrase, modules and classes are named by nouns, and headings
+have a noun or a verb.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +76,46 @@ def messages_in(file: Path) -> Iterator[str]:
         match node:
             case ast.Constant(value=str(text)) if " " in text and id(node) not in docstrings:
                 yield text
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+PARTICIPLES = re.compile(
+    r"(?i)(ed|ing|given|told|held|kept|seen|made|found|drawn|done|gone|lost|own|taken|left|written"
+    r"|chosen|known|said|heard|aside|beside|behind|ahead)$"
+)
+TERMS = {
+    *("Seed", "EpisodeRing", "LaneEncoding", "OrderEncoding", "TableEncoding", "BitEncoding"),
+    *("TrajectoryNumbering", "LeafNumbering", "Listing", "Finding"),
+    *("counting", "stepping", "sampling", "testing", "training", "numbering", "sharding"),
+    *("indexing", "mapping", "listing", "video_encoding", "episode_ring", "ring"),
+    *("deferred", "admitted"),  # context managers
+    *("packed", "sharded", "joined", "mixed", "prioritized", "stored", "numbered"),
+}
+"""Nouns that look like participles, and terms of the glossary."""
+PUBLIC = {"Done", "Ended", "Given", "Gone", "Incoming", "Loaded", "Numbered", "Versioned"}
+"""Names of classes that code of other people imports."""
+
+
+@pytest.mark.parametrize("wing", ["collector", "storage"])
+def test_modules_and_classes_are_named_by_nouns(wing: str) -> None:
+    found = []
+    for file in sorted((ROOT / wing).rglob("*.py")):
+        if file.name == "errors.py":
+            continue
+        module = file.parent.name if file.stem == "__init__" else file.stem
+        classes = [
+            node.name
+            for node in ast.walk(ast.parse(file.read_bytes()))
+            if isinstance(node, ast.ClassDef) and not _is_warning(node)
+        ]
+        found += [
+            f"{file}: {name}"
+            for name in (module, *classes)
+            if PARTICIPLES.search(name) and name not in TERMS | PUBLIC
+        ]
+    assert not found
+
+
+def _is_warning(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).endswith(("Warning", "Error")) for base in node.bases)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fast_paths_kit import built
 from hypothesis import given
 from hypothesis import strategies as st
-from ways_kit import built
 
 from tallyroll.collector.batches.rows.compiled_rows import rows_of_slab
 from tallyroll.collector.counting.ledger import COUNTS, LedgerCounts

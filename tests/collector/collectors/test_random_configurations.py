@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ways_kit import drawn_off
+from fast_paths_kit import drawn_off
 
 from tallyroll.storage import fast_paths
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fast_paths_kit import built
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from ways_kit import built
 
 from tallyroll.storage import MemmapStorage, fast_paths
 from tallyroll.storage.engine.columns import FixedRows, IndexedRows
