@@ -187,25 +187,25 @@ class Options:
             )
         if episodes is not None and self.reset_at_each_iter:
             raise ArgumentError(
-                "total_episodes wants whole episodes and reset_at_each_iter cuts them; drop one"
+                "total_episodes counts whole episodes, and reset_at_each_iter cuts them. Drop one."
             )
         if episodes is not None and self.surplus == "discard":
             raise ArgumentError(
-                'total_episodes wants whole episodes and surplus="discard" throws parts of them '
-                'away; use surplus="carry"'
+                'total_episodes counts whole episodes, and surplus="discard" discards parts of '
+                'them. Use surplus="carry".'
             )
         if self.by_agent and (self.total_frames is None or self.layout.name == "torchrl"):
             raise ArgumentError(
-                'budget_unit="agent_transitions" wants total_frames, a number of them, and another '
-                'layout than "torchrl", whose frames are transitions; got total_frames='
+                'budget_unit="agent_transitions" needs total_frames, and a layout other than '
+                '"torchrl", whose frames are transitions; got total_frames='
                 f'{total!r}, layout="{self.layout.name}"'
             )
         if self.columns.yield_large:
             return
         if given["storage"] is None or given["replay_buffer"] is not None:
             raise ArgumentError(
-                "yield_large=False wants a storage (storage=), which alone gets large columns; a "
-                "replay buffer gets what is yielded"
+                "yield_large=False needs storage=, which receives the large columns. A replay "
+                "buffer receives the yielded batches only."
             )
         if self.postproc is not None:
             raise ArgumentError(

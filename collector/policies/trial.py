@@ -209,7 +209,7 @@ def _check_action(key: Key, spec: Any, action: torch.Tensor, strict: bool) -> No
     may_leave = isinstance(spec, Bounded) and action.is_floating_point() and not strict
     if not may_leave and not spec.is_in(action):
         raise PolicyError(
-            f"policy: {format_key(key)} lies outside the action space on the first observation: "
+            f"policy: {format_key(key)} is outside the action space at the first observation: "
             f"got {action.reshape(-1)[:8].tolist()}, expected {describe(spec)}"
         )
 

@@ -67,6 +67,6 @@ class RightToWrite:
     def _require_there(self) -> None:
         if not os.path.lexists(self._path):
             raise DiskFailed(
-                f"{self._path} is gone: it was deleted or moved while this process writes. What "
-                "was committed is where it was moved to; nothing more is written from here."
+                f"{self._path} was deleted or moved while this process writes to it. Committed "
+                "rows moved with it; this process writes no more."
             )

@@ -200,9 +200,7 @@ def overlays_of(reader: RowReader) -> tuple[str, ...]:
 def require_outside(reader: RowReader, place: Path) -> None:
     """Raise `NotWritable` if ``place`` lies within a storage that has some of the rows."""
     if (source := source_around(reader, place)) is not None:
-        raise NotWritable(
-            f"{place} lies within the storage {source}, whose folder is its own. Give another path."
-        )
+        raise NotWritable(f"{place} is inside the storage {source}. Give a path outside it.")
 
 
 # --- rows -----------------------------------------------------------------------------------------

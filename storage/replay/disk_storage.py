@@ -734,8 +734,9 @@ class DiskStorage(RowStore, AsTensorStorage):
         mine = self.state_dict()
         if not mine.keys() <= {*state_dict, "rewinds"}:
             raise StateMismatch(
-                f"this state has {', '.join(map(repr, state_dict))}, which is none of a storage on "
-                "disk. Rows are not in its state: dump and load the buffer, or extend with them."
+                f"this state has {', '.join(map(repr, state_dict))}, which is not the state of a "
+                "storage on disk. Such a state has no rows: dump and load the buffer, or extend "
+                "with the rows."
             )
         if state_dict["head"] and state_dict["id"] != mine["id"]:
             raise StateMismatch(

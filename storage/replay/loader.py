@@ -94,8 +94,8 @@ class Loader(Iterator[Any]):
         """Return the next batch, and wait for it if it is not made yet."""
         if self._pid != os.getpid():
             raise LoaderForked(
-                f"this loader's threads are in process {self._pid}, and its fork {os.getpid()} has "
-                "none of them. Make a loader in each process."
+                f"this loader's threads run in process {self._pid}, and the forked process "
+                f"{os.getpid()} has none. Make a loader in each process."
             )
         made = self._made
         while not self._closed and self._begun != self._batches and len(made) < self._ahead:

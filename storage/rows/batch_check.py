@@ -198,7 +198,7 @@ _NOT_FLAT = (
 def require_flat(rows: Mapping[Key, Any]) -> None:
     """Raise `RowsMismatch` where a row is several transitions of a collector."""
     if _has_several_ids(rows):
-        raise RowsMismatch(f"a row is one transition, and of these rows {_NOT_FLAT}.")
+        raise RowsMismatch(f"each row must be one transition, but of these rows {_NOT_FLAT}.")
 
 
 def _has_several_ids(rows: Mapping[Key, Any]) -> bool:

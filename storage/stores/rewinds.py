@@ -108,6 +108,6 @@ def require_rewindable(writer: RowWriter | NoWriter, rows: int, run: object = No
     least = done.get("head") if isinstance(done, dict) else None
     if isinstance(least, int) and rows < least:
         raise StateMismatch(
-            f"{reader.path} was finalized with {least} rows, and rows from {rows} on are to be "
-            "taken back: what was finalized stays. Copy the rows that you want to another storage."
+            f"{reader.path} was finalized with {least} rows and cannot be rewound to {rows}. Copy "
+            "the rows that you want to another storage."
         )

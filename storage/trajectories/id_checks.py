@@ -232,10 +232,11 @@ class IdChecks:
             why = "its lane is in another trajectory before, in these rows"
         if why is not None:
             raise TrajectoryIdTaken(
-                f"trajectory {id} is stored in {self._path} already, and row {row} of these, its "
-                f"step {step} in lane {lane}, does not go on from there: {why}. Nothing was "
-                'written. Give ids that are new, or let extend(..., ids="renumber") give these '
-                "trajectories numbers after the stored ones."
+                f"trajectory {id} is already stored in {self._path}, and row {row} of this batch, "
+                f"its step {step} in lane {lane}, does not continue it: {why}. Nothing was "
+                "written. "
+                'Use new ids, or extend(..., ids="renumber"), which numbers these trajectories '
+                "after the stored ones."
             )
 
     def _require_later(self, id: int, lane: int, current: int, row: int) -> None:

@@ -94,9 +94,9 @@ class TorchrlLayout:
             self._truncated = []
         elif not self._truncated:
             raise ArgumentError(
-                "set_truncated=True wants an environment that declares 'truncated', got "
-                f"{sorted(map(format_key, plan.flags))}; leave it out, or call its "
-                "add_truncated_keys()"
+                "set_truncated=True: expected an environment that declares 'truncated', got "
+                f"{sorted(map(format_key, plan.flags))}. Leave the option out, or call the "
+                "environment's add_truncated_keys()."
             )
         self._last: dict[Key, NDArray[np.bool_]] = {}
         """The flags below the root in the last row of each lane ``[lane, ...]``."""
@@ -138,8 +138,8 @@ class TorchrlLayout:
             if count is not None and any(count % each for each in lanes):
                 raise ArgumentError(
                     f'{name}: layout="torchrl" gives a TorchRL replay buffer [lanes, time], '
-                    f"which wants a multiple of {max(lanes)} lanes, got {count}; or give the "
-                    "buffer one of tallyroll's storages, which take any rows"
+                    f"which needs a multiple of {max(lanes)} lanes, got {count}. Or give the "
+                    "buffer one of tallyroll's storages, which take any number of rows."
                 )
         options = self._options
         if items and options.total_frames and options.total_frames % options.largest_batch:

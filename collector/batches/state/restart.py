@@ -87,8 +87,8 @@ class Restart:
             raise
         except Exception as error:  # torch, transforms and users have many
             raise StateError(
-                f"{name} cannot load what was saved: {error}. Rows and counts are as before; make "
-                "it as the one that was saved"
+                f"{name} cannot load the saved state: {error}. Rows and counts are unchanged. "
+                "Construct it with the arguments that the saved one had."
             ) from error
         finally:
             if policy is not None:

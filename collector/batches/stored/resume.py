@@ -66,9 +66,10 @@ def opened_target(path: str | Path, resume: Resume, frames: int | None, kind: An
         ) from error
     except StorageMissing as error:
         raise StorageMissing(
-            f"storage: resume=True wants the storage of the run to be continued, and there is none "
-            f'at {path}; leave resume out to begin one, or pass resume="auto" to begin it where '
-            "there is none"
+            "storage: resume=True needs the storage of an earlier run, and there is none at "
+            f"{path}. "
+            'Leave resume out to start a run, or pass resume="auto" to resume a run if there is '
+            "one and to start it otherwise."
         ) from error
     if frames is None and not storage.grows:
         storage.close()

@@ -164,8 +164,8 @@ class StoredRun:
             next_id = max(next_id, self._buffer_ids.next())
         if next_id > _MOST_IDS:
             raise StateError(
-                f"expected trajectory ids below {_MOST_IDS}, got {next_id - 1} in what is "
-                "stored: there is no room for more after it; begin another storage"
+                f"expected stored trajectory ids below {_MOST_IDS}, got {next_id - 1}, which "
+                "leaves no ids for a new run. Start a new storage."
             )
         if self._part is not None:
             next_id = first_id(next_id, self._part.run_lanes)

@@ -81,8 +81,8 @@ def show(storage: DiskStorage, *, as_object: bool, where: str | None = None) -> 
     found = lines_of(storage, span) if matching is None else table_of(matching, span)
     if found is None:
         raise ColumnsMissing(
-            f"{storage.path}: its rows do not say which trajectory they belong to, or are "
-            "damaged; `tallyroll verify` says what is wrong"
+            f"{storage.path}: its rows have no trajectory ids, or they are damaged. "
+            "`tallyroll verify` reports what is wrong."
         )
     table, between = found[0], ""
     if as_object:

@@ -182,8 +182,8 @@ def _callable_alone(factory: Any, num_envs: int | None = None) -> Callable[..., 
         name = getattr(factory, "__qualname__", type(factory).__qualname__)
         raise ArgumentError(
             f"create_env_fn: expected a function without arguments that makes an environment, got "
-            f"{name}, which needs {', '.join(lacking)}; functools.partial gives it arguments, and "
-            "a policy stands at the other place"
+            f"{name}, which needs {', '.join(lacking)}; bind them with functools.partial. "
+            "If it is the policy, pass it as the second argument."
         )
     seeds = _seeds_of(factory)
     wanted = seeds is not None and seeds.default is inspect.Parameter.empty

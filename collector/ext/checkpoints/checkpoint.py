@@ -470,8 +470,8 @@ def _storage_of(collector: Collector | None, storage: DiskStorage | None) -> Dis
     """Return the collector's storage, or the one that is given."""
     if collector is not None and not isinstance(collector, Collector):
         raise ArgumentError(
-            f"collector: expected one of tallyroll's, got {type(collector).__name__}; whatever "
-            "else has a state_dict() is a part, given by a name of its own"
+            f"collector: expected one of tallyroll's collectors, got {type(collector).__name__}. "
+            "Pass any other object with a state_dict() as a part, under a keyword of its own."
         )
     if storage is not None and not isinstance(storage, DiskStorage):
         raise ArgumentError(
@@ -641,7 +641,7 @@ def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:
         )
     wanted = _kind_of(part)
     if wanted != kind:
-        raise StateError(f"{name}: expected what was saved, a {kind}, got a {wanted}")
+        raise StateError(f"{name}: expected a {kind}, as in the checkpoint, got a {wanted}")
     try:
         if kind == "torch":
             part.set_state(state)
@@ -654,8 +654,8 @@ def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:
             part.load_state_dict(state)
     except Exception as error:  # each has its own
         raise StateError(
-            f"{name}: it cannot take what was saved: {error}. Rows and counts are as before; make "
-            "it as the one that was saved"
+            f"{name}: cannot load the saved state: {error}. Rows and counts are unchanged. "
+            "Construct it with the arguments that the saved one had."
         ) from error
 
 

@@ -65,8 +65,8 @@ def lanes_of_each(sets: Sequence[LaneSet], lanes: int) -> list[tuple[int, ...]]:
     for policy, own in enumerate(found):
         if not own:
             raise ArgumentError(
-                f"policy: policy {policy} has none of the {lanes} lanes; leave it out, or give it "
-                "some"
+                f"policy: policy {policy} acts in none of the {lanes} lanes. Leave it out, or "
+                "assign lanes to it."
             )
     return found
 

@@ -85,8 +85,8 @@ def _matched(pattern: PathLike) -> list[Path]:
     found = [each for each in found if not each.startswith(files)]
     if not found:
         raise StorageMissing(
-            f"{os.fspath(pattern)} matches no path. Look what is there, and in quotes that a "
-            "shell leaves as they are."
+            f"{os.fspath(pattern)} matches no path. Check the pattern, and quote it so that "
+            "the shell does not expand it."
         )
     return [Path(each) for each in sorted(found, key=_natural)]
 

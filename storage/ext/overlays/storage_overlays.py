@@ -112,8 +112,8 @@ class StorageOverlays:
         reader.require_open()
         if not isinstance(reader, FileReader):
             raise ReadOnlyStorage(
-                f"{reader.path} is read by {type(reader).__name__}, and no overlay can be beside "
-                "it. Copy the rows to a storage of ours."
+                f"{reader.path} is read by {type(reader).__name__}, which cannot have overlays. "
+                "Copy the rows to a storage of Tallyroll."
             )
         reader.running()
         return reader

@@ -246,7 +246,7 @@ def _require_outside(reader: RowReader, place: Path) -> None:
     """Raise `PathIsTaken` if the destination would be a part of a source."""
     if (source := source_around(reader, place)) is not None:
         raise PathIsTaken(
-            f"{place} lies within {source}, which is to be packed and stays as it is. Give a path "
+            f"{place} is inside {source}, the storage to pack, which must not change. Give a path "
             "outside it."
         )
 

@@ -161,8 +161,8 @@ def _before(
             found = parsed(content, place / PLAN)
     elif LAST not in there:
         raise PathIsTaken(
-            f"{place} has objects, such as {min(there)}, and no dataset of ours. They are not "
-            "replaced; give another address."
+            f"{place} has objects, such as {min(there)}, and no dataset of Tallyroll. They are "
+            "not replaced; give another address."
         )
     if found != plan and not replace:
         raise PathIsTaken(

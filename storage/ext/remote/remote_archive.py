@@ -87,9 +87,9 @@ class RemoteArchive(Archive):
         if f"{OURS}/{MANIFEST}" not in listed:
             if PLAN in listed:
                 raise NotAStorage(
-                    f"{self.path} was pushed in part: its last object, {OURS}/{MANIFEST}, is not "
-                    "there. Wait for the push that goes on, or push the dataset again, which goes "
-                    "on with what is there."
+                    f"{self.path} was pushed in part: its last object, {OURS}/{MANIFEST}, is "
+                    "missing. Wait for the running push, or push the dataset again: that resumes "
+                    "the push."
                 )
             raise NotAStorage(
                 f"{self.path} is no packed dataset: it has no {OURS}/{MANIFEST}. Give the address "

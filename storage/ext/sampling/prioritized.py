@@ -640,7 +640,7 @@ class PrioritizedSampler(Sampler):
                 check_leaves(leaves, kept)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise StateMismatch(
-                    f"this state is none of a PrioritizedSampler of Tallyroll's: {error}."
+                    f"expected the state of a PrioritizedSampler of Tallyroll: {error}."
                 ) from error
             self._take_all(kept, leaves, "this state")
 

@@ -273,7 +273,9 @@ class RateLimit:
         """
         first_row, drawn = (state.get(name, -1) for name in ("first_row", "drawn"))
         if any(type(each) is not int or not 0 <= each < MOST for each in (first_row, drawn)):
-            raise StateMismatch("this state is none of a rate limit: it has no counts of rows.")
+            raise StateMismatch(
+                "expected the state of a rate limit, got one without counts of rows."
+            )
         if first_row > (head := self.storage.head):
             raise StateMismatch(
                 f"this state counts rows from {first_row} on, and {self.storage.path} has {head}."

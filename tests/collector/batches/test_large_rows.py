@@ -480,8 +480,8 @@ def pair(path: Path) -> dict[str, Any]:
 
 REFUSED: dict[str, Any] = {
     "storage and buffer": (pair, "replay buffer gets what is yielded"),
-    "a buffer alone": (lambda path: {**pair(path), "storage": None}, "wants a storage"),
-    "nothing": (lambda _: {}, "wants a storage"),
+    "a buffer alone": (lambda path: {**pair(path), "storage": None}, "needs storage="),
+    "nothing": (lambda _: {}, "needs storage="),
     "a postproc": (lambda path: {"storage": path, "postproc": lambda td: td}, "postproc"),
 }
 

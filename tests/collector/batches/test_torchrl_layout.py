@@ -207,7 +207,7 @@ def test_truncation_is_set_as_torchrl_does_and_not_stored(source: str, tmp_path:
     lanes = SOURCES[source][2]
     budget = {"frames_per_batch": 7 * lanes, "total_frames": 14 * lanes}
     if source == "no truncated":
-        with pytest.raises(ArgumentError, match="set_truncated=True wants an environment that d"):
+        with pytest.raises(ArgumentError, match="set_truncated=True: expected an environment"):
             ours(source, **budget, set_truncated=True)
         return
     batches = ours(source, **budget, set_truncated=True, storage=tmp_path / "a")

@@ -408,7 +408,7 @@ def test_generators_and_modules_are_parts(tmp_path: Path) -> None:
     assert loaded.values == {"best": 2.5}
     loaded = load_checkpoint(tmp_path / "c", net=other["net"])
     assert loaded.unused == ("adam", "numpy_rng", "python_rng", "torch_rng")
-    with pytest.raises(StateError, match="net: expected what was saved, a state_dict, got a torch"):
+    with pytest.raises(StateError, match="net: expected a state_dict, as in the checkpoint, got"):
         load_checkpoint(tmp_path / "c", net=torch.Generator())
 
 

@@ -179,6 +179,6 @@ def test_rows_without_trajectories_and_storages_of_before(
     assert facts["by_policy_version"] == []
     assert "nothing says where it was made" in shown(capsys, str(tmp_path / "plain"), "--runs")
     assert main(["inspect", str(tmp_path / "plain"), "--trajectories"]) == 1
-    assert "do not say which trajectory" in capsys.readouterr().err
+    assert "have no trajectory ids" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["inspect", str(tmp_path / "plain"), "--trajectories", "--runs"])

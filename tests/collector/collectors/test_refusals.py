@@ -79,7 +79,7 @@ def torch_env() -> OracleTorchEnv:
         ),
         (
             {"total_frames": None, "total_episodes": 2, "reset_at_each_iter": True},
-            "total_episodes wants whole episodes and reset_at_each_iter cuts them; drop one",
+            "total_episodes counts whole episodes, and reset_at_each_iter cuts them. Drop one.",
         ),
         (
             {"init_random_frames": -1},
@@ -194,7 +194,7 @@ def _policy(observation: torch.Tensor, scale: float = 1) -> torch.Tensor:
 def test_a_policy_in_the_place_of_the_environment(policy: Any, needs: str, untouched: Path) -> None:
     with pytest.raises(ArgumentError, match=needs):
         SyncCollector(policy, storage=untouched, **BUDGET)
-    with pytest.raises(ArgumentError, match="a policy stands at the other place"):
+    with pytest.raises(ArgumentError, match="If it is the policy, pass it as the second"):
         evaluate("CartPole-v1", policy, episodes=1)  # type: ignore[arg-type]
 
 

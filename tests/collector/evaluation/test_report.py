@@ -245,7 +245,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: None, "does not exist"),
     "an empty folder": (_empty_folder, "not a Tallyroll storage"),
     "another file": (_text, "not a Tallyroll storage"),
-    "rows of no trajectory": (_rows, "do not say which trajectory"),
+    "rows of no trajectory": (_rows, "have no trajectory ids"),
     "no episode that ended": (_no_end, "no episode of it has ended whole"),
     "copied rows": (_copied, "were copied from other storages"),
     "NaN": (_rewards(np.nan), "returns are no finite numbers"),

@@ -185,9 +185,9 @@ def test_groups_without_masks_count_all_of_their_agents() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"total_episodes": 3}, "wants total_frames"),
-        ({"total_frames": -1}, "wants total_frames"),
-        ({"total_frames": 9, "layout": "torchrl"}, "another layout"),
+        ({"total_episodes": 3}, "needs total_frames"),
+        ({"total_frames": -1}, "needs total_frames"),
+        ({"total_frames": 9, "layout": "torchrl"}, "a layout other"),
         ({"total_frames": 9, "budget_unit": "agents"}, "expected one of"),
     ],
 )

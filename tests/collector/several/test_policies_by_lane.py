@@ -250,7 +250,7 @@ def test_recurrent_policies_keep_the_states_of_their_lanes() -> None:
         ([(range(5), linear()), (4, None)], "got lane 4 for policy 0 and for policy 1"),
         ([(range(6), linear())], "expected lanes 0 to 4, got lane 5 for policy 0"),
         ([([-1, 0, 1, 2, 3], linear())], "got lane -1"),
-        ([(slice(None), linear()), (slice(9, 12), None)], "policy 1 has none of the 5 lanes"),
+        ([(slice(None), linear()), (slice(9, 12), None)], "policy 1 acts in none of the 5 lanes"),
         ([("rest", None), ("rest", linear())], "'rest'|\"rest\" once"),
         ([("first", None)], "got 'first'"),
         ([(True, None)], "got True"),

@@ -196,7 +196,7 @@ def test_what_is_there_is_not_replaced(source: Path, tmp_path: Path, suffix: str
         (tmp_path / f"link{suffix}").symlink_to(tmp_path / "nothing")
         with pytest.raises(PathIsTaken):
             storage.copy_to(tmp_path / f"link{suffix}")
-        with pytest.raises(NotWritable, match="lies within the storage"):
+        with pytest.raises(NotWritable, match="is inside the storage"):
             storage.copy_to(source / f"x{suffix}")
         with pytest.raises(PathIsFile):
             storage.copy_to(source / "action.memmap" / f"x{suffix}")

@@ -525,7 +525,7 @@ def test_ids_from_long_ago_are_known(
         storage = open_storage(path, "append")
     with storage:
         for id, own in model.trajectories().items():
-            with pytest.raises(TrajectoryIdTaken, match=f"trajectory {id} is stored in"):
+            with pytest.raises(TrajectoryIdTaken, match=f"trajectory {id} is already stored in"):
                 storage.extend(rows(own[0], own[0] + 1))
         assert storage.head == 100
         if not ends:

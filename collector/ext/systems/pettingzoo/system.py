@@ -344,7 +344,7 @@ class PettingZooSystem(System):
         if not (terminated | truncated).any():
             raise TransitionError(
                 f"{self._named(lane)} has no agents left, and none of them was terminated or "
-                "truncated; let its step say how they ended"
+                "truncated; return a termination or a truncation for each agent that leaves"
             )
         cut = bool((truncated & ~terminated).any())
         self._over[:, lane] = not cut, cut

@@ -583,7 +583,7 @@ def test_what_cannot_be_followed(source: Path, tmp_path: Path) -> None:
         view = storage.trajectories.where("length > 3")
         with pytest.raises(ValueError, match="not one storage"):
             view.export(tmp_path / "out", "npz", follow=NOW)
-        with pytest.raises(NotWritable, match="lies within the storage"):
+        with pytest.raises(NotWritable, match="is inside the storage"):
             storage.export(source / "out", "npz", follow=NOW)
         assert not (source / "out").exists()
     with open_storage([source]) as union, pytest.raises(ValueError, match="not one storage"):

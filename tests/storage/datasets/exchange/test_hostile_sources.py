@@ -263,5 +263,5 @@ def test_a_column_that_a_format_lacks(tmp_path: Path) -> None:
             storage.export(tmp_path / "rows", "torchrl", cuts="drop")
         with pytest.raises(ValueError, match="cuts is one of"):
             storage.export(tmp_path / "rows", "torchrl", cuts="no")  # type: ignore[arg-type]
-        with pytest.raises(StorageError, match="lies within the storage"):
+        with pytest.raises(StorageError, match="is inside the storage"):
             storage.export(tmp_path / "source" / "rows", "torchrl")

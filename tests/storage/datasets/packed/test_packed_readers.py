@@ -165,7 +165,7 @@ def test_packed_storages_are_read_as_one(tmp_path: Path) -> None:
     with open_storage([tmp_path / "a", tmp_path / "b"]) as both:
         assert len(both) == 141
         for within in ("a", "b"):  # a member's folder is its own
-            with pytest.raises(PathIsTaken, match=f"lies within .*{within}, which is to be packed"):
+            with pytest.raises(PathIsTaken, match=f"is inside .*{within}, the storage to pack"):
                 both.pack(tmp_path / within / "both")
         report = both.pack(tmp_path / "both")
         with open_storage(report.path) as packed:
