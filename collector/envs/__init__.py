@@ -1,4 +1,4 @@
-"""Environments: the interface of systems, and the values that ``create_env_fn`` may have."""
+"""Environments: the interface for systems, and the values that ``create_env_fn`` accepts."""
 
 from tallyroll.collector.envs.gymnasium.vector import GymnasiumVectorEnv
 from tallyroll.collector.envs.system import AgentFlags, Declares, Step, System

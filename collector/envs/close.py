@@ -1,4 +1,4 @@
-"""Environments that are closed, also where something that is made of them fails."""
+"""Closing of environments, also if an error interrupts their setup."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torchrl.envs import EnvBase
 
 @contextmanager
 def closing_on_error(env: Any) -> Iterator[None]:
-    """Return a context that closes ``env`` if an exception leaves it; None: there is nothing."""
+    """Context manager that closes ``env``, unless it is None, if its body raises."""
     try:
         yield
     except BaseException:
@@ -19,7 +19,7 @@ def closing_on_error(env: Any) -> Iterator[None]:
 
 
 def close(env: Any) -> None:
-    """Close an environment of any kind; it may be closed already."""
+    """Close an environment of any kind. It may already be closed."""
     if isinstance(env, EnvBase):
         env.close(raise_if_closed=False)
     else:

@@ -1,4 +1,4 @@
-"""Exact reading of a lane's results: the same values as a column, or an error that says why."""
+"""Exact conversion of a lane's results to column values, or an error that explains the failure."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ Array = NDArray[Any]
 REWARD: Key = (NEXT, "reward")
 _NUMBERS = "biuf"
 _HELD = 2**24
-"""Up to here a float32, as which rewards are stored, holds every integer."""
+"""Largest bound up to which float32, the dtype of stored rewards, represents every integer."""
 
 
 class RoundedWarning(UserWarning):
-    """An environment returns floats with more digits than a column of its space or rewards holds.
+    """An environment returns floats with more digits than its column can store.
 
-    Of rewards only those are reported that become 0 or another integer in float32.
+    For rewards, the warning is only issued if a reward becomes 0 or another integer in float32.
     """
 
 
 def rounding_of(key: Key, lane: int, step: int | None, reward: float) -> str:
-    """Return the text of the warning for a reward that float32 changes to another number."""
+    """Return the text of the warning for a reward that float32 rounds to another number."""
     where = f"lane {lane}" if step is None else f"lane {lane}, step {step} of its trajectory"
     return (
         f"{format_key(key)} at {where}: the environment returned {reward!r}, which float32 stores "
@@ -39,10 +39,12 @@ def rounding_of(key: Key, lane: int, step: int | None, reward: float) -> str:
 
 
 def reward_of(value: Any) -> float:
-    """A reward; it is stored as the float32 next to it, which for an integer has to be the same.
+    """Convert ``value`` to a reward that is stored as float32.
+
+    A float may be rounded to the nearest float32. An integer must be exactly representable.
 
     Raises:
-        ValueRefused: it is not one number, or too large.
+        ValueRefused: ``value`` is not one number, or float32 cannot hold it.
     """
     # The extension reads rewards as this function does; see `as_double` in `_kernel.c`.
     if (isinstance(value, float) and abs(value) <= _LARGEST) or (
@@ -66,15 +68,15 @@ def reward_of(value: Any) -> float:
 
 
 def reward_reader(dtype: torch.dtype | None) -> Callable[[Any], float]:
-    """Return the reader of rewards that are stored as ``dtype``; None: as float32."""
+    """Return the function that reads rewards stored as ``dtype`` (None: float32)."""
     return exact_reward_of if dtype is torch.float64 else reward_of
 
 
 def exact_reward_of(value: Any) -> float:
-    """A reward that is stored as float64.
+    """Convert ``value`` to a reward that is stored as float64.
 
     Raises:
-        ValueRefused: it is not one number, or no float64 is equal to it.
+        ValueRefused: ``value`` is not one number, or no float64 is equal to it.
     """
     return _number(value, REWARD, "one number", "return float(reward)")
 
@@ -85,12 +87,12 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def terminated_of(value: Any) -> bool:
-    """The flag of a true end."""
+    """Convert ``value`` to the flag of a termination."""
     return _flag(value, TERMINATED)
 
 
 def truncated_of(value: Any) -> bool:
-    """The flag of a cut one."""
+    """Convert ``value`` to the flag of a truncation."""
     return _flag(value, TRUNCATED)
 
 
@@ -105,10 +107,10 @@ def _flag(value: Any, key: Key) -> bool:
 
 
 def _number(value: Any, key: Key, wanted: str, advice: str) -> float:
-    """``value``, one real number, as a float that is the same.
+    """Convert ``value``, one real number, to an equal float.
 
     Raises:
-        ValueRefused: it is not.
+        ValueRefused: ``value`` is not one real number, or no float is equal to it.
     """
     plain = _plain(value)
     if not isinstance(plain, (bool, int, float)):
@@ -125,7 +127,7 @@ def _number(value: Any, key: Key, wanted: str, advice: str) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """A number of Python's, of a number of NumPy's or torch's or an array without dimensions."""
+    """Convert a NumPy or torch scalar, or an array without dimensions, to a Python number."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return value.item() if not value.ndim else value
@@ -136,7 +138,7 @@ def _plain(value: Any) -> Any:
             return float(value) if float(value) == value else value
         return value.item()
     if not isinstance(value, (bool, int, float, str, bytes)) and hasattr(value, "__array__"):
-        found = np.asarray(value)  # of JAX and others
+        found = np.asarray(value)  # JAX arrays and others
         return found.item() if not found.ndim and found.dtype.kind in _NUMBERS else found
     return value
 
@@ -149,7 +151,7 @@ def _kind(value: Any) -> str:
 
 
 def told(value: Any) -> str:
-    """A value in a message: an array by its dtype and shape, and its beginning."""
+    """Format a value for a message. Arrays appear as dtype, shape and, if small, their content."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
         return f"{value!r:.60} ({type(value).__name__})"
@@ -158,16 +160,16 @@ def told(value: Any) -> str:
 
 
 class ExactRow:
-    """Takes values of one leaf of a space to memory of its dtype and shape.
+    """Converts values of one leaf of a space to arrays of its dtype and shape.
 
-    Digits of floats beyond those of the space are rounded, as Gymnasium itself does where it puts
-    lanes together, and a warning says so once. Every other value arrives as it is.
+    Floats with more digits than the dtype of the space are rounded, as Gymnasium itself does when
+    it concatenates lanes. The first rounding issues a warning. Every other value is kept exactly.
 
     Args:
-        key: of the column.
-        shape: of one lane.
-        dtype: of the column.
-        any_bools: numbers that are 0 and 1 are bools.
+        key: key of the column.
+        shape: shape of the values of one lane.
+        dtype: dtype of the column.
+        any_bools: accept the numbers 0 and 1 as bools.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class ExactRow:
         self._warned = False
 
     def is_right(self, value: Any) -> bool:
-        """Return whether ``value`` can be written to the column as it is."""
+        """Return True if ``value`` can be written to the column without a conversion."""
         if type(value) is np.ndarray:
             return value.dtype is self.dtype and value.shape == self.shape
         if type(value) is int:
@@ -188,9 +190,10 @@ class ExactRow:
         return type(value) is self._scalar
 
     def puts_bits(self, value: Any, row: Array) -> bool:
-        """Write bytes that are 0 and 1 to ``row`` of bools; False: ``value`` is not of these.
+        """Write an array of one-byte integers 0 and 1 to ``row``, a row of bools.
 
-        Then it has written something else. It takes a twentieth of the time of :meth:`array`.
+        Return False if ``value`` is no such array; the content of ``row`` is then undefined. This
+        takes a twentieth of the time of :meth:`array`.
         """
         if not (
             self._any_bools
@@ -204,7 +207,7 @@ class ExactRow:
         return row.tobytes() == value.tobytes()
 
     def are_right(self, values: Sequence[Any]) -> bool:
-        """Return whether all of ``values`` are arrays that can be written as they are."""
+        """Return True if all of ``values`` are arrays that need no conversion."""
         dtype, shape = self.dtype, self.shape
         for value in values:
             if type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
@@ -212,12 +215,12 @@ class ExactRow:
         return True
 
     def array(self, value: Any, *, first: bool = False) -> Array:
-        """``value`` as an array of the dtype and shape.
+        """Convert ``value`` to an array of the dtype and shape.
 
-        ``first``: it is what a reset returned.
+        ``first`` is True if a reset returned the value.
 
         Raises:
-            ValueRefused: some of it would be another value, or it has another shape.
+            ValueRefused: the shape is wrong, or the conversion would change the value.
         """
         if self.is_right(value):
             return value  # type: ignore[no-any-return]
@@ -243,7 +246,7 @@ class ExactRow:
         raise self.refused(f"{found[at]} of {found.dtype}{where}", first=first)
 
     def of_lane(self, lane: int, value: Any, *, first: bool = False) -> Array:
-        """The same, of a lane that an error names."""
+        """Convert ``value`` like :meth:`array`, and name the lane in errors."""
         if self.is_right(value):
             return value  # type: ignore[no-any-return]
         try:
@@ -253,7 +256,7 @@ class ExactRow:
             raise
 
     def refused(self, got: str, *, first: bool) -> ValueRefused:
-        """The error for a value."""
+        """Return the error for a value that does not fit the column."""
         error = ValueRefused(
             self.key if first else (NEXT, *self.key),
             f"{self.dtype} {list(self.shape)} as the space declares it",
@@ -264,7 +267,7 @@ class ExactRow:
         return error
 
     def _takes(self, dtype: np.dtype[Any]) -> bool:
-        """Gymnasium puts numbers of such kinds together."""
+        """Return True if Gymnasium converts numbers of ``dtype`` when it concatenates lanes."""
         if dtype.kind not in "biufc":
             return False
         return self._any_bools or np.can_cast(dtype, self.dtype, "same_kind")
@@ -282,7 +285,7 @@ class ExactRow:
 
 
 def _as_array(value: Any) -> Array | None:
-    """Return ``value`` as a NumPy array; None if it is no array of numbers."""
+    """Return ``value`` as a NumPy array; None if it is not an array of numbers."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     elif hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
@@ -299,7 +302,7 @@ _put = np.ndarray.__setitem__
 
 
 class CheckedRewards(np.ndarray):
-    """Rewards of all lanes, which look at each that is written to them."""
+    """Rewards of all lanes that validate each value written to them."""
 
     read: Any = None
 
@@ -310,7 +313,7 @@ class CheckedRewards(np.ndarray):
 
 
 class CheckedFlags(np.ndarray):
-    """Flags of all lanes, which look at each that is written to them."""
+    """Flags of all lanes that validate each value written to them."""
 
     read: Any = None
 
@@ -331,7 +334,7 @@ def _of_lane(read: Any, at: Any, value: Any) -> Any:
 
 
 def checked(values: Array, read: Any, *, flags: bool) -> Array:
-    """Return a view of ``values`` that takes the results of a lane through ``read``."""
+    """Return a view of ``values`` that converts the results of a lane with ``read``."""
     found: Any = values.view(CheckedFlags if flags else CheckedRewards)
     found.read = read
     return found  # type: ignore[no-any-return]

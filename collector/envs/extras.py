@@ -1,4 +1,4 @@
-"""Packages that only some users need: imported where they are used, and named where absent."""
+"""Import of optional packages, with an error that names the extra to install."""
 
 from importlib import import_module
 from types import ModuleType
@@ -7,10 +7,10 @@ from tallyroll.collector.errors import MissingExtra
 
 
 def needs(module: str, extra: str, user: str | None = None) -> ModuleType:
-    """Import a module for a ``user``, by default the environments of the extra.
+    """Import ``module`` for ``user``, by default the environments of the extra.
 
     Raises:
-        MissingExtra: it is not installed, and ``extra`` of tallyroll brings it.
+        MissingExtra: the module is not installed; ``extra`` of tallyroll installs it.
     """
     try:
         return import_module(module)

@@ -1,7 +1,8 @@
-"""Errors that say why an environment failed, where its library's own error does not.
+"""Errors that explain why an environment failed, if the error of its library does not.
 
-A process of a vector environment that dies shows as an ``EOFError`` without a message. An
-environment of gym's API before 0.26 shows as whatever Python raises where its results are unpacked.
+If a process of a vector environment dies, the library raises an ``EOFError`` without a message. If
+an environment follows gym's API before 0.26, unpacking its results raises some unrelated Python
+error.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from tallyroll.collector.user_code import user_code
 
 
 class env_code(user_code):
-    """A context for calls of an environment, which raises the error of :func:`explain`.
+    """Context manager for calls of an environment, which raises the error of :func:`explain`.
 
     Args:
-        place: as of :class:`user_code`.
-        lane: the lane in the run, where there is one alone.
+        place: as for :class:`user_code`.
+        lane: lane number in the run, if the call concerns a single lane.
     """
 
     def __init__(self, place: str, lane: int | None = None) -> None:
@@ -49,18 +50,20 @@ class env_code(user_code):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raise the error that says why, if there is one for ``error``."""
+        """Raise the error that explains ``error``, if there is one."""
         super().__exit__(kind, error, trace)
         if error is not None and (found := explain(error, self._lane)) is not None:
             raise found from error
 
 
 def explain(error: BaseException, lane: int | None = None) -> Exception | None:
-    """Return an error that says why an environment raised ``error``; None if that says it.
+    """Return an error that explains why an environment raised ``error``.
+
+    Return None if ``error`` needs no explanation.
 
     Args:
         error: the exception, with its traceback.
-        lane: the lane in the run, where it is known and the traceback does not tell.
+        lane: lane number in the run, used if the traceback does not identify the lane.
     """
     if (died := death_of(error)) is not None:
         return died
@@ -70,13 +73,14 @@ def explain(error: BaseException, lane: int | None = None) -> Exception | None:
 
 
 def lane_of(error: BaseException) -> int | None:
-    """Return the lane of a vector environment that was stepped or reset in ``error``."""
+    """Return the lane of a vector environment whose step or reset raised ``error``, if any."""
     found = None
     for frame in _frames(error):
         lane = lane_in(frame, SequentialStep)
         if lane is not None:
             found = lane
-            if frame.f_code.co_name != "step_wait":  # of an AsyncVectorEnv: a call in it may differ
+            # A call within AsyncVectorEnv.step_wait may name another lane.
+            if frame.f_code.co_name != "step_wait":
                 break
     return found
 
@@ -94,9 +98,9 @@ def _first_lane(error: BaseException) -> int:
 # --- processes that die ---------------------------------------------------------------------------
 
 _EXIT_SECONDS: Final = 2.0
-"""How long a process whose pipe is closed may take to exit."""
+"""Timeout for the exit of a process whose pipe is closed."""
 _OTHERS_SECONDS: Final = 0.1
-"""How long other processes that die in the same step may take."""
+"""Timeout for the exit of further processes that die in the same step."""
 _CAUSES: Final = {
     0: "it ended without an error, as by sys.exit or an interrupt",
     1: "mostly by an exception, whose traceback is on stderr",
@@ -111,10 +115,10 @@ _watched: WeakSet[Any] = WeakSet()
 
 
 def _close_others() -> None:
-    """Close, in a lane's forked process, the pipes of the other lanes of a ``SubprocVecEnv``.
+    """Close the pipes of the other lanes of a ``SubprocVecEnv`` in the forked process of a lane.
 
-    All pipes are made before the first process. A call that waits for a lane which died while the
-    vector is made would never end if other processes kept its pipe open.
+    A ``SubprocVecEnv`` makes all pipes before the first process. If a lane dies while the vector is
+    made and other processes keep its pipe open, a call that waits for the lane never returns.
     """
     frame = currentframe()
     while frame is not None:
@@ -131,11 +135,12 @@ os.register_at_fork(after_in_child=_close_others)
 
 
 def watch_processes(vector: Any) -> None:
-    """Let a call of ``vector`` that waits for a process which died raise ``EOFError``.
+    """Make a call of ``vector`` that waits for a dead process raise ``EOFError``.
 
-    Other processes that were forked at the wrong moment, as by another thread or by the process
-    itself, keep its pipe open: the call would wait forever. A thread waits for the processes, and
-    costs a step nothing. Vectors without processes are left alone.
+    Processes that were forked at the wrong moment, by another thread or by the process itself, keep
+    the pipe of the dead process open, so that the call would wait forever. A background thread
+    waits for the processes and adds no overhead to a step. The function does nothing for vectors
+    without processes.
     """
     processes, pipes = _processes_of(vector)
     if not processes or vector in _watched:
@@ -148,8 +153,8 @@ def watch_processes(vector: Any) -> None:
 
 
 def _exit_handle(process: Any) -> int:
-    """Return a file descriptor that is ready when ``process`` has exited."""
-    # Forked processes inherit a sentinel, which then stays open; not every system has the other.
+    """Return a file descriptor that is ready once ``process`` has exited."""
+    # Forked processes inherit a sentinel, which then stays open. Not every system has pidfd_open.
     with suppress(AttributeError, OSError):
         return os.pidfd_open(process.pid)
     return int(process.sentinel)
@@ -167,19 +172,19 @@ def _watch(exits: dict[int, tuple[Any, ref[Connection]]]) -> None:
 
 
 def _hang_up(pipe: Connection | None) -> None:
-    """End a read of ``pipe`` in another thread; what was sent before is still read."""
+    """End a read of ``pipe`` in another thread. Data that was sent before is still read."""
     with suppress(OSError):  # it was closed
         if pipe is None:
             return
         with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-            if not pipe.closed:  # else the descriptor may be another file's by now
+            if not pipe.closed:  # otherwise the descriptor may already belong to another file
                 end.shutdown(socket.SHUT_RDWR)
 
 
 def _end_waiting(error: Exception) -> None:
-    """End the processes of a vector that ``error`` left before it took their results.
+    """End the processes of a vector if ``error`` interrupted it before it took their results.
 
-    Its own ``close`` would wait for results that were read already.
+    The vector's own ``close`` would wait for results that were already read.
     """
     for frame in _frames(error):
         vector: Any = frame.f_locals.get("self")
@@ -188,9 +193,10 @@ def _end_waiting(error: Exception) -> None:
 
 
 def death_of(error: BaseException) -> EnvironmentDied | None:
-    """Return the error for a process of a vector whose pipe broke in ``error``, if one did.
+    """Return the error for a dead process of a vector, if its pipe broke in ``error``.
 
-    The other processes are ended too: the vector's own ``close`` would wait for their answers.
+    The function ends the other processes too, because the vector's own ``close`` would wait for
+    their answers.
     """
     if not isinstance(error, (EOFError, OSError)):
         return None
@@ -205,7 +211,7 @@ def death_of(error: BaseException) -> EnvironmentDied | None:
 
 
 def _processes_of(vector: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the process of each lane, and the pipe to it; none of other objects."""
+    """Return the process of each lane and the pipe to it; empty for other objects."""
     own = getattr(vector, "__dict__", {})
     processes = own.get("processes", ())
     pipes = own.get("parent_pipes", own.get("remotes", ()))
@@ -221,7 +227,7 @@ def _died(
     until = time.monotonic() + _OTHERS_SECONDS
     while time.monotonic() < until and any(each.exitcode is None for each in processes):
         time.sleep(_OTHERS_SECONDS / 10)
-    # A process that is asked to close exits, too.
+    # A process that is asked to close exits with code 0, or may still be running.
     fine = {None, 0} if any(each.f_code.co_name == "close" for each in _frames(error)) else {None}
     codes = {
         at: each.exitcode
@@ -233,7 +239,7 @@ def _died(
     ends = ", ".join(f"that of lane {first + at} {_ending(code)}" for at, code in codes.items())
     causes = dict.fromkeys(cause for code in codes.values() if (cause := _CAUSES.get(code)))
     why = f" ({'; '.join(causes)})" if causes else ""
-    # A SubprocVecEnv sends no exceptions, and none says what its environment returned.
+    # A SubprocVecEnv sends no exceptions, so the cause may be the API of its environment.
     advice = f" {_ADVICE}" if 1 in codes.values() and hasattr(vector, "remotes") else ""
     found = EnvironmentDied(
         f"{type(vector).__name__}: expected a running process for each lane, but {ends}{why}. Make "
@@ -247,7 +253,7 @@ def _died(
 
 
 def _raised_in(vector: Any) -> dict[int, str]:
-    """Return tracebacks of exceptions that other processes sent, by their place in the vector."""
+    """Return tracebacks of exceptions that other processes sent, by index in the vector."""
     found: dict[int, str] = {}
     queue = getattr(vector, "__dict__", {}).get("error_queue")
     with suppress(Empty, OSError, ValueError):
@@ -268,7 +274,7 @@ def _ending(code: int | None) -> str:
 
 
 def _end(vector: Any, processes: Sequence[Any]) -> None:
-    """End all processes of a vector, and let it be closed."""
+    """End all processes of a vector and mark the vector as closed."""
     for end in ("terminate", "kill"):
         running = [each for each in processes if each.exitcode is None]
         for each in running:
@@ -282,7 +288,7 @@ def _end(vector: Any, processes: Sequence[Any]) -> None:
 # --- the API of gym before 0.26 -------------------------------------------------------------------
 
 _LIBRARIES: Final = ("gymnasium", "stable_baselines3", "torchrl", "tallyroll")
-"""Packages that call environments; an exception that other code raised is the user's own."""
+"""Packages that call environments. An exception that other code raised is the user's own."""
 _STEP = "(observation, reward, terminated, truncated, info) from step"
 _RESET = "(observation, info) from reset"
 _ADVICE = (
@@ -311,16 +317,16 @@ _DIFFERENCES: Final = tuple(
         (r"has no attribute 'seed'", _METHOD, "one without seed"),
     )
 )
-"""Texts of exceptions, what was expected of the environment, and what came."""
+"""Pattern of the exception's text, the expected interface, and a format for the actual one."""
 _CALLS = re.compile("step|reset|seed")
-"""Parts of the names of functions that call an environment."""
+"""Pattern for names of functions that call an environment."""
 _FILE = re.compile(r'^  File "(.*)", line \d+', re.MULTILINE)
 
 
 def old_api_of(error: BaseException, lane: int | None = None) -> EnvironmentRefused | None:
-    """Return the error for an environment whose methods take or return something else.
+    """Return the error for an environment whose methods have another signature or result.
 
-    ``lane``: as of :func:`explain`.
+    ``lane`` is as for :func:`explain`.
     """
     found = _difference(error)
     if found is None or not _is_raised_by_library(error):
@@ -330,7 +336,7 @@ def old_api_of(error: BaseException, lane: int | None = None) -> EnvironmentRefu
 
 
 def refused_api(lane: int | None, wanted: str, got: str) -> EnvironmentRefused:
-    """Return the error for an environment that expects or returns something else."""
+    """Return the error for an environment whose interface differs from the expected one."""
     return EnvironmentRefused(
         f"{'the environment' if lane is None else f'lane {lane}'}: expected {wanted}, got {got}. "
         f"{_ADVICE}"
@@ -338,10 +344,10 @@ def refused_api(lane: int | None, wanted: str, got: str) -> EnvironmentRefused:
 
 
 def require_infos(infos: Sequence[Any], first_lane: int) -> None:
-    """Raise if lanes returned no infos from their resets.
+    """Validate that resets of all lanes returned infos.
 
     Raises:
-        EnvironmentRefused: names the lane.
+        EnvironmentRefused: an info is not a mapping. The message names the lane.
     """
     for lane, info in enumerate(infos):
         if not isinstance(info, Mapping):
@@ -349,13 +355,13 @@ def require_infos(infos: Sequence[Any], first_lane: int) -> None:
 
 
 def _difference(error: BaseException) -> tuple[str, str] | None:
-    """Return what was expected of an environment, and what came."""
+    """Return the expected and the actual interface of an environment; None if not recognized."""
     for info in map(gym_like_info, _frames(error)):
         if info is not None:
             return _RESET, f"{type(info).__name__} as the info"
     before, text = error.__context__, str(error)
     if isinstance(error, AttributeError) and isinstance(before, TypeError):
-        found = _difference(before)  # a library tried another method after it
+        found = _difference(before)  # the library tried another method after this error
         if found is not None:
             return found
     for pattern, wanted, got in _DIFFERENCES:
@@ -365,7 +371,7 @@ def _difference(error: BaseException) -> tuple[str, str] | None:
 
 
 def _is_raised_by_library(error: BaseException) -> bool:
-    """Return True if a library raised ``error`` itself, where it steps, resets or seeds lanes."""
+    """Return True if a library raised ``error`` itself while it stepped, reset or seeded lanes."""
     files = ""
     frames = [*_frames(error)]
     if not any(_CALLS.search(frame.f_code.co_name) for frame in frames):

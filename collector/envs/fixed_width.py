@@ -1,4 +1,4 @@
-"""A transform for TorchRL environments: strings, and tensors of any length, as fixed columns."""
+"""TorchRL transform that stores strings and tensors of variable length in fixed columns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,18 +13,20 @@ from tallyroll.storage.rows.keys import Key, as_key, format_key
 
 
 class FixedWidth(Transform):
-    """Columns of values without a fixed size: shorter ones are filled up with zeros.
+    """Pads observations of variable size with zeros to columns of a fixed size.
 
-    A string becomes its bytes in UTF-8, uint8 ``[..., width]``; a tensor keeps its dtype. Put it
-    around each single environment of a `SerialEnv` or `ParallelEnv`, where lanes differ in size.
+    A string becomes its UTF-8 bytes, uint8 ``[..., width]``. A tensor keeps its dtype. If lanes
+    differ in size, apply the transform to each single environment of a `SerialEnv` or
+    `ParallelEnv`.
 
     Args:
-        sizes: key of an observation -> the most bytes of a string, or the largest shape of a
-            tensor, without the environment's batch: ``{"said": 64, "units": (12, 3)}``.
+        sizes: key of an observation -> the maximum number of bytes of a string, or the maximum
+            shape of a tensor, without the environment's batch dimensions. Example:
+            ``{"said": 64, "units": (12, 3)}``.
 
     Raises:
-        ArgumentError: a size that is none.
-        TransitionError: a value that is larger, while collecting.
+        ArgumentError: a size is not a positive number or a shape.
+        TransitionError: a value is too large. Raised while collecting.
     """
 
     def __init__(self, sizes: Mapping[Any, int | Sequence[int]]) -> None:
@@ -79,7 +81,7 @@ class FixedWidth(Transform):
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
-        """``observation_spec`` with fixed shapes."""
+        """Return ``observation_spec`` with fixed shapes."""
         for key, size in self.sizes.items():
             old = observation_spec[key]
             dtype = torch.uint8 if isinstance(old, NonTensor) else old.dtype

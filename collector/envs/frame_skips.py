@@ -1,8 +1,8 @@
-"""Simulator ticks of a transition, as environments and their wrappers report them.
+"""Simulator ticks per transition, as environments and their wrappers report them.
 
-An environment that skips frames, or a wrapper that repeats actions, has the number as an attribute.
-Stacked ones multiply. A number that is drawn for each step, or that differs from lane to lane, is
-not known.
+An environment that skips frames, or a wrapper that repeats actions, stores the number in an
+attribute. The numbers of nested layers multiply. The result is unknown if the number is drawn for
+each step or differs between lanes.
 """
 
 import re
@@ -23,14 +23,14 @@ _NAMES = (
 """Names of the attribute in Gymnasium, ALE, MuJoCo, dm_control, Brax, Playground, VMAS and SMAX."""
 _VERBS = ("skip", "repeat")
 _OF_WRAPPERS = ("_skip", "num_repeats", "_num_repeats", "_repeat", "num_skip", *_VERBS)
-"""Names in wrappers alone; of another environment they may mean anything."""
+"""Names that count in wrappers only. In other environments they may mean anything."""
 _SUSPECT = re.compile(
     r"(frame|action|step)s?_?(skip|repeat)|(skip|repeat)_?(frame|action|step|env)"
 )
-"""Names of classes that skip or repeat, lower case."""
+"""Pattern for lower-case names of classes that skip or repeat."""
 _INNER = ("env", "_env", "_environment", "environment", "aec_env", "par_env", "base_env", "gym")
 _WORLD = "world"
-"""Attribute in which an environment of VMAS has the simulator."""
+"""Attribute in which a VMAS environment stores its simulator."""
 _MOST_LAYERS = 64
 
 _KEEPING = {
@@ -38,23 +38,23 @@ _KEEPING = {
     *("Monitor", "NoopResetEnv", "FireResetEnv", "EpisodicLifeEnv", "WarpFrame", "ClipRewardEnv"),
     *("StickyActionEnv", "AtariWrapper", "PassiveEnvChecker", "OrderEnforcing"),
 }
-"""Classes of wrappers of Gymnasium and Stable-Baselines3 that skip no frames themselves."""
+"""Wrapper classes of Gymnasium and Stable-Baselines3 that skip no frames themselves."""
 
 Reached = Callable[[EnvCall, Sequence[int]], Iterable[CallOutcome]]
 
 
 def ticks_of_objects(envs: Iterable[object]) -> int | None:
-    """Return the ticks of a transition of each of ``envs``; None: unknown, or not all alike."""
+    """Return the ticks per transition of ``envs``; None if unknown or not equal in all of them."""
     found = {product(map(ticks_of_layer, _layers(env))) for env in envs}
     return found.pop() if len(found) == 1 else None if found else 1
 
 
 def ticks_by_reaching(reached: Reached, lanes: int) -> int | None:
-    """Return the same of environments that are objects of other processes.
+    """Return the ticks per transition of environments that are objects of other processes.
 
-    Of several wrappers that have an attribute of the same name only the outermost is seen. The
-    number is unknown if a wrapper that is not one of Gymnasium's or Stable-Baselines3's may hide
-    another one in this way.
+    If several wrappers have an attribute of the same name, only the outermost one is visible. The
+    result is None if a wrapper that is not part of Gymnasium or Stable-Baselines3 may hide another
+    one in this way.
     """
     found = {_ticks_of_reached(reached, lane) for lane in range(lanes)}
     return found.pop() if len(found) == 1 else None
@@ -67,7 +67,7 @@ def _ticks_of_reached(reached: Reached, lane: int) -> int | None:
 
     names = _classes(str(call("env_call", "__str__").value))
     wrappers = [name for name in names[:-1] if name not in _KEEPING]
-    # Of these only their presence is asked: fetching an environment or a method would pickle it.
+    # Only test whether these exist: fetching an environment or a method would pickle it.
     unseen = (*_INNER[1:], *(_VERBS if wrappers else ()))
     if not names or any(call("env_call", "has_wrapper_attr", name).value for name in unseen):
         return None
@@ -85,16 +85,16 @@ def _ticks_of_reached(reached: Reached, lane: int) -> int | None:
 
 
 def _classes(text: str) -> list[str]:
-    """Return the classes of an environment that Gymnasium shows as `text`, outermost first.
+    """Return the classes of an environment with the repr ``text``, outermost first.
 
-    Gymnasium shows ``<TimeLimit<CartPoleEnv<CartPole-v1>>>``, or ``<CartPoleEnv instance>``.
+    Gymnasium's repr is ``<TimeLimit<CartPoleEnv<CartPole-v1>>>`` or ``<CartPoleEnv instance>``.
     """
     *names, last = re.findall(r"<([^<>]+)", text) or [""]
     return [*names, last.removesuffix(" instance")] if last.endswith(" instance") else names
 
 
 def product(counts: Iterable[int | None]) -> int | None:
-    """Return the product of counts; None if one is unknown."""
+    """Return the product of ``counts``; None if one of them is unknown."""
     total = 1
     for count in counts:
         if count is None:
@@ -113,11 +113,11 @@ def _layers(env: object) -> Iterator[object]:
 
 
 def ticks_of_layer(layer: object) -> int | None:
-    """Return the ticks that one environment, or wrapper, makes of a step of the next one."""
+    """Return the ticks of one environment or wrapper for each step of it; None if unknown."""
     own, kind = getattr(layer, "__dict__", {}), type(layer)
     wraps = any(own.get(name) is not None for name in _INNER)
     for name in (*_NAMES, *_OF_WRAPPERS) if wraps else _NAMES:
-        # Wrappers pass on what they lack: only what is the layer's own counts.
+        # Wrappers forward unknown names to the inner environment, so count only own attributes.
         if name in own:
             value = own[name]
         elif hasattr(kind, name) and not callable(getattr(kind, name)):
@@ -126,19 +126,19 @@ def ticks_of_layer(layer: object) -> int | None:
             continue
         if value is not None:
             return _count(value)
-    if (value := getattr(own.get("cfg"), "decimation", None)) is not None:  # Isaac Lab's
+    if (value := getattr(own.get("cfg"), "decimation", None)) is not None:  # Isaac Lab
         return _count(value)
     return None if _SUSPECT.search(kind.__name__.lower()) else 1
 
 
 def _count(value: Any) -> int | None:
-    """Return an attribute as a number of ticks; None: it is drawn for each step, or no number."""
+    """Return an attribute as a number of ticks; None if it is random per step or not a number."""
     if isinstance(value, (bool, np.bool_)):
-        return 1  # a flag of something else
+        return 1  # an unrelated flag
     if isinstance(value, (int, np.integer)):
         return max(1, int(value))
     if isinstance(value, float) and value.is_integer():
         return max(1, int(value))
     if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == value[1] - 1:
-        return _count(value[0])  # ALE draws below the second
+        return _count(value[0])  # ALE excludes the upper bound
     return None

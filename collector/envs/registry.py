@@ -18,11 +18,11 @@ def names() -> list[str]:
 
 
 def find(env_id: str) -> tuple[type[System], str] | None:
-    """Return the system that ``SYSTEM:name`` names, and the name; None if there is none.
+    """Return the system that ``SYSTEM:name`` refers to, and the name; None if there is none.
 
     Raises:
         MissingExtra: the system needs a package that is not installed.
-        ArgumentError: the entry point names no system.
+        ArgumentError: the entry point does not name a `System`.
     """
     system, colon, name = env_id.partition(":")
     for point in _points() if colon else ():
@@ -32,19 +32,19 @@ def find(env_id: str) -> tuple[type[System], str] | None:
 
 
 def load(name: str) -> type[System]:
-    """Return the system ``name``, one of :func:`names`.
+    """Return the system called ``name``, one of :func:`names`.
 
     Raises:
-        MissingExtra: its author's module needs a package that is not installed.
-        ArgumentError: the entry point names no system.
+        MissingExtra: the system's module needs a package that is not installed.
+        ArgumentError: the entry point does not name a `System`.
     """
     return _loaded(next(point for point in _points() if point.name == name))
 
 
 def adopt(made: object) -> System | None:
-    """Return a system over ``made``, an environment of a registered kind; None if it is not.
+    """Return a system over ``made``, an environment of a registered kind; otherwise None.
 
-    Systems whose packages are not installed cannot have made it.
+    Systems whose packages are not installed are skipped, because they cannot have made it.
     """
     for point in _points():
         try:
@@ -58,7 +58,7 @@ def adopt(made: object) -> System | None:
 
 
 def _points() -> tuple[EntryPoint, ...]:
-    """Return the entry points in the order of their names; read again after installations."""
+    """Return the entry points in order of name. Installing a package refreshes them."""
     changed = []
     for folder in sys.path:
         with suppress(OSError, ValueError):

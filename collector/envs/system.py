@@ -1,9 +1,9 @@
-"""The door for environment systems: a `System` takes arrays and gives arrays.
+"""Interface for environment systems: a `System` takes arrays and returns arrays.
 
-An author declares what the system is and writes ``reset`` and ``step``. Everything else is done by
-the one class that drives all of them, `Stepper`: which slots are transitions, where final
-observations go, masks, seeds of lanes, contexts; `SystemEnv` is TorchRL's own protocol over it.
-`collector.testing` has the contract that a system is held to.
+An author declares the properties of the system and writes ``reset`` and ``step``. `Stepper` drives
+every system and does the rest: it decides which slots are transitions, stores final observations,
+and handles masks, seeds of lanes and contexts. `SystemEnv` adds TorchRL's own protocol.
+`collector.testing` contains the contract tests for systems.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ from tallyroll.collector.slab.names import NamedColumn
 from tallyroll.storage.rows.keys import Key
 
 Array: TypeAlias = Any
-"""A NumPy array, or one with ``__dlpack__`` on the declared device; it may be read-only."""
+"""A NumPy array, or an array with ``__dlpack__`` on the declared device. It may be read-only."""
 
 Mask = NDArray[np.bool_]
 
@@ -38,149 +38,152 @@ AgentFinals = Literal["returned", "some"]
 
 @dataclass(frozen=True, kw_only=True)
 class Declares:
-    """The declaration of a system; specs are those of one lane, without a leading dimension."""
+    """Declaration of a system. Specs describe one lane, without a leading dimension."""
 
     lanes: int
     observation: Mapping[Key, TensorSpec]
     """Specs of observations by key.
 
-    A group of agents has its observations stacked, ``("walkers", "observation")``, and a mask of
-    the living, ``("walkers", "mask")``, bool ``[agent]``. Agents may join and come back."""
+    A group of agents has its observations stacked, as in ``("walkers", "observation")``, and a
+    mask of living agents, ``("walkers", "mask")``, bool ``[agent]``. Agents may join and return."""
     action: Mapping[Key, TensorSpec]
     reward: Mapping[Key, TensorSpec] = field(default_factory=lambda: {("reward",): Unbounded((1,))})
     at_end: AtEnd
-    """The observation that a step returns in a lane whose episode ended.
+    """Observation that a step returns for a lane whose episode ended.
 
-    ``"final"``: its final observation, and the lane waits for ``reset``; ``"reset_slot"``: its
-    final observation, and the next step ignores the lane's action and resets it; ``"first"``: the
-    first observation of the next episode."""
+    ``"final"``: its final observation; the lane then waits for ``reset``. ``"reset_slot"``: its
+    final observation; the next step ignores the lane's action and resets the lane. ``"first"``:
+    the first observation of the next episode."""
     finals: Finals = "returned"
-    """The place of final observations with ``at_end="first"``.
+    """Location of final observations with ``at_end="first"``.
 
-    ``"extra"``: in ``Step.final``; ``"some"``: there too, if ``Step.final_valid`` says so;
-    ``"lost"``: nowhere."""
+    ``"extra"``: in ``Step.final``. ``"some"``: in ``Step.final``, for lanes that
+    ``Step.final_valid`` marks. ``"lost"``: nowhere."""
     agent_finals: AgentFinals = "returned"
-    """The last observations of agents in groups.
+    """Whether steps return the last observation of every agent in a group.
 
-    ``"some"``: a step may lack the next observation of an agent that acted in it, as
-    ``AgentFlags.next_valid`` says, and has zeros in its place."""
+    With ``"some"`` a step may lack the next observation of an agent that acted in it. The step
+    then contains zeros instead, and ``AgentFlags.next_valid`` is False."""
     truncation: bool = True
-    """True if the system separates truncation from termination; else all ends are terminations."""
+    """True if the system reports truncation; otherwise every end is a termination."""
     resets: Literal["mask", "all", "none"] = "mask"
-    """Lanes that ``reset`` can restart: those of a mask, all of them only, or none.
+    """Lanes that ``reset`` can restart: the lanes of a mask, only all of them, or none.
 
-    With ``"none"`` it returns the first observations, and works once."""
+    With ``"none"``, ``reset`` returns the first observations and can be called once only."""
     seeds: Literal["reset", "shared", "make", "none"] = "reset"
-    """The call that takes one seed a lane: ``reset``, the making of the system, or none.
+    """The call that accepts one seed per lane: ``reset``, the making of the system, or none.
 
-    ``"shared"``: all lanes draw from one generator, which ``reset`` seeds with that of the first;
-    a run is repeated by as many lanes and the same actions only."""
+    ``"shared"``: all lanes draw from one generator, which ``reset`` seeds with the first lane's
+    seed. Only a run with the same number of lanes and the same actions repeats such a run."""
     context: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """Parameters of the task that a reset takes beside a seed, one value a lane."""
+    """Parameters of the task that a reset accepts in addition to a seed, one value per lane."""
     reset_seeds: bool = False
-    """True if each reset of a lane takes `System.next_seeds`, where these are not None."""
+    """True if each reset of a lane uses `System.next_seeds`, unless these are None."""
     options: bool = False
-    """True if each reset of a lane takes `System.next_options`, where these are not None."""
+    """True if each reset of a lane uses `System.next_options`, unless these are None."""
     parts: bool = False
-    """True if ``step`` takes ``lanes`` and steps those alone."""
+    """True if ``step`` accepts ``lanes`` and steps only those."""
     arrivals: int = 0
-    """Lanes that ``recv`` returns; ``send`` and it replace ``step``. 0: there is ``step``."""
+    """Lanes that each ``recv`` returns. If not 0, ``send`` and ``recv`` replace ``step``."""
     groups: Mapping[str, int] = field(default_factory=dict)
-    """Groups of agents and their numbers of agents; their flags are in ``Step.agents``."""
+    """Number of agents in each group. The flags of the agents are in ``Step.agents``."""
     turns: bool = False
-    """True if agents take turns: a mask marks the agent that acts next, not those alive."""
+    """True if agents take turns: a mask marks the agent that acts next, not the living agents."""
     of_lanes: Mapping[Key, TensorSpec] = field(default_factory=dict)
-    """Specs ``[lane, ...]`` of observations and actions, by key, whose bounds differ by lane.
+    """Specs ``[lane, ...]``, by key, of observations and actions whose bounds differ by lane.
 
-    Those of one lane have the dtype and the shape then."""
+    The spec of one lane then has the same dtype and shape."""
     device: str = "cpu"
-    """The device of arrays; on the CPU actions are NumPy arrays, elsewhere torch tensors."""
+    """Device of the arrays. Actions are NumPy arrays on the CPU, and torch tensors elsewhere."""
 
     @property
     def resets_by_mask(self) -> bool:
-        """True if some lanes can be reset while the others go on."""
+        """True if a reset can restart some lanes while the others continue."""
         return self.resets == "mask"
 
     @property
     def has_reset_slots(self) -> bool:
-        """True if the step of a lane after an end only resets it, and is no transition."""
+        """True if the step after an end only resets the lane and is no transition."""
         return self.at_end == "reset_slot"
 
     @property
     def marks_transitions(self) -> bool:
-        """True if TorchRL's steps mark transitions, for reset slots cannot be avoided there.
+        """True if TorchRL's steps have to mark which of them are transitions.
 
-        They do that in ``("collector", "valid")``.
+        The marks are in ``("collector", "valid")``. They are needed if the system has reset slots
+        and cannot reset lanes by mask, so TorchRL cannot avoid the reset slots.
         """
         return self.has_reset_slots and not self.resets_by_mask
 
     @property
     def loses_finals(self) -> bool:
-        """True if final observations are lost."""
+        """True if the system loses final observations."""
         return self.finals == "lost"
 
     @property
     def can_step_part(self) -> bool:
-        """True if some lanes can be stepped while others wait."""
+        """True if the system can step some lanes while the others wait."""
         return self.parts or (self.lanes == 1 and not self.arrivals)
 
 
 class AgentFlags(NamedTuple):
-    """Ends of the agents of a group in a step, each bool ``[lane, agent]``."""
+    """Ends of the agents of one group in a step. Each array is bool ``[lane, agent]``."""
 
     terminated: Array
     truncated: Array
     next_valid: Array | None = None
-    """With ``agent_finals="some"``: False where an agent acted and the next observation is lost."""
+    """With ``agent_finals="some"``: False if an agent acted and its next observation is lost."""
 
 
 class Step(NamedTuple):
-    """The result of a step; arrays ``[lane, ...]``, in the order of the declaration.
+    """Result of a step: arrays ``[lane, ...]``, in the order of the declaration.
 
-    The system may return the same arrays each time: they are copied before its next call.
+    The system may return the same arrays each time, because the caller copies them before its next
+    call.
     """
 
     obs: Sequence[Array]
     reward: Sequence[Array]
-    """``[lane, *shape]``, without the last axis if that has the length 1."""
+    """``[lane, *shape]``, without the last axis if that axis has length 1."""
     terminated: Array
-    """bool ``[lane]``, the lane's episode ended."""
+    """bool ``[lane]``: the lane's episode ended."""
     truncated: Array
-    """bool ``[lane]``, its episode was cut short."""
+    """bool ``[lane]``: the lane's episode was truncated."""
     final: Sequence[Array] | None = None
-    """Final observations in the form of ``obs``; only the rows of lanes that ended are read."""
+    """Final observations in the form of ``obs``. Only rows of lanes that ended are read."""
     final_valid: Array | None = None
-    """bool ``[lane]``, with ``finals="some"``: the final observation is in ``final``."""
+    """bool ``[lane]``, with ``finals="some"``: ``final`` contains the final observation."""
     lanes: Array | None = None
-    """int ``[arrival]``, from ``recv``: the lane of each row."""
+    """int ``[arrival]``, from ``recv``: lane number of each row."""
     skipped: Array | None = None
-    """bool ``[lane]``: the system says that it ignored the action; compared with ``at_end``."""
+    """bool ``[lane]``: the system ignored the action. The stepper validates this."""
     agents: Mapping[str, AgentFlags] = {}
-    """Flags of each group."""
+    """Flags of each group of agents."""
 
 
 Into: TypeAlias = Callable[[NDArray[Any], NDArray[Any], bytes], Step | None]
-"""Steps all lanes with an action ``[lane, ...]``, and writes the results to a slot.
+"""Step all lanes with an action ``[lane, ...]`` and write the results to a slot.
 
-That is given by its observation ``[lane, ...]`` and its table for `StepKernel.put_step`. None is
-returned if that is all; the step, if the caller has to write it, or to complete the slot.
+The second and third argument describe the slot: its observation ``[lane, ...]``, and its table for
+`StepKernel.put_step`. Return None if the slot is complete. Return the step if the caller has to
+write or complete the slot.
 """
 
 
 Reached: TypeAlias = Callable[[EnvCall, Sequence[int]], Iterable[CallOutcome]]
-"""Calls a method of each of some lanes' environments, or reads or sets an attribute, in order.
+"""Call a method, or read or set an attribute, of the environment of each given lane, in order.
 
-It is called between steps. An exception of an environment is an outcome, and the other lanes are
-called all the same: `reaching.objects.reach_objects` does that to a list of environments.
+The call happens between steps. An exception of an environment becomes an outcome, and the remaining
+lanes are still called. `calls.objects.reach_objects` implements this for a list of environments.
 """
 
 
 class System(ABC):
-    """An environment system: many lanes that are stepped in one call.
+    """Environment system: many lanes that one call steps.
 
-    The entry point of a system in the group ``tallyroll.envs`` names such a class. Its name before
-    the first colon of ``create_env_fn`` calls :meth:`make`, and an environment of the system's own
-    kind is recognised by :meth:`adopt`.
+    Register a subclass as an entry point in the group ``tallyroll.envs``. The name of the entry
+    point, before the first colon of ``create_env_fn``, selects the class, whose :meth:`make` makes
+    the environment. :meth:`adopt` recognizes an environment of the system's own kind.
 
     Examples:
         >>> import numpy as np
@@ -217,100 +220,101 @@ class System(ABC):
     """
 
     package: ClassVar[str] = ""
-    """The package that it needs, by the name that is imported; empty: none."""
+    """Import name of the package that the system needs; empty if it needs none."""
     extra: ClassVar[str] = ""
-    """The extra of tallyroll that installs the package; empty: there is none."""
+    """The extra of tallyroll that installs the package; empty if there is none."""
     conflicts: ClassVar[str] = ""
-    """A sentence about packages that it cannot be installed beside, and the way out."""
+    """One sentence about packages that conflict with it, and the workaround."""
     about: ClassVar[str] = ""
-    """A few words on ends of episodes and on seeds, for ``tallyroll envs``."""
+    """Short description of ends of episodes and of seeds, for ``tallyroll envs``."""
 
     declares: Declares
     next_context: dict[str, NDArray[Any]]
-    """Values ``[lane, ...]`` of the next resets, by the names of ``Declares.context``.
+    """Values ``[lane, ...]`` for the next resets, by the names of ``Declares.context``.
 
-    The system reads a lane's at its next reset, after which the driver draws others. Copy values
-    to keep them."""
+    The system reads a lane's values at the lane's next reset. The driver then draws new ones, so
+    copy values to keep them."""
     next_seeds: NDArray[np.int64] | None = None
-    """Seeds ``[lane]`` of the next resets, read then as contexts are; None: they have none."""
+    """Seeds ``[lane]`` of the next resets, read like contexts; None if resets take no seeds."""
     next_options: Sequence[Mapping[str, Any]] | None = None
-    """``options`` of each lane's next reset, read then as contexts are; None: it has none."""
+    """``options`` of each lane's next reset, read like contexts; None if resets take none."""
     stepped_by: Decision = Decision("system")
-    """The way its lanes are stepped; for `RunPlan.steps`."""
+    """How the lanes are stepped, for `RunPlan.steps`."""
     forgets_resets: bool = False
     """True if a lane that ended and was reset may reset itself again in the next step."""
     why_no_resets: str = "the system declares neither reset_seeds nor options"
-    """The reason that resets take no seeds or options, for messages."""
+    """Reason, for messages, that resets accept no seeds or options."""
     reached: Reached | None = None
-    """A way to the Python object of each lane's environment; None: there are no such objects."""
+    """Access to the Python object of each lane's environment; None if there are no such objects."""
     why_not_reached: str = "its lanes have no Python objects of their own"
-    """The reason that there are none, for messages."""
+    """Reason, for messages, that :attr:`reached` is None."""
     names_contexts: ClassVar[bool] = False
-    """True if :meth:`make` takes ``context``, the names of contexts to declare."""
+    """True if :meth:`make` accepts ``context``, the names of contexts to declare."""
     kept_options: frozenset[str] = frozenset()
-    """Names of options that the system needs for itself."""
+    """Names of options that are reserved for the system."""
     reward_dtype: torch.dtype | None = None
-    """The dtype of columns of rewards, by a collector's option; None: as declared."""
+    """Dtype of reward columns, from a collector's option; None for the declared dtype."""
     first_lane: int = 0
-    """The number of the first lane in a run, for messages."""
+    """Number of the first lane in the run, for messages."""
     wants_masks: bool = False
-    """True if random actions will be drawn, which keep to :attr:`legal`."""
+    """True if the collector draws random actions, which have to respect :attr:`legal`."""
     legal: Mapping[Key, NDArray[np.bool_]] = MappingProxyType({})
-    """Masks of legal actions ``[lane, ...]`` by action, as of the last step or reset of each lane.
+    """Masks of legal actions ``[lane, ...]``, by action, as of the last step or reset of each lane.
 
-    Of masks that are not among the observations, such as those in infos. A reset of all lanes says
-    which actions have one."""
+    Contains only masks that are not among the observations, such as masks in infos. A reset of all
+    lanes decides which actions have a mask."""
 
     @abstractmethod
     def reset(
         self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any
     ) -> Sequence[Array]:
-        """Start the next episode of ``lanes`` (None: of all), and return first observations.
+        """Start the next episode of ``lanes`` and return the first observations.
 
         Args:
-            lanes: bool ``[lane]``; only their rows are read from the result. With None,
-                steps under way are dropped: ``recv`` returns none of them.
-            seeds: one a lane, with ``lanes=None`` only; None: keep the present generators.
-            options: further arguments of TorchRL's ``env.reset``; none in a collector.
+            lanes: bool ``[lane]``. Only the rows of these lanes are read from the result. None
+                resets all lanes and drops steps in progress: ``recv`` returns none of them.
+            seeds: one per lane, only with ``lanes=None``. None keeps the present generators.
+            options: further arguments of TorchRL's ``env.reset``. A collector passes none.
         """
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
-        """Step all lanes, or with ``parts`` those of ``lanes``; ``action`` holds ``[lane, ...]``.
+        """Step all lanes, or only ``lanes`` if the system declares ``parts``.
 
-        The system may keep the arrays of ``action``.
+        ``action`` contains arrays ``[lane, ...]``. The system may keep them.
         """
         raise NotImplementedError
 
     @property
     def into(self) -> Into | None:
-        """A way of stepping all lanes straight into a slot of one observation, if there is one."""
+        """Function that steps all lanes straight into a slot of one observation, or None."""
         return None
 
     def send(self, action: Sequence[Array], lanes: NDArray[np.int32]) -> None:
-        """Begin a step of ``lanes``; ``action`` holds a row for each of them."""
+        """Begin a step of ``lanes``. ``action`` contains one row for each of them."""
         raise NotImplementedError
 
     def recv(self) -> Step:
-        """Wait until ``arrivals`` lanes have completed their steps; ``Step.lanes`` says which."""
+        """Wait until ``arrivals`` lanes have completed their steps; see ``Step.lanes``."""
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027  a system may have nothing to close
         """Close the environments and processes that the system started."""
 
     def describe(self) -> dict[str, Any]:
-        """Return provenance for a storage's manifest: JSON values."""
+        """Return provenance for a storage's manifest, as JSON values."""
         return {"id": None, "type": type(self).__name__}
 
     @property
     def columns(self) -> Sequence[NamedColumn]:
-        """The names of observations, in their order; some may be declared by the first reset."""
+        """Names of the observations, in order. The first reset may add some."""
         return [NamedColumn(key, key) for key in self.declares.observation]
 
     @property
     def ticks(self) -> int | None:
-        """Simulator ticks of a transition; None: it is not known.
+        """Simulator ticks per transition; None if unknown.
 
-        The default is the number that the environments of :attr:`reached` report, or 1.
+        The default is the number that the environments of :attr:`reached` report, or 1 if there are
+        no such environments.
         """
         if self.reached is None:
             return 1
@@ -320,23 +324,24 @@ class System(ABC):
         return ticks_by_reaching(self.reached, self.declares.lanes)
 
     def keep_infos(self, infos: Sequence[Info]) -> bool:
-        """Make entries of infos observations from the first reset on; False: it has no infos.
+        """Make entries of infos observations, from the first reset on.
 
-        :attr:`columns` has them from now on, ``declares`` from the first reset on at the latest.
+        :attr:`columns` contains them from now on, and ``declares`` from the first reset on at the
+        latest. Return False if the system has no infos.
         """
         return False
 
     def require_finals(self) -> None:  # noqa: B027
-        """Raise `EnvironmentRefused` if final observations are not as declared."""
+        """Raise `EnvironmentRefused` if final observations contradict the declaration."""
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """Make the environment of ``SYSTEM:name``."""
+        """Make the environment ``SYSTEM:name`` with ``lanes`` lanes."""
         raise ArgumentError(f"{cls.__name__} makes no environments by name; pass one that is made")
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """Return a system over ``made``, if that is an environment of its kind; else None."""
+        """Return a system over ``made`` if that is an environment of its kind; otherwise None."""
         return None
 
 
@@ -345,10 +350,10 @@ def _choices(kind: Any) -> str:
 
 
 def require_consistent(declares: Declares, keys: Iterable[Key] = ()) -> None:
-    """Raise if a system's declaration cannot be true.
+    """Validate the declaration of a system.
 
     Raises:
-        ArgumentError: two of its fields contradict each other; the message names them.
+        ArgumentError: fields are invalid or contradict each other. The message names them.
     """
     d = declares
     wrong = {

@@ -1,7 +1,7 @@
-"""TorchRL's face over the lanes of a `System`: specs, TensorDicts, ``step`` and ``reset``.
+"""TorchRL interface to a `System`: specs, TensorDicts, ``step`` and ``reset``.
 
-Transforms, batched environments and code that steps an environment by itself use these. A
-collector on the CPU drives `SystemEnv.stepper`, which has neither.
+Transforms, batched environments and code that steps an environment by itself use this interface.
+A collector on the CPU drives `SystemEnv.stepper` directly, without specs and TensorDicts.
 """
 
 from collections.abc import Sequence
@@ -32,25 +32,30 @@ _FLAGS = ("terminated", "truncated", "done")
 class SystemEnv(EnvBase):
     """A TorchRL environment over a :class:`System`.
 
-    Keys are those that the system declares, with a leading dimension of its lanes; reward is
-    float32 where it declares nothing else; done, terminated and truncated are bool
-    ``[lanes, 1]``, and those of a group of agents ``[lanes, agents, 1]`` below its name.
+    The keys are the same as in the declaration of the system, and each value has a leading
+    dimension of lanes.
+    Rewards are float32 unless the system declares another dtype. ``done``, ``terminated`` and
+    ``truncated`` are bool ``[lanes, 1]``. The flags of a group of agents are bool
+    ``[lanes, agents, 1]`` and are nested below the name of the group.
 
     Args:
-        system: a system, which is closed with this.
-        rename: other names for columns, old name -> new name; nested ones as tuples or ``"a/b"``.
-        make: makes it again with seeds, where it takes them only then.
-        draw: draws contexts, from a generator of each lane; one a lane ahead, for some systems
-            reset within their step. Needed where the system declares a context.
-        draws_later: a collector draws them, by its ``resets``.
+        system: the system. Closing the environment closes it too.
+        rename: new names for columns, old name -> new name. Write a nested name as a tuple or as
+            ``"a/b"``.
+        make: makes the system again, for systems that accept seeds only when they are made.
+        draw: draws the context of a lane from that lane's generator. Some systems that reset
+            within their step need one context per lane in advance. Required if the system
+            declares a context.
+        draws_later: True if a collector draws the contexts, through its ``resets``.
 
     Raises:
-        ArgumentError: the system declares what cannot be, or lacks what it needs.
-        NameRefused: names of columns that collide.
+        ArgumentError: the declaration of the system is inconsistent, or a required argument is
+            missing.
+        NameRefused: names of columns collide.
     """
 
     owns_system = True
-    """Closing this closes the system."""
+    """True if closing the environment closes the system."""
 
     def __init__(
         self,
@@ -66,22 +71,22 @@ class SystemEnv(EnvBase):
         super().__init__(device=torch.device(d.device), batch_size=torch.Size([d.lanes]))
         self.is_closed = False
         self.stepper = stepper
-        """The lanes, as a collector steps them."""
+        """The lanes, in the form that a collector steps."""
         self._fresh: list[torch.Tensor] = []
-        """First observations of episodes that began within the last step, and the lanes of them."""
+        """First observations of episodes that began within the last step; see ``_fresh_lanes``."""
         self._fresh_lanes = np.zeros(d.lanes, np.bool_)
         self._last: list[torch.Tensor] = []
         """Observations of the last step or reset."""
         self._declare()
 
     def _declare(self) -> None:
-        """Set the specs that the system declares now."""
+        """Set the specs from the system's present declaration."""
         self._declares = d = self.stepper.declares
         specs = batched_specs(d, self.observation_keys)
         self.observation_spec, self.action_spec, self.reward_spec, self.done_spec = specs
 
     def store_rewards_as(self, dtype: torch.dtype | None) -> None:
-        """Give rewards a dtype; None: the one that the system declares."""
+        """Store rewards as ``dtype``; None selects the dtype that the system declares."""
         self.stepper.store_rewards_as(dtype)
         if self.stepper.declares is not self._declares:
             self._declare()
@@ -89,29 +94,30 @@ class SystemEnv(EnvBase):
 
     @property
     def system(self) -> System:
-        """The system; a reset may make a new one."""
+        """The system. A reset may replace it."""
         return self.stepper.system
 
     @property
     def kind(self) -> str:
-        """The system's name in messages."""
+        """Name of the system in messages."""
         return kind_of(self.system)
 
     @property
     def observation_keys(self) -> tuple[Key, ...]:
-        """Columns of the observation, in the order of a slot's arrays.
+        """Observation columns, in the order of a slot's arrays.
 
-        Those of infos are among them from the first reset on, or where they are declared.
+        Columns of info entries are included if the system declares them, and otherwise from the
+        first reset on.
         """
         return self.stepper.observation_keys
 
     @property
     def info_keys(self) -> tuple[Key, ...]:
-        """Observations that report on the episode, and not on the environment's state."""
+        """Columns that hold info entries instead of the environment's state."""
         return self.stepper.info_keys
 
     def seed_lanes(self, seeds: Sequence[int]) -> None:
-        """Seed every lane at the next full reset, where that is possible."""
+        """Seed every lane at the next full reset, if the system accepts seeds."""
         self.stepper.seed_lanes(seeds)
 
     def _set_seed(self, seed: int | None) -> None:
@@ -119,9 +125,9 @@ class SystemEnv(EnvBase):
         self.stepper.restarts.seeds = None if seed is None else lane_seeds(seed, lanes, 0)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the system too, where it is not a caller's.
+        """Close the environment, and the system unless the caller owns it.
 
-        TorchRL closes environments that nothing refers to any more.
+        TorchRL closes an environment when the last reference to it is dropped.
         """
         if not self.is_closed and self.owns_system:
             self.system.close()
@@ -150,7 +156,7 @@ class SystemEnv(EnvBase):
     def step_and_maybe_reset(
         self, tensordict: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """One batched step; lanes whose episode ended start the next one."""
+        """Step all lanes, and start the next episode in lanes whose episode ended."""
         if self._declares.marks_transitions:
             tensordict = self.step(tensordict)
             return tensordict, self._set_flags(self._step_mdp(tensordict))
@@ -194,10 +200,10 @@ class SystemEnv(EnvBase):
         return td
 
     def _rewards(self, out: Step) -> list[torch.Tensor]:
-        """Return rewards in the form of their specs.
+        """Convert the rewards of a step to the shapes and dtypes of their specs.
 
         Raises:
-            TransitionError: they do not fit.
+            TransitionError: a reward does not fit its spec.
         """
         found = []
         for key, given in zip(self._declares.reward, out.reward, strict=True):
@@ -241,10 +247,10 @@ class SystemEnv(EnvBase):
         return self._set_flags(td)
 
     def _reset_some(self, lanes: Mask, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Reset ``lanes``, of which some may have begun their next episode within the last step.
+        """Reset ``lanes``, some of which may already have begun an episode within the last step.
 
-        The other lanes are as they were: TorchRL drops them, but a transform that keeps statistics
-        (`VecNorm`) sees them first.
+        The other lanes keep their values. TorchRL discards these values, but a transform that
+        keeps statistics (`VecNorm`) sees them first.
         """
         asked = lanes & ~self._fresh_lanes
         values = self._fresh
@@ -276,13 +282,13 @@ class SystemEnv(EnvBase):
         return torch.from_numpy(flags).to(self.device)
 
     def _put(self, to: list[torch.Tensor], values: list[torch.Tensor], lanes: Mask) -> None:
-        """Replace the values of some lanes."""
+        """Copy the values of ``lanes`` into ``to``."""
         at = self._flag(lanes)
         for old, new in zip(to, values, strict=True):
             old[at] = new[at]
 
     def _agents_valid(self) -> dict[str, Mask]:
-        """Return flags that no observation of agents is lost, of groups that may lose some."""
+        """Return flags, all True, for each group that may lose observations of agents."""
         d = self._declares
         groups = d.groups if d.agent_finals == "some" else {}
         return {group: np.ones((d.lanes, size), np.bool_) for group, size in groups.items()}
@@ -299,13 +305,13 @@ class SystemEnv(EnvBase):
         return td
 
     def _set_flags(self, td: TensorDictBase) -> TensorDictBase:
-        # Leaf by leaf: for zeros of a whole spec tensordict imports pandas.
+        # Leaf by leaf: tensordict imports pandas to make zeros of a whole spec.
         for key, spec in self.full_done_spec.items(True, True):
             td.set(key, spec.zero())
         return td
 
 
 def _given_finals(out: Step, ended: Mask) -> Mask:
-    """Mark the lanes whose final observations are in the step."""
+    """Mark the lanes whose final observations the step contains."""
     given = out.final is not None and out.final_valid is not None
     return as_flags(out.final_valid) if given else np.zeros_like(ended)

@@ -1,1 +1,1 @@
-"""Calls and attributes of the environments of lanes, wherever these are."""
+"""Calls of methods and attributes of lanes' environments, in any process."""

@@ -1,4 +1,4 @@
-"""A call of environments, or of an attribute of theirs: what is asked of lanes, and what came."""
+"""Records of a call to the environments of lanes, and of its outcome in each lane."""
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +10,19 @@ Way = Literal["env_call", "env_get", "env_set"]
 
 @dataclass(frozen=True)
 class EnvCall:
-    """A call of the environments of some lanes."""
+    """A method call, or an attribute read or write, in the environments of some lanes."""
 
     way: Way
     name: str
-    """The name of a method, or of an attribute."""
+    """Name of a method or of an attribute."""
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ``"env_call"``, the same for every lane."""
+    """Arguments of ``"env_call"``. Every lane gets the same ones."""
     values: Sequence[Any] = ()
-    """Values of ``"env_set"``, one for each lane that is asked, in their order."""
+    """Values of ``"env_set"``, one for each called lane, in their order."""
 
     def of(self, places: Sequence[int]) -> Self:
-        """Return the call of some of the lanes, given by their places among those asked."""
+        """Return the call for some of the lanes, given by their indices among the called lanes."""
         return replace(self, values=[self.values[at] for at in places] if self.values else ())
 
     def __str__(self) -> str:
@@ -30,11 +30,11 @@ class EnvCall:
 
 
 class NoAttribute(AttributeError):
-    """The environment lacks the name: nothing was called."""
+    """The environment has no attribute of that name, so nothing was called."""
 
 
 class NoMethod(TypeError):
-    """The name is that of no method: nothing was called."""
+    """The attribute is not a method, so nothing was called."""
 
 
 class CallOutcome(NamedTuple):
@@ -42,18 +42,18 @@ class CallOutcome(NamedTuple):
 
     value: Any = None
     error: BaseException | None = None
-    """The exception that it raised."""
+    """The exception that the call raised, if any."""
     traceback: str = ""
-    """The traceback of that."""
+    """The traceback of :attr:`error`."""
 
     @property
     def changed(self) -> bool:
-        """True if the environment may be another than before."""
+        """True if the call may have changed the environment."""
         return not isinstance(self.error, (NoAttribute, NoMethod))
 
     @classmethod
     def of(cls, call: Callable[[], Any]) -> Self:
-        """Return the outcome of ``call``."""
+        """Run ``call`` and return its outcome."""
         try:
             return cls(call())
         except Exception as error:  # noqa: BLE001  the collector raises it

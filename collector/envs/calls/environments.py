@@ -1,4 +1,4 @@
-"""Environments of TorchRL, and the door to those of a `System`."""
+"""Calls to the environments of a TorchRL environment or of a `System`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -14,10 +14,10 @@ from tallyroll.collector.errors import EnvironmentRefused
 
 
 def reach_env(env: EnvBase, asked: EnvCall, lanes: Sequence[int]) -> Iterable[CallOutcome]:
-    """Return what comes of ``asked`` in each of ``lanes`` of ``env``, one after the other.
+    """Yield the outcome of ``asked`` in each of ``lanes`` of ``env``, in order.
 
     Raises:
-        EnvironmentRefused: its lanes have no objects of their own; says why.
+        EnvironmentRefused: the lanes have no objects of their own. The message explains why.
     """
     base = system_of(env)
     if base is None:

@@ -1,4 +1,4 @@
-"""Environments that are Python objects of this process, one a lane."""
+"""Calls to environments that are Python objects of this process, one per lane."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -9,23 +9,23 @@ import gymnasium
 from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall, NoAttribute, NoMethod
 
 _INNER = ("base_env", "env", "_env", "aec_env")
-"""Attributes in which wrappers of several libraries have the environment that they wrap."""
+"""Attributes in which wrappers of several libraries store the wrapped environment."""
 
 
 def reach_objects(
     envs: Sequence[Any], asked: EnvCall, lanes: Sequence[int]
 ) -> Iterator[CallOutcome]:
-    """Yield what comes of ``asked`` in each of ``lanes``, whose environments are in ``envs``.
+    """Yield the outcome of ``asked`` in each of ``lanes``, whose environments are in ``envs``.
 
-    Of Gymnasium's environments a name is looked for by ``get_wrapper_attr``, so from the outermost
-    wrapper inwards, and an attribute is set where it is found; others in the same way.
+    In Gymnasium environments, ``get_wrapper_attr`` looks up a name from the outermost wrapper
+    inwards, and an attribute is set where it is found. Other libraries are handled the same way.
     """
     for place, lane in enumerate(lanes):
         yield CallOutcome.of(partial(_reach, envs[lane], asked, place))
 
 
 def objects_of(reached: Any) -> Sequence[Any] | None:
-    """Return the environments that ``reached`` calls by `reach_objects`; None: it calls others."""
+    """Return the environments that ``reached`` calls with `reach_objects`; otherwise None."""
     calls_objects = isinstance(reached, partial) and reached.func is reach_objects
     return reached.args[0] if calls_objects else None
 
@@ -40,7 +40,7 @@ def _reach(env: Any, asked: EnvCall, place: int) -> Any:
 
 
 def require_callable(found: Any, name: str) -> Any:
-    """Return ``found``, the attribute ``name``; raise NoMethod if it cannot be called."""
+    """Return ``found``, the attribute ``name``. Raise NoMethod if it is not callable."""
     if not callable(found):
         raise NoMethod(f"{name!r} is no method, but {found!r:.200}; read it with env_get")
     return found
@@ -61,7 +61,7 @@ def _get(env: Any, name: str) -> Any:
                 return each.get_wrapper_attr(name)
         elif _has(each, name):
             return getattr(each, name)
-    if hasattr(env, name):  # by a way of its own
+    if hasattr(env, name):  # through its own __getattr__
         return getattr(env, name)
     raise no_attribute(type(env).__name__, name)
 
@@ -78,9 +78,10 @@ def _set(env: Any, name: str, value: Any) -> None:
 
 
 def _layers(env: Any) -> Iterator[Any]:
-    """Yield ``env`` and what it wraps, down to the first one of Gymnasium's, which knows its own.
+    """Yield ``env`` and the environments that it wraps, down to the first Gymnasium environment.
 
-    Wrappers pass on what they lack, so that they seem to have what only an inner one has.
+    Gymnasium looks up the names of its own layers. Other wrappers forward unknown names, so they
+    seem to have attributes that only an inner environment has.
     """
     seen: set[int] = set()
     while env is not None and id(env) not in seen:
@@ -93,5 +94,5 @@ def _layers(env: Any) -> Iterator[Any]:
 
 
 def _has(env: Any, name: str) -> bool:
-    """Return whether ``env`` has an attribute itself."""
+    """Return True if ``env`` has the attribute itself."""
     return name in getattr(env, "__dict__", {}) or hasattr(type(env), name)

@@ -1,4 +1,4 @@
-"""Calls that are made once more of environments that were made again."""
+"""Replay of earlier calls in environments that were made again."""
 
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,25 +10,25 @@ from tallyroll.collector.errors import EnvironmentRefused
 
 
 class Calls:
-    """The calls of a run that changed environments, in their order."""
+    """Calls of a run that changed environments, in order."""
 
     def __init__(self) -> None:
         self._made: list[tuple[EnvCall, list[int]]] = []
-        """Calls, and the lanes in which each was done."""
+        """Each call, and the lanes in which it succeeded."""
 
     def note(self, asked: EnvCall, lanes: Sequence[int], outcomes: Sequence[CallOutcome]) -> None:
-        """Add a call, as far as it was done in ``lanes``."""
+        """Record a call with the lanes in which it succeeded."""
         places = [at for at, each in enumerate(outcomes) if each.error is None]
         done = [lanes[at] for at in places]
         if not done:
             return
         if asked.way == "env_set":
             self._forget_sets(asked.name, set(done))
-        # A copy: callers may change what they gave.
+        # A copy, because the caller may change its arguments later.
         self._made.append((pickle.loads(cloudpickle.dumps(asked.of(places))), done))
 
     def _forget_sets(self, name: str, lanes: set[int]) -> None:
-        """Forget values that are set once more: no method was called since."""
+        """Drop values that a later call sets again, if no method was called in between."""
         at = len(self._made)
         while at and self._made[at - 1][0].way == "env_set":
             at -= 1
@@ -36,7 +36,7 @@ class Calls:
                 del self._made[at]
 
     def of(self, lanes: range) -> Iterator[tuple[EnvCall, list[int]]]:
-        """Yield the calls of some lanes, these counted from the first of them."""
+        """Yield the calls of ``lanes``, with lane numbers relative to the first of them."""
         for asked, done in self._made:
             places = [at for at, lane in enumerate(done) if lane in lanes]
             if places:
@@ -44,7 +44,7 @@ class Calls:
 
 
 def require_repeated(asked: EnvCall, who: str, outcomes: Iterable[CallOutcome]) -> None:
-    """Raise unless a call was done once more in every lane."""
+    """Raise if replaying a call failed in any lane."""
     for outcome in outcomes:
         if outcome.error is not None:
             raise EnvironmentRefused(

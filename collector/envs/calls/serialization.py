@@ -1,4 +1,4 @@
-"""Calls of environments, and what came of them, on their way to workers and back."""
+"""Serialization of calls for workers, and of their outcomes."""
 
 import pickle
 from collections.abc import Iterable, Sequence
@@ -15,18 +15,18 @@ from tallyroll.collector.errors import ArgumentError
 
 @dataclass(frozen=True)
 class PickledOutcome:
-    """An outcome in one lane, pickled as far as it can be."""
+    """Outcome of a call in one lane, pickled as far as possible."""
 
     value: bytes | None = field(default=None, repr=False)
     error: bytes | None = field(default=None, repr=False)
-    """The exception, where it can be pickled."""
+    """The exception, if it can be pickled."""
     text: str = ""
-    """Its class and its message; empty: there was none."""
+    """Class and message of the exception; empty if there was none."""
     traceback: str = ""
 
 
 def packed(asked: EnvCall, lanes: Sequence[int]) -> bytes:
-    """Return a call of ``lanes``, as they are numbered in the worker.
+    """Serialize a call of ``lanes``, which are numbered as in the worker.
 
     Raises:
         ArgumentError: an argument cannot be pickled.
@@ -42,11 +42,11 @@ def packed(asked: EnvCall, lanes: Sequence[int]) -> bytes:
 
 
 def answers_of(env: EnvBase, content: bytes) -> list[PickledOutcome]:
-    """Do in a worker what was packed, and return what came of it in each lane."""
+    """Run a serialized call in a worker and return its outcome in each lane."""
     asked, lanes = pickle.loads(content)
     try:
         outcomes: Iterable[CallOutcome] = reach_env(env, asked, lanes)
-    except Exception as error:  # noqa: BLE001  all lanes are refused alike
+    except Exception as error:  # noqa: BLE001  becomes the outcome of every lane
         outcomes = [CallOutcome(None, error)] * len(lanes)
     return [_answer(each, asked) for each in outcomes]
 
@@ -63,13 +63,13 @@ def _answer(outcome: CallOutcome, asked: EnvCall) -> PickledOutcome:
     try:
         sent: bytes | None = cloudpickle.dumps(raised)
         pickle.loads(sent)  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001  its text has to do
+    except Exception:  # noqa: BLE001  fall back to its text
         sent = None
     return PickledOutcome(None, sent, text, outcome.traceback)
 
 
 def outcome_of(answer: PickledOutcome) -> CallOutcome:
-    """Return, in the parent, the outcome that a worker sent."""
+    """Deserialize, in the parent, the outcome that a worker sent."""
     if answer.value is not None:
         return CallOutcome.of(lambda: pickle.loads(answer.value))  # type: ignore[arg-type]
     error: Any = None

@@ -1,4 +1,4 @@
-"""Vectors of Gymnasium and of Stable-Baselines3, whose environments may be in processes."""
+"""Calls to lanes of Gymnasium and Stable-Baselines3 vectors, which may be in other processes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -11,13 +11,13 @@ from tallyroll.collector.envs.calls.env_call import CallOutcome, EnvCall
 from tallyroll.collector.envs.calls.objects import no_attribute, reach_objects
 
 Call = Callable[..., Any]
-"""Calls a method of one lane's environment: lane, name, arguments."""
+"""Call a method of one lane's environment. Arguments: lane, name, arguments of the method."""
 
 
 def reached_vector(env: VectorEnv) -> Callable[..., Iterable[CallOutcome]] | None:
-    """Return the way to the environments of a vector of Gymnasium's; see `System.reached`.
+    """Return the callable for `System.reached` over a Gymnasium vector.
 
-    None for one whose environments are no Python objects, as far as it is known.
+    Return None if the environments of the vector are not known to be Python objects.
     """
     base = env.unwrapped
     if isinstance(base, SyncVectorEnv):
@@ -28,7 +28,7 @@ def reached_vector(env: VectorEnv) -> Callable[..., Iterable[CallOutcome]] | Non
 
 
 def reached_sb3(env: Any) -> Callable[..., Iterable[CallOutcome]]:
-    """Return the way to the environments of a ``VecEnv`` of Stable-Baselines3's."""
+    """Return the callable for `System.reached` over a Stable-Baselines3 ``VecEnv``."""
     return partial(reach_one_by_one, partial(_call_sb3, env))
 
 
@@ -40,10 +40,10 @@ def _call_sb3(env: Any, lane: int, name: str, /, *args: Any, **kwargs: Any) -> A
 
 
 def reach_one_by_one(call: Call, asked: EnvCall, lanes: Sequence[int]) -> Iterator[CallOutcome]:
-    """Yield what comes of ``asked`` in each of ``lanes``, whose methods ``call`` calls.
+    """Yield the outcome of ``asked`` in each of ``lanes``; ``call`` calls a method of a lane.
 
-    They are environments of Gymnasium's. A process ends when a call in it raises, so that it is
-    asked first whether the name is there.
+    The environments are Gymnasium environments. A process ends if a call in it raises, so the
+    function first asks whether the name exists.
     """
     for place, lane in enumerate(lanes):
         yield CallOutcome.of(partial(_reach, partial(call, lane), asked, place))

@@ -1,4 +1,4 @@
-"""Entries of infos: where they are, and what is wrong with them."""
+"""Lookup of entries in infos, and the errors for invalid ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,20 +19,24 @@ Mask = NDArray[np.bool_]
 
 
 def entry_of(info: Any, path: Key) -> Any:
-    """The entry at ``path`` of the info of one lane, None where there is none."""
+    """Return the entry at ``path`` in the info of one lane; None if absent."""
     for name in path:
         info = info.get(name) if isinstance(info, Mapping) else None
     return info
 
 
 def complete(info: Mapping[str, Any], key: Key) -> bool:
-    """Return whether every lane has the entry."""
+    """Return True if every lane has the entry."""
     found = lookup(info, key)
     return found is not None and (found[1] is None or bool(found[1].all()))
 
 
 def found_in(info: Info, infos: Mapping[str, Any], lanes: int) -> Info:
-    """``info`` with the dtype and shape that it has in ``infos``."""
+    """Return ``info`` with the dtype and shape of its entry in ``infos``.
+
+    Raises:
+        ArgumentError: the entry is absent, or is not a number or an array of one shape per lane.
+    """
     found = lookup(infos, info.key)
     if found is None:
         raise unknown(info, infos, "is not in the infos of the first reset")
@@ -51,7 +55,7 @@ def found_in(info: Info, infos: Mapping[str, Any], lanes: int) -> Info:
 
 
 def unknown(info: Info, infos: Mapping[str, Any], why: str) -> ArgumentError:
-    """Return the error for an entry that cannot be declared, which says those that can."""
+    """Return the error for an entry that cannot be declared, with a list of known entries."""
     known = sorted(key for key in infos if not key.startswith("_"))
     return ArgumentError(
         f"{name_of(info)} {why}; known are {known}. Where it comes later, or only sometimes, "
@@ -64,12 +68,12 @@ def _stacked(entries: Sequence[Any]) -> Array | None:
     found = [array for array in arrays if array is not None and array.dtype.kind in "biufc"]
     if not found or len(found) < len(arrays) or len({array.shape for array in found}) > 1:
         return None
-    with np.errstate(invalid="ignore"):  # of signalling NaNs
+    with np.errstate(invalid="ignore"):  # signalling NaNs
         return np.stack([array.astype(np.result_type(*found)) for array in found])
 
 
 def lookup(info: Mapping[str, Any], path: Key) -> "tuple[Any, Mask | None] | None":
-    """The entry at ``path`` of a vector info, and the lanes that have it (None: all)."""
+    """Return the entry at ``path`` of a vector info, and the lanes that have it (None: all)."""
     mask: Mask | None = None
     value: Any = info
     for name in path:
@@ -83,26 +87,27 @@ def lookup(info: Mapping[str, Any], path: Key) -> "tuple[Any, Mask | None] | Non
 
 
 def of_step(info: Mapping[str, Any], path: Key) -> bool:
-    """A vector wrapper put this group there, as RecordEpisodeStatistics does at ends.
+    """Return True if a vector wrapper added this group, as RecordEpisodeStatistics does at ends.
 
-    What Gymnasium puts together of lanes has a mask inside, too; in SAME_STEP that is of a reset.
+    A group that Gymnasium merged from lanes contains masks. In SAME_STEP mode such a group belongs
+    to a reset.
     """
     group = info.get(path[0]) if len(path) > 1 else None
     return isinstance(group, Mapping) and path[1] in group and f"_{path[1]}" not in group
 
 
 def as_array(value: Any) -> Array | None:
-    """Return ``value`` as a NumPy array; None where it is none."""
+    """Return ``value`` as a NumPy array; None if it cannot be converted."""
     try:
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu()
         return np.asarray(value)
-    except Exception:  # noqa: BLE001  whatever it is, no array
+    except Exception:  # noqa: BLE001  any failure means that it is not an array
         return None
 
 
 def joined(key: Key, value: Any) -> Any:
-    """Return ``value``; the parts of a mask of several choices, a tuple, as one array."""
+    """Return ``value``, with the parts of a mask of several choices, a tuple, concatenated."""
     if key[-1] != MASK_NAME or not isinstance(value, (tuple, list)) or not value:
         return value
     if any(np.ndim(each) != 1 for each in value):
@@ -116,7 +121,7 @@ def spelled(info: Info) -> str:
 
 
 def name_of(info: Info) -> str:
-    """Return its name in messages."""
+    """Return the name of an entry for messages."""
     return f"info key {spelled(info)}"
 
 
@@ -128,14 +133,14 @@ def _declared(info: Info, dtype: str | None = None) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as messages show it."""
+    """Format a value for messages."""
     if isinstance(value, np.ndarray):
         return f"{value.tolist()!r:.80}"
     return f"{type(value).__name__} {value!r:.80}"
 
 
 def absent_entry(info: Info, where: str) -> TransitionError:
-    """Return the error for an entry that a step or a reset lacks."""
+    """Return the error for an entry that is absent in a step or a reset."""
     filled = replace(info, fill=0)
     return TransitionError(
         f"{name_of(info)}: expected every step and every reset to give it, and it is absent "

@@ -1,4 +1,4 @@
-"""Masks of legal actions in infos: random actions keep to them, and no column has them."""
+"""Masks of legal actions in infos. Random actions respect them, and they are not stored."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,19 +22,19 @@ Array = NDArray[Any]
 def masks_declared(
     infos: Any, leaves: Sequence[Leaf], lanes: int, *, wanted: bool = True
 ) -> Info | None:
-    """Return the mask that the infos of a first reset have; None where random actions need none.
+    """Return the mask entry in the infos of a first reset; None if random actions need none.
 
-    A mask in the observation comes before one in the infos. A lane without the entry may choose
-    any action.
+    A mask in the observation takes precedence over one in the infos. A lane without the entry may
+    choose any action.
 
     Args:
-        infos: of all lanes.
-        leaves: of the observation.
-        lanes: their number.
-        wanted: random actions are drawn.
+        infos: infos of all lanes.
+        leaves: leaves of the observation.
+        lanes: number of lanes.
+        wanted: True if random actions are drawn.
 
     Raises:
-        ArgumentError: the entry is no array of numbers.
+        ArgumentError: the entry is not an array of numbers.
     """
     if not wanted or not isinstance(infos, Mapping):
         return None
@@ -49,14 +49,15 @@ def masks_declared(
 
 
 class InfoMasks:
-    """The masks of the last step or reset of each lane.
+    """Tracks the masks of the last step or reset of each lane.
 
-    The columns of a step end with two more, the mask and whether it was given, which are taken off.
+    The last two columns of a step are the mask and a flag that it was given. :meth:`reset` and
+    :meth:`step` remove them.
 
     Args:
-        action: the action that they belong to.
-        declares: of the system.
-        info: their shape.
+        action: the action to which the masks belong.
+        declares: the declaration of the system.
+        info: the entry, which has the shape of the masks.
     """
 
     def __init__(self, action: Leaf, declares: Declares, info: Info) -> None:
@@ -71,18 +72,19 @@ class InfoMasks:
 
     @property
     def legal(self) -> Mapping[Key, NDArray[np.bool_]]:
-        """The masks ``[lane, ...]`` by action, as `System.legal`."""
+        """The masks ``[lane, ...]`` by action, for `System.legal`."""
         return {self._key: self.marks}
 
     def reset(self, values: Sequence[Array], lanes: Mask | None) -> list[Array]:
-        """Take the masks of a reset of ``lanes`` (None: all), and return the other columns."""
+        """Store the masks of a reset of ``lanes`` (None: all), and return the other columns."""
         self._take(values[-2], ... if lanes is None else lanes)
         return list(values[:-2])
 
     def step(self, out: Step, lanes: Any = None) -> Step:
-        """Take the masks of a step of ``lanes`` (None: all), and return it without them.
+        """Store the masks of a step of ``lanes`` (None: all), and return the step without them.
 
-        Lanes that ended are reset before they act again, or ignore the next action: any is legal.
+        A lane that ended is reset before it acts again, or ignores its next action, so any action
+        is legal there.
         """
         chosen = ... if lanes is None else lanes
         arrived = out.lanes is not None
@@ -104,20 +106,20 @@ class InfoMasks:
 
 
 def are_bits(action: Leaf, shape: tuple[int, ...]) -> bool:
-    """Return True if masks of this shape have one mark a bit, as Gymnasium's of a MultiBinary."""
+    """Return True if masks have one mark per bit, like Gymnasium's masks of a MultiBinary."""
     return isinstance(action.spec, Binary) and shape == action.shape[1:]
 
 
 def marks_of(rows: Array, bits: bool, place: Callable[[int], str]) -> NDArray[np.bool_]:
-    """Return masks ``[row, ...]`` in a form that `Choices.parts` takes.
+    """Return masks ``[row, ...]`` in the form that `Choices.parts` accepts.
 
     Args:
-        rows: the masks as they came.
-        bits: one mark a bit: the value that is legal, or 2 where both are.
-        place: returns words for the place of a row.
+        rows: the masks as the environment returned them.
+        bits: True for one mark per bit: the legal value, or 2 if both are legal.
+        place: returns a description of the place of a row.
 
     Raises:
-        TransitionError: other numbers.
+        TransitionError: a mask contains other numbers.
     """
     if rows.dtype != np.bool_:
         wrong = (rows != 0) & (rows != 1) & ((rows != 2) | (not bits))

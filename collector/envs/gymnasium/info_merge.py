@@ -1,4 +1,4 @@
-"""Infos of several lanes put together, without the casts that Gymnasium makes of them."""
+"""Lossless merge of infos of several lanes, without Gymnasium's casts."""
 
 import copy
 from collections.abc import Callable, Collection
@@ -21,16 +21,16 @@ Merge = Callable[[Infos, dict[str, Any], int], Infos]
 
 
 class ExactMerge:
-    """Takes the place of ``VectorEnv._add_info`` for some names, at any depth.
+    """Replaces ``VectorEnv._add_info`` for some names, at any depth.
 
-    Gymnasium keeps the values of a step in an array of the first lane's type, so that 0 and 0.75
-    become 0 and 0. Here values that do not fit become an array of objects, as they are.
+    Gymnasium stores the values of a step in an array of the first lane's type, so that 0 and 0.75
+    become 0 and 0. This merge keeps such values unchanged in an array of objects.
     """
 
     def __init__(self, merge: Merge, names: Collection[str], lanes: int) -> None:
         self.merge, self.names, self.lanes = merge, frozenset(names), lanes
         self._masks = {name: f"_{name}" for name in self.names}
-        # A lane's own "_name" would take the place of the mask that belongs to "name".
+        # A lane's own "_name" would replace the mask that belongs to "name".
         self._apart = self.names.union(self._masks.values())
 
     def __call__(self, infos: Infos, info: dict[str, Any], lane: int) -> Infos:
@@ -66,7 +66,7 @@ class ExactMerge:
 
 
 def takes(array: Any, value: Any) -> bool:
-    """Most values: a plain number of the type that the array is of, known without a cast."""
+    """Return True if ``value`` is a plain number of the array's type, so that no cast is needed."""
     kind = type(value)
     return (
         type(array) is np.ndarray
@@ -77,7 +77,7 @@ def takes(array: Any, value: Any) -> bool:
 
 
 def _own(value: Any) -> Any:
-    """A copy where the environment could write to it before it is read."""
+    """Return a copy of a value that the environment could change before it is read."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, torch.Tensor):
@@ -112,7 +112,7 @@ def _as_objects(array: Any, mask: NDArray[np.bool_]) -> NDArray[Any]:
 
 
 def install(env: VectorEnv, names: Collection[str]) -> None:
-    """Let ``env`` and its wrappers put infos called ``names`` together without loss."""
+    """Make ``env`` and its wrappers merge infos called ``names`` without loss."""
     merge = info_merge(env)
     if isinstance(merge, ExactMerge):
         names = {*names, *merge.names}
@@ -121,7 +121,7 @@ def install(env: VectorEnv, names: Collection[str]) -> None:
 
 
 def merges_plainly(env: VectorEnv) -> bool:
-    """Return whether ``env`` puts infos together as Gymnasium does, or by an `ExactMerge` of it."""
+    """Return True if ``env`` merges infos like Gymnasium, possibly through an `ExactMerge`."""
     merge = info_merge(env)
     merge = merge.merge if isinstance(merge, ExactMerge) else merge
     return is_gymnasiums(merge)

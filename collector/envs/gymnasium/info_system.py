@@ -1,4 +1,4 @@
-"""Systems of other libraries whose spaces are Gymnasium's, and whose infos may be columns."""
+"""Base class for systems of other libraries with Gymnasium spaces and infos."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,13 +13,13 @@ from tallyroll.collector.slab.names import NamedColumn
 
 
 class InfoSystem(System):
-    """A system with infos: ``__init__`` calls :meth:`_declare`, ``reset`` :meth:`_told_first`."""
+    """A system with infos. ``__init__`` calls :meth:`_declare`, ``reset`` :meth:`_told_first`."""
 
     _infos: InfoColumns
     _masks: InfoMasks | None
 
     def _declare(self, leaves: Sequence[Leaf], action: Leaf, lanes: int, **how: Any) -> None:
-        """Declare observations and action; ``how`` are the other fields of :class:`Declares`."""
+        """Declare observations and action. ``how`` are the other fields of :class:`Declares`."""
         self._leaves, self._action, self._how = leaves, action, {"lanes": lanes, **how}
         self.keep_infos(())
 
@@ -32,18 +32,18 @@ class InfoSystem(System):
 
     @property
     def columns(self) -> Sequence[NamedColumn]:
-        """Observations, and infos, also those that the first reset will declare."""
+        """Columns of observations and infos, including infos that the first reset will declare."""
         return named(self._leaves, self._infos)
 
     def keep_infos(self, infos: Sequence[Info]) -> bool:
-        """Make columns of the entries of ``infos``; return True: the system can."""
+        """Make columns of the entries of ``infos``. Always returns True."""
         self._infos, self._masks = InfoColumns(infos, self._how["lanes"]), None
         self._declare_again()
         return True
 
     @property
     def _read(self) -> list[Info]:
-        """The entries of infos that a reset reads."""
+        """Entries of infos that a reset reads."""
         masks = [Info(MASK_NAME)] if self.wants_masks and self._masks is None else []
         return [*self._infos.infos, *masks]
 
@@ -53,7 +53,7 @@ class InfoSystem(System):
         return bool(self._infos) or self.wants_masks
 
     def _told_first(self, infos: Mapping[str, Any], lanes: Mask | None) -> list[Any]:
-        """Return the columns of infos after a reset of ``lanes`` (None: all)."""
+        """Return the info columns after a reset of ``lanes`` (None: all)."""
         if not self._infos.declared:
             self._infos.declare(infos)
             self._declare_again()
@@ -83,7 +83,7 @@ class InfoSystem(System):
     def _told_next(
         self, infos: Mapping[str, Any], first: Mapping[str, Any], ended: Mask
     ) -> list[Any]:
-        """Return the columns of a step's infos; for ``ended`` lanes from the reset's, ``first``."""
+        """Return the info columns of a step. Lanes in ``ended`` use the infos ``first``."""
         kept, rows = self._infos, self._infos.new_rows()
         kept.write(rows, infos, ~ended)
         kept.write_reset(rows, first, ended)

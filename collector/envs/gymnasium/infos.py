@@ -1,4 +1,4 @@
-"""Chosen ``info`` entries of a Gymnasium vector environment as columns."""
+"""Columns for chosen ``info`` entries of a Gymnasium vector environment."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -43,18 +43,18 @@ Array = NDArray[Any]
 Mask = NDArray[np.bool_]
 
 RESET_SLOT = -1
-"""In :attr:`InfoColumns.steps`: the lane's next step call resets it."""
+"""Value in :attr:`InfoColumns.steps`: the lane's next step call resets it."""
 
 
 class InfoColumns:
-    """Columns of the entries of vector infos that ``infos`` declare; see :class:`Info`.
+    """Writes the entries of vector infos that ``infos`` declare to columns; see :class:`Info`.
 
-    Entries without a dtype are declared by the first infos that :meth:`declare` is given.
+    :meth:`declare` declares entries without a dtype from the infos of the first reset.
 
     Args:
         infos: the declared entries.
-        lanes: their number.
-        mask: an entry that is read like the others, and in no column; see `InfoMasks`.
+        lanes: number of lanes.
+        mask: an entry that is read like the others, but has no column; see `InfoMasks`.
     """
 
     def __init__(self, infos: Sequence[Info], lanes: int, mask: Info | None = None) -> None:
@@ -63,15 +63,15 @@ class InfoColumns:
         self.infos = tuple(infos) if mask is None else (*infos, mask)
         self._lanes = lanes
         self.first_lane = 0
-        """The number of the first lane in the run: for messages."""
+        """Number of the first lane in the run, for messages."""
         self._steps, self._uncounted = np.zeros(lanes, np.int64), 0
-        """Steps as of the last end, and steps of all lanes since."""
+        """Steps as of the last end, and steps of all lanes since then."""
         self._roots = frozenset(info.key[0] for info in self.infos)
         self._may_lack_all = all(info.fill is not None for info in self.infos)
         self._lacking: Sequence[Array] | None = None
-        """The rows that :meth:`write` filled last, if no entry was there."""
+        """The rows that :meth:`write` filled last, if the infos lacked every entry."""
         self._fills: list[bytes | None] = []
-        """The value of each entry for a lane that lacks it; empty: not known yet."""
+        """Fill bytes of each entry for a lane that lacks it; an empty list until computed."""
         self._is_compiled = compiled() is not None
 
     def __bool__(self) -> bool:
@@ -79,7 +79,7 @@ class InfoColumns:
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """``[lane]``, transitions of the trajectory that were made, or :data:`RESET_SLOT`."""
+        """``[lane]``: transitions so far in the lane's trajectory, or :data:`RESET_SLOT`."""
         if self._uncounted:
             self._steps += self._uncounted
             self._uncounted = 0
@@ -87,11 +87,11 @@ class InfoColumns:
 
     @property
     def declared(self) -> bool:
-        """The dtype of every column is known."""
+        """True if the dtype of every column is known."""
         return all(info.dtype is not None for info in self.infos)
 
     def with_mask(self, mask: Info) -> "InfoColumns":
-        """Return columns of the same entries, which are declared, that read ``mask`` too."""
+        """Return columns of the same entries, which must be declared, that also read ``mask``."""
         made = InfoColumns(self.infos, self._lanes, mask)
         made.first_lane = self.first_lane
         return made
@@ -100,7 +100,7 @@ class InfoColumns:
         """Take undeclared dtypes and shapes from the infos of the first reset.
 
         Raises:
-            ArgumentError: they lack it, or it is no number.
+            ArgumentError: the infos lack an entry, or it is not a number or an array.
         """
         self.infos = tuple(
             each if each.dtype is not None else found_in(each, info, self._lanes)
@@ -110,7 +110,7 @@ class InfoColumns:
 
     @property
     def columns(self) -> list[NamedColumn]:
-        """The columns, each in front of the one that says where it was given."""
+        """The columns. After an entry with a fill comes a flag column, True if it was given."""
         found: list[NamedColumn] = []
         for info in self.shown:
             keys = [info.key]
@@ -120,7 +120,7 @@ class InfoColumns:
         return found
 
     def specs(self) -> list[Unbounded]:
-        """A spec a column, with the leading dimension of the lanes; of declared ones."""
+        """Return one spec per column, with a leading dimension of lanes, once all are declared."""
         found: list[Unbounded] = []
         for info in self.shown:
             found.append(Unbounded(shape=(self._lanes, *info.shape), dtype=info.torch_dtype))
@@ -129,7 +129,7 @@ class InfoColumns:
         return found
 
     def new_rows(self) -> list[Array]:
-        """Zeroed arrays ``[lane, ...]``, one a column."""
+        """Return zeroed arrays ``[lane, ...]``, one per column."""
         found: list[Array] = []
         for info in self.infos:
             found.append(np.zeros((self._lanes, *info.shape), info.dtype))
@@ -138,7 +138,7 @@ class InfoColumns:
         return found
 
     def fill(self, rows: Sequence[Array]) -> None:
-        """Fill the rows of entries that may be absent as where they are."""
+        """Write the fill value to the rows of entries that may be absent."""
         at = 0
         for info in self.infos:
             if info.fill is not None:
@@ -150,9 +150,9 @@ class InfoColumns:
     def write(
         self, rows: Sequence[Array], info: Mapping[str, Any], lanes: Mask | None = None
     ) -> None:
-        """Fill the entries of ``lanes`` (None: all) with the infos of a step.
+        """Write the entries of ``lanes`` (None: all) from the infos of a step.
 
-        ``rows`` that are given again are as they were left.
+        A caller that passes the same ``rows`` again must not change them in between.
 
         Raises:
             TransitionError: a lane lacks an entry without ``fill``, or its value does not fit.
@@ -167,30 +167,30 @@ class InfoColumns:
     def write_reset(
         self, rows: Sequence[Array], info: Mapping[str, Any], lanes: Mask | None = None
     ) -> None:
-        """Fill the entries of ``lanes`` (None: all) with the infos of their reset."""
+        """Write the entries of ``lanes`` (None: all) from the infos of their reset."""
         self._put(rows, partial(lookup, info), lanes, True)
 
     def write_shown(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
-        """Fill the root in SAME_STEP: infos of the step, and of resets in ``ended`` lanes."""
+        """Write, in SAME_STEP mode, the infos of the step, or of the reset in ``ended`` lanes."""
         if self._may_lack_all and all(_is_final(info, each.key, ended) for each in self.infos):
             self.write(rows, {})
             return
         self.write(rows, info, ~ended)
-        # Of ended lanes those of the reset, and none of the step before it.
+        # In ended lanes, use the entries of the reset and none of the step before it.
         look = partial(lookup, info)
         self._put(rows, lambda path: None if of_step(info, path) else look(path), ended, True)
 
     def write_final(self, rows: Sequence[Array], info: Mapping[str, Any], ended: Mask) -> None:
-        """SAME_STEP: the infos of the step that ended an episode are in ``final_info``."""
+        """Write, in SAME_STEP mode, the infos of steps that ended episodes, from ``final_info``."""
         final = info.get("final_info", {})
         self._put(
             rows, lambda path: lookup(info if of_step(info, path) else final, path), ended, False
         )
 
     def count(self, ended: Mask, cut: Mask | None = None, then: int = 0) -> None:
-        """Count a step call; the count of lanes that ``ended``, or were ``cut``, becomes ``then``.
+        """Count a step call, and set the count of lanes that ``ended`` or were ``cut`` to ``then``.
 
-        Most calls change one number alone.
+        Most calls only increment one number.
         """
         self._uncounted += 1
         if count_true(ended):
@@ -220,7 +220,7 @@ class InfoColumns:
                 _leave_out(row, given, info.fill, lanes)
                 continue
             have = self._write(info, row, found, lanes, reset)
-            if have is None:  # all of them
+            if have is None:  # every lane has the entry
                 if given is not None:
                     given[... if lanes is None else lanes] = True
                 continue
@@ -240,7 +240,7 @@ class InfoColumns:
         lanes: Mask | None,
         reset: bool,
     ) -> Mask | None:
-        """Write the values that are there; return the lanes with one, None for all of ``lanes``."""
+        """Write the present values. Return the lanes that have one, or None for all ``lanes``."""
         if found is None:
             return np.zeros(self._lanes, np.bool_)
         value, mask = found
@@ -270,7 +270,7 @@ class InfoColumns:
             else:
                 row[chosen] = array[chosen]
             return have
-        # What lanes without the entry hold is nothing that has to fit.
+        # Values of lanes without the entry need not fit.
         part = array if chosen is None else array[chosen]
         values, lost = cast(part, row.dtype)
         if lost is not None:
@@ -283,7 +283,7 @@ class InfoColumns:
     def _write_each(
         self, info: Info, row: Array, array: Array, lanes: Mask | None, reset: bool
     ) -> Mask:
-        """Entries of different types, lane by lane; None counts as absent."""
+        """Write entries of different types lane by lane. None counts as absent."""
         have = np.zeros(self._lanes, np.bool_)
         for lane in range(self._lanes) if lanes is None else np.nonzero(lanes)[0].tolist():
             if array[lane] is not None:
@@ -296,7 +296,7 @@ class InfoColumns:
     def write_one(
         self, rows: Sequence[Array], lane: int, info: Mapping[str, Any], reset: bool
     ) -> None:
-        """Fill the entries of ``lane`` from the info of its own environment."""
+        """Write the entries of ``lane`` from the info of its own environment."""
         at = 0
         for each in self.infos:
             key, row = each.key, rows[at]
@@ -314,7 +314,7 @@ class InfoColumns:
             at += 1 if each.fill is None else 2
 
     def write_lane(self, info: Info, row: Array, value: Any, lane: int, reset: bool) -> None:
-        """Fill one entry.
+        """Write one entry of a lane.
 
         Raises:
             TransitionError: the value does not fit.
@@ -341,7 +341,7 @@ class InfoColumns:
 
 
 def _fills_of(infos: Sequence[Info]) -> list[bytes | None]:
-    """Return the bytes of an entry that a lane lacks, by entry; None: it must not."""
+    """Return the fill bytes of each entry for a lane that lacks it; None if it is required."""
     return [
         None if info.fill is None else np.full(info.shape, info.fill, info.dtype).tobytes()
         for info in infos
@@ -349,7 +349,7 @@ def _fills_of(infos: Sequence[Info]) -> list[bytes | None]:
 
 
 def _is_final(info: Mapping[str, Any], path: Key, ended: Mask) -> bool:
-    """Return whether only lanes that ``ended`` have an entry in a step's info, a final one."""
+    """Return True if only lanes that ``ended`` have an entry in a step's info, a final one."""
     if path[0] not in info:
         return True
     found = lookup(info, path) if of_step(info, path) else None
@@ -357,7 +357,7 @@ def _is_final(info: Mapping[str, Any], path: Key, ended: Mask) -> bool:
 
 
 def _leave_out(row: Array, given: Array, fill: Any, lanes: Mask | None) -> None:
-    """Fill the rows of ``lanes`` (None: all) as those without the entry."""
+    """Mark the entry as absent in the rows of ``lanes`` (None: all)."""
     if lanes is None:
         row.fill(fill)
         given.fill(False)
@@ -367,18 +367,18 @@ def _leave_out(row: Array, given: Array, fill: Any, lanes: Mask | None) -> None:
 
 
 def named(leaves: Sequence[Leaf], infos: InfoColumns) -> list[NamedColumn]:
-    """The columns of observations and infos, also of those that are not declared yet."""
+    """Return the columns of observations and infos, including infos not declared yet."""
     return [*(NamedColumn(leaf.key, leaf.path) for leaf in leaves), *infos.columns]
 
 
 def observations(leaves: Sequence[Leaf], infos: InfoColumns) -> dict[Key, TensorSpec]:
-    """The specs of one lane of these columns; of infos where all are declared."""
+    """Return the specs of one lane by column. Infos are included once all are declared."""
     specs = [leaf.spec[0] for leaf in leaves]
     if infos.declared:
         specs += [spec[0] for spec in infos.specs()]
     found: dict[Key, TensorSpec] = {}
     for index, (column, spec) in enumerate(zip(named(leaves, infos), specs, strict=False)):
-        # Two may have one name, until `rename` gives them others.
+        # Two columns may share a name until `rename` resolves it.
         found[(*column.key, str(index)) if column.key in found else column.key] = spec
     return found
 
@@ -386,9 +386,10 @@ def observations(leaves: Sequence[Leaf], infos: InfoColumns) -> dict[Key, Tensor
 def discovered(
     infos: Sequence[Info], create: Callable[[], VectorEnv], real: VectorEnv
 ) -> tuple[Info, ...]:
-    """``infos``, those without a dtype as a throwaway environment of ``create`` has them.
+    """Return ``infos`` with missing dtypes taken from a throwaway environment of ``create``.
 
-    Entries that its first reset lacks and its first step has are filled with 0.
+    An entry that the first reset or the first step lacks gets the fill value 0, or 1 for a mask of
+    legal actions.
 
     Raises:
         ArgumentError: the environment cannot be made twice, or an entry is in neither.

@@ -1,4 +1,4 @@
-"""Infos of single lanes, a dictionary each, as a vector environment of Gymnasium gives them."""
+"""Conversion of one info dictionary per lane to the vector info of Gymnasium."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from tallyroll.collector.slab.info import Info
 
 
 def vector_info(infos: Sequence[Mapping[str, Any]], wanted: Sequence[Info]) -> dict[str, Any]:
-    """The entries ``wanted`` of all lanes ``[lane]``, None in those that lack one.
+    """Return the entries ``wanted`` of all lanes ``[lane]``, with None for lanes that lack one.
 
-    One that no lane has is absent; of others there are the names alone, for messages.
+    Entries that no lane has are absent. Names that are not wanted map to None, for messages.
     """
     keys = [info.key for info in wanted]
     found: dict[str, Any] = dict.fromkeys(

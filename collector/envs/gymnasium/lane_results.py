@@ -1,4 +1,4 @@
-"""Observations and infos of lanes that are stepped one by one, as columns of all lanes."""
+"""Columns of all lanes for the observations and infos of lanes that are stepped one by one."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -16,17 +16,17 @@ from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.dtypes import NUMPY
 
 VALUES = ("other", "float64", "int64", "empty")
-"""The kinds of values of entries by their numbers; see `StepKernel.step_lanes`."""
+"""Kinds of values of entries, in the order of their numbers; see `StepKernel.step_lanes`."""
 require_names("VALUES", VALUES)
 
 
 class Of(IntEnum):
-    """The call that gave an info; the extension has the same numbers."""
+    """The call that returned an info. The extension uses the same numbers."""
 
     STEP = 0
     """A step, or a reset in place of one."""
     LAST = 1
-    """The step that ended an episode, where a reset follows in the same step."""
+    """The step that ended an episode, if a reset follows in the same step."""
     RESET = 2
 
 
@@ -39,13 +39,13 @@ def entry(
     """Return an entry of infos for `StepKernel.step_lanes`.
 
     Args:
-        path: the names under which it is found in an info.
-        dtype: of its column.
+        path: names that lead to the entry in an info.
+        dtype: dtype of the column.
         kind: one of `VALUES`.
-        column: the column; 0: none.
-        given: the column that says where it was given; 0: it must be.
-        nbytes: the bytes of a row.
-        *shape: of a row.
+        column: the column; 0 for none.
+        given: the column of flags that the entry was given; 0 if the entry is required.
+        nbytes: bytes per row.
+        *shape: shape of a row.
     """
     number = VALUES.index(kind)
     words = in_order("VALUE", column=column, given=given, kind=number, nbytes=nbytes)
@@ -53,42 +53,42 @@ def entry(
 
 
 class LaneResults:
-    """The columns of a step of ``env``, to which the results of each lane are written.
+    """Columns of a step of ``env``, to which the results of each lane are written.
 
     Args:
         env: the vector.
-        infos: entries of infos that are columns, declared ones; None: there are none.
+        infos: declared entries of infos that are columns, or None.
     """
 
     def __init__(self, env: SyncVectorEnv, infos: InfoColumns | None) -> None:
         leaves = observation_leaves(env.single_observation_space, env.num_envs)
         self.leaves, self._infos = LaneRows(leaves), infos
         self.tells = bool(infos)
-        """Infos are columns."""
+        """True if there are info columns."""
         first = leaves[0]
         self._is_plain = len(leaves) == 1 and not (first.path or first.text)
         self._shape, self.shape, self.dtype = first.shape, first.shape[1:], first.dtype
         same = first.spec.dtype is not None and NUMPY[first.spec.dtype] == self.dtype
         self.are_one_array = self._is_plain and same and not self.tells
-        """An observation in the dtype that it is stored in, and nothing else."""
+        """True if the only column is an observation array in the dtype in which it is stored."""
         self.nbytes = _nbytes(self.shape, self.dtype)
-        """Bytes of an observation that is a single array of this dtype and shape."""
+        """Bytes of an observation of one lane that is a single array of this dtype and shape."""
         self.plain: NDArray[Any] | None = None
-        """The memory of the observations of this step, if they are a single array."""
+        """Memory of the observations of the present step, if they are a single array."""
         self._columns: Rows = []
         within = env.autoreset_mode is AutoresetMode.SAME_STEP
         self._told = self._infos_of_step = infos.new_rows() if infos else []
         self._infos_of_last = infos.new_rows() if infos and within else []
         self._final = self.leaves.new() if within else []
         self.finals = self._final + self._infos_of_last
-        """Final observations, and infos, ``[lane, ...]``; rows of lanes that have just ended."""
+        """Final observations and infos ``[lane, ...]``; only rows of lanes that ended are valid."""
         self.address = self._final[0].ctypes.data if within and self._is_plain else 0
-        """Where the extension writes final observations; 0: :meth:`put_final` does."""
+        """Address to which the extension writes final observations; 0 if it calls `put_final`."""
 
     def begin(self, row: NDArray[Any] | None) -> Rows:
-        """Return the columns of the next step; that of a single observation is ``row``, if given.
+        """Return the columns of the next step. ``row``, if given, holds a single observation.
 
-        Those of infos are the same each time.
+        Each step reuses the info columns.
         """
         if self._is_plain:
             self.plain = np.empty(self._shape, self.dtype) if row is None else row

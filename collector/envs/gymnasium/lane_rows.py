@@ -1,4 +1,4 @@
-"""Arrays of observations that are filled lane by lane, and final observations in SAME_STEP mode."""
+"""Observation columns that are filled lane by lane, and final observations in SAME_STEP mode."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ Rows = list[NDArray[Any]]
 
 
 class LaneRows:
-    """The leaves of an observation space, as columns ``[lane, ...]``."""
+    """Converts observations to columns ``[lane, ...]``, one for each leaf of the space."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = leaves
@@ -32,11 +32,11 @@ class LaneRows:
         return [get(obs) for get in self._getters]
 
     def new(self) -> Rows:
-        """Return zeros."""
+        """Return columns of zeros."""
         return [np.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
     def put(self, rows: Rows, lane: int, obs: Any, *, first: bool = False) -> None:
-        """Write the observation of one lane; ``first``: a reset returned it."""
+        """Write the observation of one lane. ``first`` is True if a reset returned it."""
         for row, get, exact in zip(rows, self._getters, self._exact, strict=True):
             value = part_of(get, obs, exact, lane, first=first)
             row[lane] = exact.of_lane(lane, value, first=first)
@@ -53,10 +53,10 @@ class LaneRows:
                 row[lane] = value if right(value) else exact.of_lane(lane, value)
 
     def refuse_overwritten(self, lane: int, final: Any, first: Any) -> None:
-        """Refuse a lane whose reset returned ``first`` in the memory of its final observation.
+        """Raise if a reset returned ``first`` in the memory of the lane's final observation.
 
         Raises:
-            EnvironmentRefused: it does.
+            EnvironmentRefused: the two observations share memory.
         """
         for get, exact in zip(self._getters, self._exact, strict=True):
             _refuse_reused(lane, get(final), part_of(get, first, exact, lane))
@@ -64,13 +64,14 @@ class LaneRows:
     def finals(
         self, env: VectorEnv, ended: NDArray[np.bool_], obs: Any, given: Any, there: Any = None
     ) -> Rows:
-        """Return final observations, ``given`` by a step that returned ``obs``.
+        """Return final observations, which are in ``given`` of a step that returned ``obs``.
 
-        ``there`` marks the lanes that ``given`` has ones of; None: all that ended.
+        ``there`` marks the lanes with a final observation in ``given``. None marks all lanes that
+        ended.
 
         Raises:
-            EnvironmentRefused: they were overwritten by the first ones.
-            ValueRefused: a lane that ended has none, or not all of it.
+            EnvironmentRefused: first observations overwrote the final ones.
+            ValueRefused: a lane that ended lacks its final observation or a part of it.
         """
         rows = self.new()
         held = own_observations(env)
@@ -92,10 +93,10 @@ class LaneRows:
 
 
 def _refuse_reused(lane: int, final: Any, first: Any) -> None:
-    """Refuse a lane whose final observation is in the array of the next first one.
+    """Raise if a lane's final observation is in the array of the next first one.
 
-    That is a lane which returns one array each time, or a vector whose final observations are views
-    of what it returns.
+    This happens if a lane returns the same array each time, or if the final observations of a
+    vector are views of its observations.
     """
     if isinstance(final, np.ndarray) and share_memory(first, final):
         raise EnvironmentRefused(
@@ -106,13 +107,13 @@ def _refuse_reused(lane: int, final: Any, first: Any) -> None:
 
 
 def refuse_overwriting(env: VectorEnv, names: Sequence[str]) -> None:
-    """Refuse lanes whose observations do not survive a step and a reset in one call.
+    """Raise if the observations of a lane do not survive a step and a reset in one call.
 
-    ``names`` are those of infos that become columns.
+    ``names`` are the info entries that become columns.
     """
     holder = vector_of_lanes(env)
     if holder is None:
-        return  # its final observations are looked at as they come
+        return  # `LaneRows.finals` checks its final observations
     sync = isinstance(holder, SyncVectorEnv)
     child = partial(single_env, names=() if sync else names)
     for index in distinct(holder.env_fns):
@@ -126,7 +127,7 @@ def refuse_overwriting(env: VectorEnv, names: Sequence[str]) -> None:
 
 
 def vector_of_lanes(vector: VectorEnv) -> Any:
-    """Return the vector in ``vector`` that made its lanes by ``env_fns``; None: there is none."""
+    """Return the vector inside ``vector`` that has ``env_fns``; None if there is none."""
     inner: Any = vector.unwrapped
     for _ in range(4):
         if getattr(inner, "env_fns", None):

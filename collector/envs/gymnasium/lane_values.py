@@ -1,4 +1,4 @@
-"""Checks of the values that lanes return to a `SyncVectorEnv`, before its casts hide faults."""
+"""Validation of the values that lanes return to a `SyncVectorEnv`, before casts hide faults."""
 
 from collections.abc import Callable, Sequence
 from traceback import walk_tb
@@ -23,7 +23,7 @@ _FLAGS = {"terminated": terminated_of, "truncated": truncated_of}
 
 
 CANNOT_TAKE = KeyError, IndexError, TypeError, ValueError
-"""Exceptions of a vector that cannot take the values that a lane returned."""
+"""Exceptions of a vector that cannot process the values that a lane returned."""
 
 
 _UTILS = "gymnasium.vector.utils"
@@ -31,11 +31,11 @@ _STEPS, _MOST_STEPS = 32, 2048
 
 
 class LaneValues:
-    """A watch of the lanes of ``env`` below any wrappers; other vectors cast elsewhere.
+    """Validates values of the lanes of ``env`` below any wrappers. Other vectors cast elsewhere.
 
     Args:
         env: the vector.
-        rewards: the shape of a lane's reward.
+        rewards: shape of a lane's reward.
     """
 
     def __init__(self, env: VectorEnv, rewards: tuple[int, ...]) -> None:
@@ -46,16 +46,16 @@ class LaneValues:
         base = env.unwrapped
         self._steps, self._ended = 0, np.zeros(env.num_envs, np.bool_)
         self.watching = type(base) is SyncVectorEnv
-        """Rewards and flags are looked at."""
+        """True if rewards and flags are validated."""
         self._env = base if type(base) is SyncVectorEnv else None
         self._rows: list[tuple[Any, Callable[[Any], Any], ExactRow]] = []
         self._are_bare = False
-        """Observations are arrays themselves."""
+        """True if observations are arrays themselves."""
         if self._env is None:
             return
         try:
             leaves = observation_leaves(base.single_observation_space, base.num_envs)
-        except SpaceError:  # a wrapper makes another space of it
+        except SpaceError:  # a wrapper converts the space to another
             return
         self._rows = [
             (leaf.path[0] if len(leaf.path) == 1 else None, leaf.getter(), row_of(leaf))
@@ -65,21 +65,23 @@ class LaneValues:
         self._are_bare = not any(leaf.path or leaf.text for leaf in leaves)
 
     def read_rewards_as(self, dtype: torch.dtype | None) -> None:
-        """Read single rewards that are stored as ``dtype``."""
+        """Convert scalar rewards as for a column of ``dtype``."""
         if not self._many_rewards:
             self.reward = reward_reader(dtype)
 
     def watch(self) -> None:
-        """Look at each reward and flag that is written, until each lane has ended an episode.
+        """Validate each written reward and flag until each lane has ended an episode.
 
-        It costs as much as a step of a small environment, and of what types these are does not
-        change. A full reset ends it for flags, so that it is to be asked for behind each.
+        :meth:`stepped` stops the validation, after at least 32 and at most 2048 steps.
+
+        The overhead is as long as a step of a small environment, and the types of these values do
+        not change. A full reset makes new arrays of flags, so call this method after each one.
         """
         if self._env is not None and self.watching:
             replace_values(self._env, self._watched)
 
     def stepped(self, ended: Any) -> None:
-        """Stop watching where enough was seen; ``ended`` are lanes ``[lane]``."""
+        """Stop the validation once enough steps were seen. ``ended`` marks lanes ``[lane]``."""
         self._steps += 1
         self._ended |= ended
         if self._steps >= _MOST_STEPS or (self._steps >= _STEPS and self._ended.all()):
@@ -91,12 +93,13 @@ class LaneValues:
         return checked(values, _FLAGS[name] if flags else self.reward, flags=flags)
 
     def look(self, *, first: bool, raised: Exception | None = None) -> None:
-        """Look at the last observation of each lane, also where the vector could not take it.
+        """Validate the last observation of each lane, also if the vector could not process it.
 
-        ``raised``: by the vector; a lane may have raised before it observed anything.
+        ``raised`` is the exception of the vector, if any. A lane may have raised before it
+        returned an observation.
 
         Raises:
-            ValueRefused: it is not what the space declares.
+            ValueRefused: an observation differs from the declaration of the space.
         """
         if self._env is None:
             return
@@ -119,13 +122,13 @@ class LaneValues:
 
 
 def _puts_together(error: Exception) -> bool:
-    """Return whether Gymnasium raised it while putting the observations of lanes together."""
+    """Return True if Gymnasium raised ``error`` while it concatenated observations of lanes."""
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__", "").startswith(_UTILS) for frame in frames)
 
 
 def row_of(leaf: Leaf) -> ExactRow:
-    """Takes the values of one lane to the column of a leaf."""
+    """Return the converter of one lane's values for the column of a leaf."""
     return ExactRow(leaf.key, leaf.shape[1:], leaf.dtype)
 
 

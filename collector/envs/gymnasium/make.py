@@ -1,4 +1,4 @@
-"""Gymnasium environments by id, by an instance and by a factory."""
+"""Make Gymnasium environments from an id, an instance or a factory."""
 
 import multiprocessing
 import sys
@@ -23,11 +23,11 @@ from tallyroll.storage.package.near_names import did_you_mean
 
 
 def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
-    """Make as many environments of one id as ``options`` say.
+    """Make ``options.num_envs`` environments of one id.
 
     Raises:
-        ArgumentError: Gymnasium cannot make it.
-        MissingExtra: one of tallyroll's extras has what it needs.
+        ArgumentError: Gymnasium cannot make the environment.
+        MissingExtra: a required package is part of one of tallyroll's extras.
     """
     kwargs = options.env_kwargs or {}
 
@@ -43,10 +43,12 @@ def from_id(env_id: str, options: Options) -> GymnasiumVectorEnv:
 def vector_of(
     first: gymnasium.Env[Any, Any], make: Callable[[], Any], lanes: int
 ) -> tuple[VectorEnv, Callable[[], VectorEnv]]:
-    """Return a vector of ``first`` and others that ``make`` makes, and a maker of one of one lane.
+    """Return a vector of ``lanes`` environments, and a function that makes a vector of one lane.
+
+    ``first`` is the first environment, and ``make`` makes the others.
 
     Raises:
-        ArgumentError: ``make`` gives other things, or one environment again.
+        ArgumentError: ``make`` returns another object, or the same environment again.
     """
     made = [first]
 
@@ -73,7 +75,7 @@ def vector_of(
 
 
 def _vector(makers: Sequence[Callable[[], Any]], mode: str = "same") -> SyncVectorEnv:
-    # Observations are copied into the slab, so that the vector need not copy them before.
+    # The slab copies observations, so the vector need not copy them before.
     return SyncVectorEnv(
         makers, copy=False, observation_mode=mode, autoreset_mode=AutoresetMode.DISABLED
     )
@@ -81,11 +83,11 @@ def _vector(makers: Sequence[Callable[[], Any]], mode: str = "same") -> SyncVect
 
 @contextmanager
 def making(env_id: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which environments of ``env_id`` are made; it explains Gymnasium's errors.
+    """Context manager for making environments of ``env_id``, which explains Gymnasium's errors.
 
     Raises:
-        ArgumentError: Gymnasium cannot make it.
-        MissingExtra: one of tallyroll's extras has what it needs.
+        ArgumentError: Gymnasium cannot make the environment.
+        MissingExtra: a required package is part of one of tallyroll's extras.
     """
     try:
         if env_id.startswith("ALE/") and find_spec("ale_py") is not None:
@@ -109,7 +111,7 @@ NOT_REGISTERED = (
 
 
 def _system_meant(env_id: str) -> str:
-    """Say which environment system is nearly called like what is before the first colon."""
+    """Suggest an environment system with a name similar to the part before the first colon."""
     system, colon, _ = env_id.partition(":")
     near = did_you_mean(system.replace("-", "_"), registry.names()) if colon else ""
     return f"{near} `tallyroll envs` lists the systems" if near else ""
@@ -121,7 +123,7 @@ def _lacks_registration(error: BaseException) -> bool:
 
 
 def over(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
-    """``env`` with its infos declared by another one of ``create``, where that is a factory."""
+    """Return an environment over ``env``. A factory ``create`` makes another to declare infos."""
     infos = options.info_keys
     if create is not None:
         infos = discovered(infos, create, env)
@@ -131,7 +133,7 @@ def over(env: VectorEnv, create: Any, options: Options) -> GymnasiumVectorEnv:
 
 
 def _name_the_extra(env_id: str, error: Exception) -> None:
-    """Raise :class:`MissingExtra` where one of tallyroll's extras would have helped."""
+    """Raise :class:`MissingExtra` if one of tallyroll's extras contains the missing package."""
     extra = None
     if env_id.startswith(("ALE/", "ale_py:")) and find_spec("ale_py") is None:
         extra = "atari"

@@ -1,4 +1,4 @@
-"""Resets of a vector's lanes with the seed and options that each was drawn."""
+"""Resets of a vector's lanes with the seed and options that were drawn for each."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -9,12 +9,12 @@ from tallyroll.collector.envs.gymnasium.vector_rules import VectorRules
 from tallyroll.collector.envs.system import System
 
 KEPT = frozenset({"reset_mask"})
-"""Options that vectors take for themselves."""
+"""Options that vectors reserve for themselves."""
 _STEP, _RESET = SyncVectorEnv.step, SyncVectorEnv.reset
 
 
 def takes_resets(env: VectorEnv, rules: VectorRules) -> tuple[bool, bool, str]:
-    """Return whether each reset takes a seed, and options, of its own; and why not."""
+    """Return whether each reset accepts its own seed, whether its own options, and why not."""
     base = env.unwrapped
     by_mask = rules.at_end == "final" and rules.by_mask
     if isinstance(base, SyncVectorEnv):
@@ -36,7 +36,7 @@ def takes_resets(env: VectorEnv, rules: VectorRules) -> tuple[bool, bool, str]:
 
 
 class SeededLane:
-    """A lane's environment whose resets are given what was drawn for them."""
+    """Environment of a lane whose resets use the drawn seed and options."""
 
     __slots__ = ("_env", "_lane", "_options", "_reset", "_seeds", "step")
 
@@ -45,7 +45,7 @@ class SeededLane:
         self._reset, self.step = env.reset, env.step
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """Reset the environment with the lane's seed and options, where there are any."""
+        """Reset the environment with the lane's seed and options, if there are any."""
         if self._seeds is not None:
             seed = self._seeds[self._lane]
         if self._options is not None:
@@ -59,25 +59,25 @@ class SeededLane:
 
 
 class SeededResets:
-    """A context in which the lanes of a vector are given what ``system`` has for their resets.
+    """Context manager in which resets of a vector's lanes use the draws in ``system``.
 
     Args:
-        system: has seeds and options of next resets, or none.
-        base: a vector whose methods call the lanes of its list ``envs``.
+        system: stores seeds and options of the next resets, if any.
+        base: a vector whose methods call the lanes in its list ``envs``.
     """
 
     def __init__(self, system: System, base: Any) -> None:
         self._system, self._base = system, base
         self.lanes: list[SeededLane] | None = None
-        """The lanes that are given what was drawn; None: nothing is."""
+        """The lanes whose resets use the draws, or None."""
         self._own: Any = None
 
     def __reduce__(self) -> Any:
-        """Make copies from the system and the vector alone."""
+        """Rebuild copies from the system and the vector alone."""
         return type(self), (self._system, self._base)
 
     def begin(self) -> Self:
-        """Take what the system has now, before a reset of all lanes."""
+        """Read the system's present draws, before a reset of all lanes."""
         seeds, options = self._system.next_seeds, self._system.next_options
         if seeds is None and options is None:
             self.lanes = None
@@ -88,7 +88,7 @@ class SeededResets:
         return self
 
     def __enter__(self) -> None:
-        """Let the vector call lanes that are given what was drawn, if anything was."""
+        """Replace the vector's lanes by :attr:`lanes`, if there are draws."""
         if self.lanes:
             self._own, self._base.envs = self._base.envs, self.lanes
 

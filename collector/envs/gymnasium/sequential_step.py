@@ -1,7 +1,7 @@
-"""The lanes of a bare `SyncVectorEnv`, stepped as by its ``step``, without unused results.
+"""Fast steps of the lanes of a bare `SyncVectorEnv`, without unused results.
 
-Its own ``step`` also merges the infos of all lanes, and copies flags, rewards and observations,
-which takes as long as a step of a small environment.
+The vector's own ``step`` also merges the infos of all lanes and copies flags, rewards and
+observations. This overhead is as long as a step of a small environment.
 """
 
 from functools import partial
@@ -48,7 +48,7 @@ def traits_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> VectorTrait
 
 
 def _is_known(space: Space[Any]) -> bool:
-    """Return whether Gymnasium itself says how values of ``space`` are put together."""
+    """Return True if Gymnasium defines how to concatenate values of ``space``."""
     if type(space) is Dict:
         return all(map(_is_known, space.values()))
     if type(space) is Tuple:
@@ -57,17 +57,18 @@ def _is_known(space: Space[Any]) -> bool:
 
 
 class SequentialStep:
-    """Step and reset the lanes of ``env``, which `run_plan.stepping_vector` has found fit.
+    """Steps and resets the lanes of ``env``, if `run_plan.stepping_vector` allows it.
 
-    The vector's own state is kept up to date: its own methods can go on at any time.
+    The object updates the vector's own state, so callers can use the vector's own methods at any
+    time.
 
     Args:
         env: the vector.
         infos: entries of the lanes' infos that are columns.
-        reset_slots: nothing has to be done at an end, for the next slot is a reset.
-        results: the columns of a step; None: those of a `LaneResults`.
-        given: the lanes, whose resets are given what was drawn; None: nothing was.
-        rewards: the dtype of their column.
+        reset_slots: True if an end needs no work because the next slot is a reset.
+        results: the columns of a step; None creates a `LaneResults`.
+        given: the lanes, whose resets use drawn seeds and options; None if none were drawn.
+        rewards: dtype of the reward column.
     """
 
     def __init__(
@@ -96,20 +97,20 @@ class SequentialStep:
         self._step_lanes = self._in_python if kernel is None else self._compiled(kernel)
 
     def __reduce__(self) -> Any:
-        """Make copies from the vector alone: each has its own arrays and their addresses."""
+        """Rebuild copies from the vector alone: each has its own arrays and their addresses."""
         made = partial(type(self), reset_slots=self._reset_slots, rewards=self._reward_dtype)
         return made, (self._env, self._infos)
 
     @property
     def are_alone(self) -> bool:
-        """True if the vector's ``step`` and ``reset`` are those of its class, not replaced."""
+        """True if the vector's ``step`` and ``reset`` were not replaced."""
         own = self._own
         return "step" not in own and "reset" not in own
 
     def step(self, action: NDArray[Any]) -> Step:
         """Step every lane.
 
-        Rewards, flags and final observations are the same arrays each time.
+        The next step reuses the arrays of rewards, flags and final observations.
         """
         out = self.step_into(action, None, None)
         assert out is not None
@@ -117,7 +118,7 @@ class SequentialStep:
 
     @property
     def fills_slots(self) -> bool:
-        """True if :meth:`step_into` writes to slots."""
+        """True if :meth:`step_into` can write to slots."""
         return self._is_compiled and self._results.are_one_array
 
     def step_into(
@@ -127,13 +128,14 @@ class SequentialStep:
 
         Args:
             action: ``[lane, ...]``.
-            row: its observation ``[lane, ...]``, or memory for it.
-            slot: its table, of `StepKernel.put_step`; None: to none.
+            row: observation row ``[lane, ...]`` of the slot, or memory for it.
+            slot: table of the slot for `StepKernel.put_step`; None for no slot.
 
         Returns:
-            None if all is in the slot; the step as of :meth:`step` if more has to be done.
+            None if the slot is complete. Otherwise the step, as from :meth:`step`, for the caller
+            to complete.
         """
-        i = None  # the lane, for readers of a traceback; `_in_python` has its own
+        i = None  # the lane, read from tracebacks; `_in_python` has its own
         env, results = self._env, self._results
         ended, seen = getattr(env, ENDED), getattr(env, OWN_OBSERVATIONS)
         rows = results.begin(row) if slot is None else []
@@ -157,7 +159,7 @@ class SequentialStep:
         return Step(rows, (self._rewards,), self._terminated, self._truncated, final)
 
     def reset(self, lanes: Mask) -> list[NDArray[Any]]:
-        """Reset ``lanes``, and return columns in which their rows are written."""
+        """Reset ``lanes``, and return columns that contain their rows."""
         getattr(self._env, ENDED)[lanes] = False
         seen: Any = own_observations(self._env)
         results = self._results
@@ -172,7 +174,7 @@ class SequentialStep:
     def _in_python(
         self, envs: Any, action: NDArray[Any], seen: Any, ended: Mask, to: Any, slot: Any
     ) -> int:
-        """Step as `StepKernel.step_lanes` does; return -1: the caller writes observations."""
+        """Step like `StepKernel.step_lanes`. Return -1: the caller has to write observations."""
         self._lane[0] = -1
         next_step, within, results = self._mode is _MODES[1], self._within, self._results
         for i, (env, own) in enumerate(zip(envs, action, strict=True)):

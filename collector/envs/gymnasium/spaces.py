@@ -1,4 +1,4 @@
-"""Gymnasium spaces as TorchRL specs, leaf by leaf."""
+"""Conversion of Gymnasium spaces to TorchRL specs, leaf by leaf."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from tallyroll.storage.rows.keys import Key, format_key
 _SUPPORTED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _SUPPORTED += [torch.float16, torch.float32, torch.float64, torch.complex64]
 _SEEN_ALONE = [torch.uint16, torch.uint32, torch.uint64, torch.complex128]
-"""Dtypes of observations only: torch cannot compare them, and so cannot check actions."""
+"""Dtypes for observations only. Torch cannot compare them and so cannot validate actions."""
 _NO_ACTIONS = {NUMPY[dtype] for dtype in _SEEN_ALONE}
 _TORCH_DTYPES = {NUMPY[dtype]: dtype for dtype in (*_SUPPORTED, *_SEEN_ALONE)}
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One column of an observation: its place in the space's value, and its spec."""
+    """One column of an observation: its path in the values of the space, and its spec."""
 
     key: Key
     path: tuple[str | int, ...]
@@ -36,10 +36,10 @@ class Leaf:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     text: bool = False
-    """The value is a string: its column holds UTF-8, padded with zeros."""
+    """True for a string, whose column contains its UTF-8 bytes, padded with zeros."""
 
     def getter(self) -> Callable[[Any], Any]:
-        """A function from a (batched) value of the space to this leaf's array."""
+        """Return a function from a (batched) value of the space to this leaf's array."""
         path = self.path
 
         def walk(value: Any) -> Any:
@@ -57,7 +57,7 @@ class Leaf:
         return walk
 
     def _bytes(self, texts: str | Sequence[str]) -> NDArray[np.uint8]:
-        """``[width]`` of a string, ``[string, width]`` of several."""
+        """Encode a string as ``[width]``, or several as ``[string, width]``."""
         width = self.shape[-1]
         coded = [text.encode() for text in ((texts,) if isinstance(texts, str) else texts)]
         if too_long := next((text for text in coded if len(text) > width), None):
@@ -73,16 +73,16 @@ class Leaf:
 def observation_leaves(
     space: spaces.Space[Any], lanes: int, of_all: spaces.Space[Any] | None = None
 ) -> tuple[Leaf, ...]:
-    """The columns of an observation space, for ``lanes`` lanes.
+    """Return the columns of an observation space for ``lanes`` lanes.
 
     ``of_all`` is the space of all lanes together, in which their bounds may differ.
 
-    A plain space is ``("observation",)``; a Dict maps its names to root keys, as TorchRL's
-    ``GymWrapper`` does; a Tuple is under ``"observation"`` as ``"0"``, ``"1"``, …. A Text is
-    its bytes in UTF-8, filled up with zeros to the length of the longest.
+    A plain space becomes ``("observation",)``. The names of a Dict become root keys, like in
+    TorchRL's ``GymWrapper``. A Tuple becomes ``"0"``, ``"1"``, … below ``"observation"``. A Text
+    becomes its UTF-8 bytes, padded with zeros to the length of the longest text.
 
     Raises:
-        SpaceError: a Graph, Sequence or OneOf space is among the leaves, or there is none.
+        SpaceError: the space has no leaf, or a Graph, Sequence or OneOf is among its leaves.
     """
     key: Key = () if isinstance(space, spaces.Dict) else ("observation",)
     leaves = tuple(_leaves(space, key, (), lanes, of_all))
@@ -97,7 +97,7 @@ def observation_leaves(
 def action_leaf(
     space: spaces.Space[Any], lanes: int, of_all: spaces.Space[Any] | None = None
 ) -> Leaf:
-    """The column of an action space: Box, Discrete, MultiDiscrete or MultiBinary.
+    """Return the column of an action space: Box, Discrete, MultiDiscrete or MultiBinary.
 
     ``of_all`` is the space of all lanes together, in which their bounds may differ.
 
@@ -113,10 +113,11 @@ def action_leaf(
 
 
 def drawn_from(space: spaces.Space[Any], lanes: int) -> Callable[[Any], Any]:
-    """Draws actions ``[lanes, ...]`` of one lane's ``space`` as collectors do, from a fixed seed.
+    """Return a function that draws actions ``[lanes, ...]`` like collectors, from a fixed seed.
 
-    The function takes a mask of legal actions, or None; one that fits no action is ignored.
-    Gymnasium itself cannot sample a ``Box`` of integers without a bound above.
+    ``space`` is the action space of one lane. The function takes a mask of legal actions or None,
+    and ignores a mask that does not fit the actions. It exists because Gymnasium cannot sample a
+    ``Box`` of integers without an upper bound.
     """
     batched = batch_space(space, lanes)
     batched.seed(0)
@@ -137,7 +138,7 @@ def drawn_from(space: spaces.Space[Any], lanes: int) -> Callable[[Any], Any]:
 
 
 def _marks(mask: Any, leaf: Leaf) -> NDArray[Any]:
-    """Return a mask of all lanes, or of one alone, as an array; an empty one if it is none."""
+    """Return a mask of all lanes, or of one alone, as an array; an empty array if it is invalid."""
     try:
         several = isinstance(mask, np.ndarray) and mask.dtype.kind == "O"
         each = [joined((MASK_NAME,), one) for one in (mask if several else [mask])]
@@ -150,7 +151,7 @@ def _marks(mask: Any, leaf: Leaf) -> NDArray[Any]:
 
 
 def mask_in(observation: Any, info: Mapping[str, Any]) -> Any:
-    """The mask of legal actions that an environment showed, or None."""
+    """Return the mask of legal actions in an environment's info or observation, or None."""
     seen = observation if isinstance(observation, Mapping) else {}
     return info.get(MASK_NAME, seen.get(MASK_NAME))
 
@@ -193,7 +194,7 @@ def _leaves(
 def _spec_of_lanes(
     of_all: spaces.Space[Any] | None, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> TensorSpec | None:
-    """The spec of lanes with different bounds; None where all are alike, or it is not known."""
+    """Return the spec of lanes with different bounds; None if they are equal or unknown."""
     low: NDArray[Any]
     high: NDArray[Any]
     if isinstance(of_all, spaces.Box):
@@ -211,11 +212,11 @@ def _spec_of_lanes(
 
 
 def text_width(space: spaces.Space[Any]) -> int:
-    """Bytes of the longest string of a space of strings; 0: it is none, or has no longest one."""
+    """Return the maximum bytes of a string in a space of strings; 0 if unlimited or no strings."""
     if isinstance(space, spaces.Text):
         widest = max((len(char.encode()) for char in space.character_set), default=1)
         return max(1, int(space.max_length) * widest)
-    # MiniGrid's missions: a function of words, each out of a list.
+    # MiniGrid's missions: a function of words, each from a list.
     words, mission = (
         getattr(space, "ordered_placeholders", ()),
         getattr(space, "mission_func", None),
@@ -226,7 +227,7 @@ def text_width(space: spaces.Space[Any]) -> int:
 
 
 def _spec(space: spaces.Space[Any], lanes: int) -> TensorSpec:
-    """The spec of one leaf space, with a leading dimension of ``lanes``."""
+    """Return the spec of one leaf space, with a leading dimension of ``lanes``."""
     assert space.shape is not None and space.dtype is not None
     shape = torch.Size((lanes, *space.shape))
     dtype = _TORCH_DTYPES[np.dtype(space.dtype)]

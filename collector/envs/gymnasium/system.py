@@ -1,4 +1,4 @@
-"""Gymnasium's vector environments as a system, in any autoreset mode."""
+"""System for Gymnasium's vector environments, in any autoreset mode."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,25 +44,25 @@ from tallyroll.collector.slab.info import Info
 from tallyroll.collector.slab.names import NamedColumn
 
 _ended: WeakKeyDictionary[VectorEnv, Mask] = WeakKeyDictionary()
-"""Lanes that ended in the last step, of vectors that forget resets."""
+"""Lanes that ended in the last step, for vectors that forget resets."""
 _NO_LANE = np.zeros(0, np.bool_)
 
 
 class GymnasiumSystem(System):
-    """A ``gymnasium.vector.VectorEnv`` as a system.
+    """System over a ``gymnasium.vector.VectorEnv``.
 
     Args:
-        env: the vector environment. Closing this closes it.
+        env: the vector environment. Closing the system closes it.
         reset_slots: ``"avoid"`` resets by mask right after an end in NEXT_STEP mode.
-        infos: entries of ``info`` that become observations. Those without a dtype are declared by
-            the first reset.
-        reset_masks: whether ``reset(options={"reset_mask": …})`` resets a part of the lanes; known
-            for Sync and Async, False otherwise unless it is said.
+        infos: entries of ``info`` that become observations. The first reset declares those without
+            a dtype.
+        reset_masks: True if ``reset(options={"reset_mask": …})`` resets some of the lanes. None
+            selects True for SyncVectorEnv and AsyncVectorEnv, and False otherwise.
 
     Raises:
-        ArgumentError: an argument that cannot be right.
-        EnvironmentRefused: an environment that cannot be driven without losing transitions.
-        SpaceError: a space that no column can hold.
+        ArgumentError: an argument is invalid.
+        EnvironmentRefused: the environment cannot be driven without losing transitions.
+        SpaceError: no column can hold a space.
     """
 
     kept_options = KEPT
@@ -126,27 +126,27 @@ class GymnasiumSystem(System):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over a vector environment."""
+        """Return a system over ``made`` if that is a vector environment; otherwise None."""
         return cls(made) if isinstance(made, VectorEnv) else None
 
     @property
     def columns(self) -> Sequence[NamedColumn]:
-        """Observations, and infos, also those that the first reset will declare."""
+        """Columns of observations and infos, including infos that the first reset will declare."""
         return named(self._rows.leaves, self.infos)
 
     @property
     def ticks(self) -> int | None:
-        """Ticks of a transition, by the lanes' environments and the wrappers of the vector."""
+        """Ticks per transition, from the lanes' environments and the vector's wrappers."""
         own = map(ticks_of_layer, wrappers_of(self.env))
         return product([super().ticks, *own, ticks_of_layer(self.env.unwrapped)])
 
     @property
     def info_names(self) -> tuple[str, ...]:
-        """Names at the root of ``info`` that columns are read from."""
+        """Names at the root of ``info`` from which columns are read."""
         return tuple(dict.fromkeys(info.key[0] for info in self.infos.shown))
 
     def describe(self) -> dict[str, Any]:
-        """The id, and the kind of vector."""
+        """Return the id and the kind of vector."""
         spec = self.env.spec
         return {"id": spec.id if spec else None, "type": self._rules.name_of(self.env)}
 
@@ -175,7 +175,7 @@ class GymnasiumSystem(System):
             self.infos.steps[lanes] = 0
             return self._in_turn.reset(lanes)
         asked = {**given, "reset_mask": lanes}
-        # Some vector wrappers forget what they know of every lane, also of those that go on.
+        # Some vector wrappers forget their state of every lane, also of lanes that continue.
         kept = [(each, name, getattr(each, name).copy()) for each, name in self._rules.stateful]
         seed = None if self.next_seeds is None else self._seed(self.next_seeds.tolist(), lanes)
         call = partial(self.env.reset, seed=seed, options=asked)
@@ -219,7 +219,7 @@ class GymnasiumSystem(System):
         return self._with_infos(obs, partial(self.infos.write_reset, info=info), reset=True)
 
     def _look_for_masks(self, info: Any) -> None:
-        """Declare infos by a first reset, and keep masks of legal actions from then on."""
+        """Declare infos from a first reset, and track masks of legal actions from then on."""
         if not self.infos.declared:
             self.infos.declare(info)
             self.declares = self._declared()
@@ -234,7 +234,7 @@ class GymnasiumSystem(System):
             self._masks.first_lane = self.first_lane
 
     def _called(self, call: Callable[[], Any], *, first: bool) -> Any:
-        """Call the vector and return its result, if its lanes return what they declare."""
+        """Call the vector and return its result, after validating the lanes' observations."""
         try:
             with self._given:
                 returned = call()
@@ -245,7 +245,7 @@ class GymnasiumSystem(System):
         return returned
 
     def _seed(self, seeds: Sequence[int], lanes: Mask | None = None) -> Any:
-        """Return seeds, one a lane, in the form in which ``env.reset`` of ``lanes`` takes them."""
+        """Return seeds, one per lane, in the form that ``env.reset`` of ``lanes`` accepts."""
         return seeds if self._rules.takes_seeds else seeds[0]
 
     def _with_infos(
@@ -280,11 +280,11 @@ class GymnasiumSystem(System):
 
     @property
     def into(self) -> Into | None:
-        """Steps lanes in turn straight into a slot, unless :meth:`step` was replaced."""
+        """Function that steps lanes straight into a slot; None if :meth:`step` was replaced."""
         return None if "step" in vars(self) else self._into
 
     def _step_into(self, action: NDArray[Any], row: NDArray[Any], slot: bytes) -> Step | None:
-        """Step all lanes, and write the results to a slot; see `SequentialStep.step_into`."""
+        """Step all lanes and write the results to a slot; see `SequentialStep.step_into`."""
         turn = self._in_turn
         if turn is None or not turn.are_alone:
             return self.step((action,))
@@ -335,9 +335,9 @@ class GymnasiumSystem(System):
         return Step(values, (reward,), terminated, truncated, final + of_last)
 
     def _step_some(self, action: NDArray[Any], lanes: NDArray[np.intp]) -> Step:
-        """Step ``lanes`` alone, each by a call of its own."""
+        """Step only ``lanes``, each in a call of its own."""
         assert isinstance(self.env, SyncVectorEnv)
-        held: Any = own_observations(self.env)  # a reset by mask returns these of the other lanes
+        held: Any = own_observations(self.env)  # a reset by mask returns these for other lanes
         rows, infos = self._rows.new(), self.infos.new_rows()
         reward = np.zeros((self._lanes, *self._rewards))
         terminated, truncated = np.zeros((2, self._lanes), np.bool_)
@@ -358,9 +358,9 @@ class GymnasiumSystem(System):
         reward = reward[..., 0] if self._one_of_many else reward
         return Step(rows + infos, (reward,), terminated, truncated)
 
-    # --- what it must not be ----------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def require_finals(self) -> None:
-        """Refuse lanes whose observations do not survive a step and reset in one call."""
+        """Raise if the observations of a lane do not survive a step and a reset in one call."""
         if self.autoreset is AutoresetMode.SAME_STEP:
             refuse_overwriting(self.env, self.info_names)

@@ -1,4 +1,4 @@
-"""Any Gymnasium vector environment, in any autoreset mode, with every final observation true."""
+"""TorchRL environment over any Gymnasium vector environment, with correct final observations."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -17,36 +17,41 @@ __all__ = ["GymnasiumVectorEnv", "autoreset_mode"]
 
 
 class GymnasiumVectorEnv(SystemEnv):
-    """A TorchRL environment over a ``gymnasium.vector.VectorEnv``.
+    """TorchRL environment over a ``gymnasium.vector.VectorEnv``, in any autoreset mode.
 
-    Observations: Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict and Tuple of them; a plain
-    space is ``"observation"``, a Dict's names are root keys, a Tuple stands under
-    ``"observation"`` as ``"0"``, ``"1"``, …; a Text is uint8 ``[lanes, bytes]``, its UTF-8 with
-    zeros behind it. Actions: Box, Discrete, MultiDiscrete or MultiBinary, under ``"action"``;
-    discrete ones are integers ``[lanes]``, not one-hot. Reward is float32 ``[lanes, 1]``,
-    MO-Gymnasium's ``[lanes, objectives]``; done, terminated, truncated are bool ``[lanes, 1]``.
+    Observation spaces may be Box, Discrete, MultiDiscrete, MultiBinary, Text, and Dict and Tuple of
+    these. A plain space becomes ``"observation"``. The names of a Dict become root keys. A Tuple
+    becomes ``"0"``, ``"1"``, … below ``"observation"``. A Text becomes its UTF-8 bytes, padded with
+    zeros, uint8 ``[lanes, bytes]``.
+
+    Action spaces may be Box, Discrete, MultiDiscrete or MultiBinary, under ``"action"``. Discrete
+    actions are integers ``[lanes]``, not one-hot. The reward is float32 ``[lanes, 1]``, or
+    ``[lanes, objectives]`` for MO-Gymnasium. ``done``, ``terminated`` and ``truncated`` are bool
+    ``[lanes, 1]``.
 
     Args:
-        env: the vector environment, its ``num_envs`` lanes. Closing this closes it.
-        reset_slots: what to do with the slots in which a NEXT_STEP environment resets itself.
-            ``"mask"`` lets them happen and marks them; ``"avoid"`` resets by mask right after
-            the end, so that no policy call is wasted (worth it for costly policies).
-        info_keys: entries of ``info`` that become observation columns: names, nested ones as
-            tuples or ``"episode/r"``, or :class:`Info`. A name alone takes dtype and shape from
-            the first reset, and is a column from then on; every step and reset has to give it.
-        reset_masks: whether ``reset(options={"reset_mask": …})`` resets a part of the lanes;
-            known for Sync, Async and Atari's, False otherwise unless you say so.
-        rename: other names for columns, ``{"action": "previous_action"}``: old name -> new name,
-            of an observation, or else of an info; nested ones as tuples or ``"a/b"``.
+        env: the vector environment with ``num_envs`` lanes. Closing this environment closes it.
+        reset_slots: how to treat the slots in which a NEXT_STEP environment resets itself.
+            ``"mask"`` keeps the slots and marks them. ``"avoid"`` resets by mask right after the
+            end, which saves a policy call (worthwhile for expensive policies).
+        info_keys: entries of ``info`` that become observation columns: names, nested names as
+            tuples or as ``"episode/r"``, or :class:`Info`. A plain name takes its dtype and shape
+            from the first reset, and is a column from then on. Every step and reset must provide
+            it.
+        reset_masks: True if ``reset(options={"reset_mask": …})`` resets some of the lanes. None
+            selects True for SyncVectorEnv, AsyncVectorEnv and Atari's vector, and False otherwise.
+        rename: new names for columns, old name -> new name, for example
+            ``{"action": "previous_action"}``. A name refers to an observation, or otherwise to an
+            info. Write a nested name as a tuple or as ``"a/b"``.
 
     Raises:
-        ArgumentError: an argument that cannot be right.
-        NameRefused: names of columns that collide; settled by ``rename``.
-        EnvironmentRefused: an environment that cannot be driven without losing transitions.
-        SpaceError: a space that no column can hold.
+        ArgumentError: an argument is invalid.
+        NameRefused: names of columns collide. Use ``rename`` to resolve this.
+        EnvironmentRefused: the environment cannot be driven without losing transitions.
+        SpaceError: no column can hold a space.
 
-    Source of the semantics: Gymnasium's ``AutoresetMode``, read from
-    ``env.unwrapped.autoreset_mode``, then from ``env.metadata``.
+    The semantics follow Gymnasium's ``AutoresetMode``, which is read from
+    ``env.unwrapped.autoreset_mode``, or else from ``env.metadata``.
     """
 
     in_place: ClassVar[bool] = True
@@ -70,15 +75,15 @@ class GymnasiumVectorEnv(SystemEnv):
 
     @property
     def vector_env(self) -> VectorEnv:
-        """The Gymnasium environment underneath."""
+        """The wrapped Gymnasium environment."""
         return self.system.env
 
     @property
     def autoreset(self) -> AutoresetMode:
-        """Its autoreset mode."""
+        """Autoreset mode of the vector environment."""
         return self.system.autoreset
 
     @property
     def info_names(self) -> tuple[str, ...]:
-        """Names at the root of ``info`` that columns are read from."""
+        """Names at the root of ``info`` from which columns are read."""
         return self.system.info_names

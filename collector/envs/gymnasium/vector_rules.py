@@ -1,4 +1,4 @@
-"""The rules of a vector environment: how it resets its lanes, and vectors that are refused."""
+"""Reset behavior of vector environments, and vectors that cannot be driven."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,30 +45,30 @@ _AT_END: dict[AutoresetMode, AtEnd] = {
 
 @dataclass(frozen=True)
 class VectorRules:
-    """The rules by which a vector environment resets its lanes."""
+    """Rules by which a vector environment resets its lanes."""
 
     autoreset: AutoresetMode
     at_end: AtEnd
     takes_seeds: bool
-    """True if it takes a seed a lane."""
+    """True if a reset accepts one seed per lane."""
     by_mask: bool
-    """True if some lanes can be reset while the others go on."""
+    """True if a reset can restart some lanes while the others continue."""
     whole: bool
-    """True if a wrapper normalises the observations of all lanes together."""
+    """True if a wrapper normalizes the observations of all lanes together."""
     forgets_resets: bool
     """True if a lane that ended and was reset may reset itself again in the next step."""
     stateful: list[tuple[Any, str]]
-    """Wrappers with a state of each lane, and its name; a reset of some lanes forgets all of it."""
+    """Wrappers and names of their per-lane states, which a reset of some lanes would erase."""
 
     @classmethod
     def of(
         cls, env: VectorEnv, reset_slots: ResetSlots, reset_masks: bool | None, infos: bool
     ) -> Self:
-        """Return the rules of ``env``; the other arguments are those of `GymnasiumSystem`.
+        """Determine the rules of ``env``. For the other arguments see `GymnasiumSystem`.
 
         Raises:
-            ArgumentError: an argument that cannot be right.
-            EnvironmentRefused: an environment that cannot be driven without losing transitions.
+            ArgumentError: an argument is invalid.
+            EnvironmentRefused: the environment cannot be driven without losing transitions.
         """
         _require_vector(env)
         one_of("reset_slots", reset_slots, ResetSlots)
@@ -131,10 +131,10 @@ def _require_vector(env: VectorEnv) -> None:
 
 
 def _forgets_resets(env: VectorEnv, mode: AutoresetMode, reset_masks: bool | None) -> bool:
-    """A lane that ended, and was reset since, may reset itself once more in the next step.
+    """Return True if a lane that ended and was reset may reset itself again in the next step.
 
-    So does the worker of Gymnasium's `AsyncVectorEnv` without shared memory, from 1.1 to 1.4 at
-    least. Another worker may, unless ``reset_masks`` says that it honours resets.
+    The worker of Gymnasium's `AsyncVectorEnv` without shared memory does so, at least from 1.1 to
+    1.4. A custom worker may, unless ``reset_masks`` says that it honors resets.
     """
     base = env.unwrapped
     if not isinstance(base, AsyncVectorEnv) or mode is not AutoresetMode.NEXT_STEP:
@@ -153,7 +153,7 @@ def autoreset_mode(env: VectorEnv) -> AutoresetMode:
     """Return the autoreset mode that ``env`` declares.
 
     Raises:
-        EnvironmentRefused: it declares none.
+        EnvironmentRefused: it does not declare one.
     """
     mode = getattr(env.unwrapped, "autoreset_mode", None)
     if mode is None:
@@ -168,7 +168,7 @@ def autoreset_mode(env: VectorEnv) -> AutoresetMode:
 
 
 def rewards_of(env: VectorEnv) -> tuple[int, ...]:
-    """Return the shape of a lane's reward: MO-Gymnasium's are vectors."""
+    """Return the shape of a lane's reward: ``()``, or that of MO-Gymnasium's vectors."""
     base: Any = env.unwrapped
     space = getattr(base, "reward_space", None)
     if space is None and isinstance(base, SyncVectorEnv):
@@ -180,14 +180,14 @@ def rewards_of(env: VectorEnv) -> tuple[int, ...]:
 
 def _reward_space(env: Any) -> Any:
     while isinstance(env, gymnasium.Wrapper):
-        if type(env).__name__ == "LinearReward":  # of MO-Gymnasium: a weighted sum
+        if type(env).__name__ == "LinearReward":  # MO-Gymnasium's weighted sum, a scalar
             return None
         env = env.env
     return getattr(env, "reward_space", None)
 
 
 def refuse_texts(env: VectorEnv) -> None:
-    """Refuse a vector of texts that never shows any but the first."""
+    """Raise for a vector that returns the first texts of an environment again and again."""
     base: Any = env.unwrapped
     if isinstance(base, AsyncVectorEnv) and base.shared_memory:
         raise EnvironmentRefused(
@@ -198,7 +198,7 @@ def refuse_texts(env: VectorEnv) -> None:
 
 
 def refuse_shared(env: VectorEnv) -> None:
-    """Refuse lanes that overwrite each other's observations, for they have one array."""
+    """Raise if lanes overwrite each other's observations because they share an array."""
     if pair := sharing(own_observations(env)):
         raise EnvironmentRefused(
             f"lanes {pair[0]} and {pair[1]} return their observations in the same array, so "

@@ -1,7 +1,8 @@
-"""Steps and resets by mask of a `SyncVectorEnv` within wrappers: lanes in turn, the rest as ever.
+"""Fast steps and resets by mask of a `SyncVectorEnv` inside vector wrappers.
 
-Most infos of lanes are empty, and are not merged; flags and rewards are read as they come. Wrappers
-of Gymnasium that look at rewards and ends alone are not handed observations either.
+The module steps lanes one by one and leaves the rest to the wrappers. It does not merge infos that
+are empty, as most are, and reads flags and rewards as they come. Gymnasium wrappers that look only
+at rewards and ends do not receive observations either.
 """
 
 from copy import deepcopy
@@ -44,14 +45,14 @@ _LOOK_AT_REWARDS = {
         vector.ClipReward,
     )
 }
-"""Wrappers that hand on observations, flags and infos as they come, and their methods."""
+"""Wrappers that pass on observations, flags and infos unchanged, with their methods."""
 _OF_ENDS = ("final_obs", "final_info", "_final_obs", "_final_info")
 
 
-class _MergedResults(LaneResults):
-    """Columns of observations, and infos put together as ``env`` itself does.
+class _Merging(LaneResults):
+    """Columns of observations, and infos merged like ``env`` itself does.
 
-    Final observations are not among them.
+    The infos do not include final observations.
     """
 
     def __init__(self, env: SyncVectorEnv) -> None:
@@ -60,35 +61,35 @@ class _MergedResults(LaneResults):
         self.infos: dict[str, Any] = {}
 
     def begin(self, row: Any) -> Rows:
-        """Begin a step without an info."""
+        """Begin a step, with empty infos."""
         self.infos = {}
         return super().begin(row)
 
     def begin_reset(self) -> Rows:
-        """Begin a reset of some lanes without an info."""
+        """Begin a reset of some lanes, with empty infos."""
         self.infos = {}
         return super().begin_reset()
 
     def tell(self, lane: int, info: Any, of: int) -> None:
-        """Merge the info of a lane, if there is anything in it."""
+        """Merge the info of a lane, unless it is empty."""
         if info:
             info = {"final_info": info} if of == Of.LAST else info
             self.infos = info_merge(self._env)(self.infos, info, lane)
 
     def entries(self) -> tuple[Any, ...]:
-        """Return one that only an empty info is, so that others are handed to :meth:`tell`."""
+        """Return an entry that matches only empty infos, so :meth:`tell` receives the others."""
         return (entry((), None, "empty"),)
 
 
-class _AsTheVector(_MergedResults):
-    """Observations and infos of a step, put together as ``env`` itself does."""
+class _AsTheVector(_Merging):
+    """Observations and infos of a step, merged like ``env`` itself does."""
 
     def __init__(self, env: SyncVectorEnv) -> None:
         super().__init__(env)
         self.address = 0
 
     def begin(self, row: Any) -> Rows:
-        """Begin a step whose observations are put into ``row``, the vector's own."""
+        """Begin a step that writes observations to ``row``, the vector's own array."""
         self.infos, self._columns = {}, [row]
         self.plain = row if self._is_plain else None
         return self._columns
@@ -102,10 +103,10 @@ class _AsTheVector(_MergedResults):
         setattr(env, OBSERVATIONS, concatenate(env.single_observation_space, seen, rows))
 
     def put_final(self, lane: int, obs: Any) -> None:
-        """Leave the final observation to :meth:`tell`."""
+        """Do nothing: :meth:`tell` handles the final observation."""
 
     def tell(self, lane: int, info: Any, of: int) -> None:
-        """Merge the info of a lane, and in the step of an end the final observation."""
+        """Merge the info of a lane and, if its episode ended, the final observation."""
         if not (info or of):
             return
         if of == Of.LAST:
@@ -116,28 +117,28 @@ class _AsTheVector(_MergedResults):
 
 
 class WithinWrappers(SequentialStep):
-    """The vector inside of ``env``, which wraps it: :meth:`call` and :meth:`call_reset` drive it.
+    """Steps the vector inside the wrappers ``env``, through :meth:`call` and :meth:`call_reset`.
 
-    Between two calls the vector is as its user made it.
+    Between two calls the vector is unchanged, as its user made it.
     """
 
     def __init__(self, env: VectorEnv, rewards: torch.dtype | None) -> None:
         base: Any = env.unwrapped
         self._wrapped, self._merged = env, _AsTheVector(base)
         super().__init__(base, results=self._merged, rewards=rewards)
-        self._as_the_vector = self._step_as_the_vector  # one object
+        self._as_the_vector = self._step_as_the_vector  # bound once, to compare by identity
         self._resets_as_the_vector = self._reset_as_the_vector
         self.checked = False
-        """The last step took observations that were as declared."""
+        """True if the observations of the last step were validated."""
 
     def __reduce__(self) -> Any:
         return type(self), (self._wrapped, self._reward_dtype)
 
     def call(self, action: NDArray[Any]) -> Any:
-        """Return the result of the wrappers' ``step``."""
+        """Return the result of ``step`` of the wrappers."""
         own, ours = self._own, self._as_the_vector
         self.checked = False
-        if own.get("step", ours) is not ours:  # someone replaced it
+        if own.get("step", ours) is not ours:  # user code replaced it
             return self._wrapped.step(action)
         try:
             own["step"] = ours
@@ -146,9 +147,9 @@ class WithinWrappers(SequentialStep):
             own.pop("step", None)
 
     def call_reset(self, lanes: Mask, options: dict[str, Any]) -> Any:
-        """Return the result of the wrappers' ``reset`` of ``lanes``, the mask in ``options``."""
+        """Return the result of ``reset`` of the wrappers for ``lanes``, the mask in ``options``."""
         own, ours = self._own, self._resets_as_the_vector
-        if own.get("reset", ours) is not ours:  # someone replaced it
+        if own.get("reset", ours) is not ours:  # user code replaced it
             return self._wrapped.reset(options=options)
         try:
             own["reset"], self._asked = ours, lanes
@@ -157,7 +158,7 @@ class WithinWrappers(SequentialStep):
             own.pop("reset", None)
 
     def _step_as_the_vector(self, actions: Any) -> Any:
-        """Return copies of the results, as the vector's own ``step`` does."""
+        """Return copies of the results, like the vector's own ``step``."""
         own = self._own
         out = self.step_into(actions, own[OBSERVATIONS], None)
         assert out is not None, "there is no slot"
@@ -167,7 +168,7 @@ class WithinWrappers(SequentialStep):
         return obs, out.reward[0].copy(), *flags, self._merged.infos
 
     def _reset_as_the_vector(self, *, seed: Any = None, options: Any = None) -> Any:
-        """Return the result of the vector's own ``reset``, of the lanes that were asked for."""
+        """Reset the requested lanes and return the result, like the vector's own ``reset``."""
         env, own, lanes, merged = self._env, self._own, self._asked, self._merged
         if seed is not None or not (options and options.get("reset_mask") is lanes):
             return SyncVectorEnv.reset(env, seed=seed, options=options)
@@ -183,25 +184,25 @@ class WithinWrappers(SequentialStep):
         return self._copied(own[OBSERVATIONS]), merged.infos
 
     def _copied(self, obs: Any) -> Any:
-        """Return what the vector returns of its observations."""
+        """Return observations in the form in which the vector returns them."""
         if not self._own["copy"]:
             return obs
         return obs.copy() if type(obs) is np.ndarray else deepcopy(obs)
 
 
 class ThroughWrappers(SequentialStep):
-    """Lanes in turn inside of wrappers that look at rewards and ends alone.
+    """Steps lanes one by one inside wrappers that look only at rewards and ends.
 
-    Steps between ends are added to their statistics here. The others are handed to the wrappers'
-    own ``step``, without observations; final ones stay out of the infos. A reset by mask begins the
-    lanes that it asks for, and their part of the statistics.
+    The class adds steps between ends to the wrappers' statistics. Other steps go through the
+    wrappers' own ``step``, without observations, and final observations stay out of the infos. A
+    reset by mask restarts the requested lanes and their part of the statistics.
 
     Args:
         env: the wrappers around a vector.
         infos: entries of the wrappers' infos that are columns.
-        reset_slots: nothing has to be done at an end, for the next slot is a reset.
-        given: the lanes, whose resets are given what was drawn; None: nothing was.
-        rewards: the dtype of their column.
+        reset_slots: True if an end needs no work because the next slot is a reset.
+        given: the lanes, whose resets use drawn seeds and options; None if none were drawn.
+        rewards: dtype of the reward column.
     """
 
     fills_slots = False
@@ -223,15 +224,15 @@ class ThroughWrappers(SequentialStep):
         kinds = vector.RecordEpisodeStatistics, vector.NormalizeReward
         self._inner_first = wrappers[::-1]
         self._counting = [each for each in wrappers if type(each) is kinds[0]]
-        # Steps between ends add to returns and lengths; of other statistics more changes.
+        # Steps between ends only add to returns and lengths. Other statistics change further.
         self._adds = not any(type(each) is kinds[1] for each in wrappers)
         self._told, self._told_last, self._untold = (infos.new_rows() for _ in range(3))
+        # True if a wrapper adds all entries at ends only.
         self._of_ends = all(each.fill is not None and len(each.key) > 1 for each in infos.infos)
-        # Entries that a wrapper adds at an end, and that the infos of other steps lack.
         super().__init__(
             base, reset_slots=reset_slots, results=self._merged, given=given, rewards=rewards
         )
-        self._as_returned = self._what_was_returned  # one object
+        self._as_returned = self._what_was_returned  # bound once, to compare by identity
         self._asked: Any = None
         self._returned: Any = None
 
@@ -241,7 +242,7 @@ class ThroughWrappers(SequentialStep):
 
     @property
     def are_alone(self) -> bool:
-        """True if each ``step`` and ``reset``, of vector and wrappers, is that of its class."""
+        """True if no ``step`` or ``reset`` of the vector and its wrappers was replaced."""
         own, ours = self._own, self._as_returned
         if "reset" in own or own.get("step", ours) is not ours:
             return False
@@ -251,7 +252,7 @@ class ThroughWrappers(SequentialStep):
         return True
 
     def step(self, action: NDArray[Any]) -> Step:
-        """Step every lane, and return the wrappers' rewards, and columns of infos."""
+        """Step every lane, and return the wrappers' rewards and the info columns."""
         out, infos, info = self.step_into(action, None, None), self._columns, self._merged.infos
         assert out is not None, "there is no slot"
         obs, (reward,), terminated, truncated, final = out[:5]
@@ -281,14 +282,14 @@ class ThroughWrappers(SequentialStep):
         return Step([*obs, *told], (reward,), terminated, truncated, final)
 
     def _are_between(self, ended: Mask) -> bool:
-        """Return whether no episode begins or ends in this step, as statistics see it."""
+        """Return True if no episode begins or ends in this step, according to the statistics."""
         for each in self._counting:
             if count_true(ended) or count_true(each.prev_dones):
                 return False
         return True
 
     def _by_wrappers(self, action: Any, returned: tuple[Any, ...]) -> Any:
-        """Return the rewards of the wrappers' own steps, if the vector ``returned`` this."""
+        """Return the rewards of the wrappers' own ``step``, with ``returned`` from the vector."""
         own = self._own
         try:
             own["step"], self._asked, self._returned = self._as_returned, action, returned
@@ -297,14 +298,14 @@ class ThroughWrappers(SequentialStep):
             own.pop("step", None)
 
     def _what_was_returned(self, actions: Any) -> Any:
-        """Return what wrappers look at."""
-        if actions is not self._asked:  # an interrupt left this in the vector's place
+        """Return the stored results to the wrappers, in place of the vector's ``step``."""
+        if actions is not self._asked:  # an interrupt left this method in place
             self._own.pop("step", None)
             return self._env.step(actions)
         return self._returned
 
     def reset(self, lanes: Mask) -> Rows:
-        """Reset ``lanes``, of the statistics too, and return columns with their rows."""
+        """Reset ``lanes`` and their statistics, and return columns with their rows."""
         rows, infos = super().reset(lanes), self._columns
         for each, name in self._states:
             begin_lanes(each, name, lanes)
@@ -330,7 +331,7 @@ def stepping_of(env: VectorEnv, *, infos: bool, many_rewards: bool) -> Decision:
 
 
 def _looks_at_rewards(wrapper: VectorWrapper) -> bool:
-    """Return whether ``wrapper`` is one of Gymnasium's that look at rewards and ends alone."""
+    """Return True if ``wrapper`` is a Gymnasium wrapper that looks only at rewards and ends."""
     kind: Any = type(wrapper)
     known = _LOOK_AT_REWARDS.get(kind) == (kind.step, kind.reset)
     return known and statistics_key(wrapper) not in _OF_ENDS

@@ -1,1 +1,1 @@
-"""Faults of environments that a look at a throwaway copy finds."""
+"""Checks that detect faults of an environment, mostly on a throwaway copy."""

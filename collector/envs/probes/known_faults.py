@@ -1,4 +1,4 @@
-"""TorchRL environments that are known to return wrong ends, recognised by their types' names."""
+"""TorchRL environments that are known to report ends of episodes wrongly, by class name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,31 +12,33 @@ from tallyroll.collector.envs.probes.trial_env import distinct, throwaway
 from tallyroll.collector.errors import EnvironmentRefused
 
 Fault = Callable[[EnvBase, int | None, bool], str | None]
-"""Finds a fault of an environment; None: there is none.
+"""Return the description of a fault of an environment, or None if there is none.
 
-The arguments are the environment, the transitions after which a trajectory is truncated from
-outside (None: it is not), and whether final observations are declared as lost.
+The arguments are the environment, the number of transitions after which a trajectory is truncated
+from outside (None if it is not), and whether the caller declares final observations as lost.
 """
 
 
 def refuse_known_faults(env: EnvBase, frames_per_traj: int | None, finals_lost: bool) -> None:
-    """Raise where ``env`` has a :func:`known_fault`.
+    """Raise if ``env`` has a :func:`known_fault`.
 
     Raises:
-        EnvironmentRefused: the message names the way out.
+        EnvironmentRefused: the message names the workaround.
     """
     if said := known_fault(env, frames_per_traj, finals_lost):
         raise EnvironmentRefused(said)
 
 
 def known_fault(env: EnvBase, frames_per_traj: int | None, finals_lost: bool) -> str | None:
-    """Return how ``env``, or one within it, falsifies ends of episodes; None: no known way.
+    """Return how ``env``, or an environment within it, falsifies ends of episodes.
+
+    Return None if no fault is known.
 
     Args:
-        env: may be a `TransformedEnv`, a `SerialEnv` or a `ParallelEnv`, of which one environment
-            of every different factory is made and closed again.
-        frames_per_traj: the collector truncates trajectories after so many transitions.
-        finals_lost: ``finals="lost"`` was passed.
+        env: may be a `TransformedEnv`, a `SerialEnv` or a `ParallelEnv`. For the latter two, the
+            function makes one environment of each distinct factory and closes it again.
+        frames_per_traj: number of transitions after which the collector truncates trajectories.
+        finals_lost: True if ``finals="lost"`` was passed.
     """
     limit = frames_per_traj
     while isinstance(env, TransformedEnv):
@@ -62,7 +64,7 @@ def _lower(one: int | None, other: int | None) -> int | None:
 
 
 def _step_limit(transform: Transform | None) -> int | None:
-    """Transitions after which a transform truncates a trajectory."""
+    """Return the number of transitions after which a transform truncates a trajectory, if any."""
     if isinstance(transform, Compose):
         limit = None
         for each in transform:
@@ -96,7 +98,7 @@ def _jumanji(env: EnvBase, limit: int | None, finals_lost: bool) -> str | None:
 
 
 def _terminates(env: EnvBase, name: str, steps: Any, limit: int | None, how: str) -> str | None:
-    """The fault of environments whose own time limit can be reached."""
+    """Return the fault of an environment that can reach its own time limit."""
     if steps is None or (limit is not None and limit < steps):
         return None
     return (
@@ -114,4 +116,4 @@ FAULTS: dict[tuple[str, str], Fault] = {
     ("torchrl.envs.libs.jumanji", "JumanjiWrapper"): _jumanji,
     ("torchrl.envs.libs.jumanji", "JumanjiEnv"): _jumanji,
 }
-"""Faults by module and name of the class or of one that it inherits from."""
+"""Faults by module and name of a class. Subclasses inherit them."""

@@ -1,9 +1,10 @@
-"""A search for environments whose reset overwrites the results of their last step.
+"""Detection of environments whose reset overwrites the results of their last step.
 
-Most ways of driving an environment copy what a step returned before anything else is called. Two
-cannot: a Gymnasium vector in SAME_STEP mode and TorchRL's ``ParallelEnv`` step and reset in one
-call. An environment that returns the same arrays each time has then overwritten its final
-observation. So one throwaway child of such an environment is stepped and reset beforehand.
+Most ways of driving an environment copy the result of a step before they make another call. Two
+cannot, because they step and reset in one call: a Gymnasium vector in SAME_STEP mode and TorchRL's
+``ParallelEnv``. If an environment then returns the same arrays each time, its reset overwrites the
+final observation. The probe therefore steps and resets one throwaway child of such an environment
+beforehand.
 """
 
 import time
@@ -32,17 +33,17 @@ from tallyroll.collector.policies.tensor_copies import own_tensors
 
 MOST_STEPS = 32
 MOST_SECONDS = 0.1
-"""A probe ends after so many steps, or so long, where no episode ended before."""
+"""Limits in steps and in seconds of a probe in which no episode ends."""
 
 
 class Call:
     """The values that a step or a reset returned, and a copy of them.
 
     Args:
-        returned: all of it.
-        observation: what was observed.
-        rest: rewards, flags and infos; some may be constants that are never written to.
-        ended: an episode ended with this step.
+        returned: all returned values.
+        observation: the observation.
+        rest: rewards, flags and infos. Some may be constants that are never written to.
+        ended: True if an episode ended with this step.
     """
 
     def __init__(
@@ -56,24 +57,24 @@ class Call:
 
     @property
     def altered(self) -> bool:
-        """True if returned values have changed since."""
+        """True if the returned values have changed since."""
         return contents(self._returned) != self._contents
 
 
 @dataclass(frozen=True)
 class Child:
-    """One environment, as a probe calls it."""
+    """Reset and step functions of one environment, for a probe."""
 
     reset: Callable[[], Call]
     step: Callable[[], Call]
 
 
 def overwrites(child: Child) -> bool:
-    """Return whether a reset of ``child`` overwrites the results of its last step.
+    """Return True if a reset of ``child`` overwrites the results of its last step.
 
-    Memory that observations of a step and of a reset share counts, whatever is written there;
-    memory of rewards and flags does where it was altered, or where no end was seen that might
-    have altered it.
+    If an observation of a step and an observation of a reset share memory, the result is True,
+    whatever is written there. If rewards or flags share memory, the result is True if a reset
+    altered them, or if no episode ended that could have altered them.
     """
     resets, steps = [child.reset()], []
     until = time.perf_counter() + MOST_SECONDS
@@ -95,19 +96,20 @@ def overwrites(child: Child) -> bool:
                 return True
             if not ended and overlap(step.rest, reset.rest):
                 return True
-    # Where steps share memory, the reset may have written there what was there before.
+    # Steps that share memory hide a reset that wrote the same values again.
     same = steps[-1].observed == resets[-1].observed
     return same and overlap(steps[-2].observation, steps[-1].observation)
 
 
-# --- what is probed -------------------------------------------------------------------------------
+# --- probed environments --------------------------------------------------------------------------
 
 
 def refuse_reused(env: EnvBase) -> None:
-    """Raise where ``env`` steps and resets in one call and its observations do not survive that.
+    """Raise if ``env`` steps and resets in one call that overwrites its observations.
 
     Raises:
-        EnvironmentRefused: final observations would be overwritten; says how to keep them.
+        EnvironmentRefused: final observations would be overwritten. The message says how to keep
+            them.
     """
     base = list(chain(env))[-1]
     if isinstance(base, SystemEnv):
@@ -135,11 +137,14 @@ def _refuse_parallel(child: EnvBase) -> None:
 def overwrites_itself(
     make: Callable[[], Any], child: Callable[[Any], Child], *, warn: bool
 ) -> bool:
-    """Return whether an environment of ``make``, called by ``child``, overwrites its results."""
+    """Return True if an environment of ``make``, driven through ``child``, reuses its memory.
+
+    An environment that raises counts as one that does not. ``warn`` reports its error as a warning.
+    """
     try:
         with throwaway(make) as env:
             return overwrites(child(env))
-    except Exception as error:  # noqa: BLE001  the run will raise it where it is the environment's
+    except Exception as error:  # noqa: BLE001  the run raises it if the environment is at fault
         if warn:
             warnings.warn(
                 f"{error!r} was raised by an environment that was made to see whether it returns "
@@ -149,11 +154,11 @@ def overwrites_itself(
         return False
 
 
-# --- how it is called -----------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 
 
 def single_env(env: Any, *, names: Sequence[str] = ()) -> Child:
-    """A Gymnasium environment; ``names`` are those of its infos that become columns."""
+    """Adapt a Gymnasium environment. ``names`` are the info entries that become columns."""
     drawn, alone = drawn_from(env.action_space, 1), batch_space(env.action_space, 1)
     info: Mapping[str, Any] = {}
     observation: Any = None
@@ -177,7 +182,7 @@ def single_env(env: Any, *, names: Sequence[str] = ()) -> Child:
 
 
 def torchrl(env: EnvBase) -> Child:
-    """A TorchRL environment."""
+    """Adapt a TorchRL environment."""
     act = RandomActions(env, SlotRng(0))
     observed = list(env.observation_spec.keys(True, True))
     flags = list(env.done_spec.keys(True, True))
@@ -196,7 +201,7 @@ def torchrl(env: EnvBase) -> Child:
 
     def step() -> Call:
         nonlocal td
-        # A copy, so that what a step hands on of what it was given is not taken for reuse.
+        # Copied, because an input that the step passes on would otherwise look like reuse.
         stepped = env.step(act(own_tensors(td)))
         got = stepped.get("next")
         td = step_mdp(env, stepped)

@@ -1,8 +1,8 @@
-"""Memory that values of different calls of an environment share. Pure.
+"""Detection of memory that values of different calls of an environment share.
 
-A value is what an environment may return: arrays, tensors, and dictionaries, tuples, lists and
-TensorDicts of them. Dictionaries, lists and TensorDicts count as memory too, for an environment
-may return the same one with other arrays in it.
+A value is anything that an environment may return: arrays, tensors, and dictionaries, tuples, lists
+and TensorDicts of them. Dictionaries, lists and TensorDicts count as memory too, because an
+environment may return the same one with other arrays in it. The functions have no side effects.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from tallyroll.collector.slab.slab import Array
 
 Leaf: TypeAlias = NDArray[Any] | torch.Tensor
 _MOST_WORK = 10_000
-"""Beyond that, arrays with interleaved elements count as sharing."""
+"""Limit for NumPy's overlap search. Above it, arrays with interleaved elements count as sharing."""
 
 
 class _Place(Protocol):
@@ -27,7 +27,7 @@ class _Place(Protocol):
 
 
 class _At:
-    """A place in memory, in the form that NumPy takes; its bytes are never read."""
+    """A place in memory, in NumPy's array interface. Its bytes are never read."""
 
     def __init__(
         self, address: int, shape: Iterable[int], strides: Iterable[int], size: int
@@ -49,9 +49,10 @@ def leaves(value: Any) -> Iterator[Leaf]:
 
 
 def places(value: Any) -> list[Array]:
-    """Return the memory of ``value``: an array for each leaf or container, not to be read.
+    """Return the memory of ``value`` as one array for each leaf or container.
 
-    Keep ``value`` alive as long as these are compared, or its memory may be given to another.
+    The arrays are not meant to be read. Keep ``value`` alive while they are compared, because its
+    memory may otherwise be reused.
     """
     found = []
     for each in _walk(value):
@@ -71,20 +72,20 @@ def places(value: Any) -> list[Array]:
 
 
 def overlap(one: Iterable[Array], other: Iterable[Array]) -> bool:
-    """Return whether a place of ``one`` and a place of ``other`` have a byte in common."""
+    """Return True if a place of ``one`` and a place of ``other`` have a byte in common."""
     others = list(other)
     return any(_overlap(mine, theirs) for mine in one for theirs in others)
 
 
 def share_memory(one: Any, other: Any) -> bool:
-    """Return whether ``one`` and ``other`` share memory: writing one may change the other."""
+    """Return True if ``one`` and ``other`` share memory: writing one may change the other."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return _overlap(one, other)
     return overlap(places(one), places(other))
 
 
 def sharing(values: Sequence[Any]) -> tuple[int, int] | None:
-    """The indices of two of ``values`` that share memory, if there are any."""
+    """Return the indices of two of ``values`` that share memory; None if there are none."""
     spans = sorted(
         (
             (*byte_bounds(place), index, place)
@@ -104,14 +105,14 @@ def sharing(values: Sequence[Any]) -> tuple[int, int] | None:
 
 
 def contents(value: Any) -> tuple[bytes, ...]:
-    """The bytes of every leaf of ``value``, copied."""
+    """Return a copy of the bytes of every leaf of ``value``."""
     return tuple(
         each.tobytes() if isinstance(each, np.ndarray) else _bytes(each) for each in leaves(value)
     )
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    # Strides of dimensions of size 1 may be anything, which a view by bytes would not take.
+    # A dimension of size 1 may have any stride, which a view as bytes does not accept.
     copy = tensor.detach().new_empty(tensor.numel(), device="cpu").copy_(tensor.reshape(-1))
     return copy.view(torch.uint8).numpy().tobytes()
 
@@ -150,7 +151,7 @@ def _overlap(one: Array, other: Array) -> bool:
     if not np.may_share_memory(one, other):
         return False
     try:
-        # NumPy's stubs know only the named amounts of work.
+        # NumPy's stubs declare only the named work limits.
         return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except TooHardError:
         return True

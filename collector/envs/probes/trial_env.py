@@ -1,4 +1,4 @@
-"""Environments that are made to be looked at, and closed again."""
+"""Environments that are made only to be inspected, and then closed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,9 +10,10 @@ from tallyroll.collector.policies.trial import generators_restored
 
 @contextmanager
 def throwaway(make: Callable[[], Any], real: object = None) -> Iterator[Any]:
-    """Make an environment, and close it at the end; global random generators are restored.
+    """Make an environment, close it at the end and restore global random generators.
 
-    None where the factory gave what it gave before, ``real``, again: nothing may be done to it.
+    The context yields None if the factory returned ``real``, an environment in use, which must not
+    be touched.
     """
     with generators_restored():
         env = make()
@@ -26,14 +27,14 @@ def throwaway(make: Callable[[], Any], real: object = None) -> Iterator[Any]:
 
 
 def distinct(factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-    """Return the first of each kind of factory: equal ones make the same environment.
+    """Return the index of the first factory of each kind. Equal kinds make equal environments.
 
-    A list of functions from one loop, or of ``functools.partial`` over one function, is one kind
-    where they differ in numbers only, as seeds and numbers of lanes do.
+    Functions from one loop, or ``functools.partial`` objects over one function, are of one kind if
+    they differ in numbers only, such as seeds and lane counts.
 
     Args:
         factories: callables.
-        kwargs: what each is called with, where that is anything.
+        kwargs: keyword arguments of each call, if any.
     """
     firsts: dict[Any, int] = {}
     for index, factory in enumerate(factories):
@@ -43,7 +44,7 @@ def distinct(factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any]] = ())
 
 
 def _kind(factory: Any) -> tuple[Any, ...]:
-    """The function that a factory runs, and its arguments but for numbers."""
+    """Return the function that a factory runs, and its arguments without numbers."""
     bound: list[Any] = []
     for _ in range(8):  # partial, EnvCreator and cloudpickle wrappers may wrap each other
         bound += [
@@ -62,7 +63,7 @@ def _kind(factory: Any) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value to compare by; None for numbers, and for anything but plain data."""
+    """Return a value to compare by; None for numbers and for objects that are not plain data."""
     if isinstance(value, (bool, str, bytes, type)):
         return value
     if isinstance(value, (tuple, list)):

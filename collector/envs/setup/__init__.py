@@ -1,1 +1,1 @@
-"""Environments as a collector drives them: made, prepared, and what is known of them."""
+"""Preparation of environments for a collector: making, validating and describing them."""

@@ -1,4 +1,4 @@
-"""The environment objects of lanes: none is in two lanes, and each has one driver at a time."""
+"""Environment objects of lanes: no two lanes share one, and each has one driver at a time."""
 
 import gc
 import sys
@@ -25,15 +25,15 @@ _ELSEWHERE = (
     ("dm_env", "Environment"),
     ("gym", "Env"),
 )
-"""Base classes of environments with a state, of libraries that may not be installed.
+"""Base classes of stateful environments in libraries that may not be installed.
 
-Those of JAX are left out: their objects are functions, and many lanes may call one.
+JAX environments are not listed. Their objects are functions, and many lanes may call one.
 """
 _MOST = 4096
-"""Entries of a dictionary that are looked through for environments."""
+"""Maximum number of entries of a dictionary that is searched for environments."""
 
 _drivers: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]] = {}
-"""By the id of an instance: the instance, and the method that notifies its driver of a loss."""
+"""Instance, and method that notifies its driver of a loss, by the id of the instance."""
 _taking = Lock()
 
 
@@ -42,11 +42,12 @@ def take_over(env: EnvBase, made: object, lost: Callable[[], None]) -> None:
 
     Args:
         env: the environment to drive.
-        made: the instance that it was made of.
-        lost: a bound method; its object is not kept alive. If it raises, nothing is taken.
+        made: the instance from which it was made.
+        lost: a bound method, whose object is not kept alive. If it raises, the other driver takes
+            nothing.
     """
     parts = list(_parts(env, made))
-    with _taking:  # workers in threads may be given the same instance
+    with _taking:  # workers in threads may receive the same instance
         for part in parts:
             instance, before = _drivers.get(id(part), (None, None))
             told = before() if before is not None else None
@@ -62,7 +63,7 @@ def _forget(number: int, _: object) -> None:
 
 
 def _parts(env: EnvBase, made: object) -> Iterator[Any]:
-    """Yield the instances with a state, which another collector may be given as well."""
+    """Yield the stateful instances, which another collector may also receive."""
     base = system_of(env)
     found = [*chain(env), *([] if base is None else [base.system])]
     found += objects_of(env)
@@ -73,18 +74,18 @@ def _parts(env: EnvBase, made: object) -> Iterator[Any]:
             yield each
 
 
-# --- the objects within one -----------------------------------------------------------------------
+# --- objects within an environment ----------------------------------------------------------------
 
 
 def objects_of(env: Any, most: int | None = None) -> list[Any]:
     """Return ``env`` and all environments that it wraps or holds, each once, outermost first.
 
-    Those of other processes are left out, and those in objects that are no environments.
+    Environments in other processes, and in objects that are not environments, are not found.
 
     Args:
         env: an environment of any library, or a system.
-        most: number of lanes; objects with more are left out, with all that is in them.
-            None: as many as ``env`` has.
+        most: maximum number of lanes. Objects with more lanes are skipped, with everything in
+            them. None selects the number of lanes of ``env``.
     """
     most = lanes_of(env) if most is None else most
     found, numbers, left = list[Any](), set[int](), [env]
@@ -101,14 +102,14 @@ def objects_of(env: Any, most: int | None = None) -> list[Any]:
 
 
 def require_own_objects(env: EnvBase) -> None:
-    """Refuse lanes that share an environment, which each of them would step and reset.
+    """Raise if lanes share an environment, because each of them would step and reset it.
 
     Raises:
-        EnvironmentRefused: two lanes share one; the message names them.
+        EnvironmentRefused: two lanes share an environment. The message names them.
     """
     *_, base = chain(env)
     if isinstance(base, SerialEnv):
-        serial_envs(base)  # starts it: its environments are made then
+        serial_envs(base)  # starts it, which makes its environments
     for each in objects_of(env):
         for group in groups_of(each):
             _refuse_shared(group)
@@ -130,7 +131,7 @@ def _refuse_shared(group: Sequence[Any]) -> None:
 
 
 def groups_of(env: Any) -> Iterator[Sequence[Any]]:
-    """Yield the lists in which ``env`` itself has the environments of its lanes."""
+    """Yield the lists in which ``env`` itself stores the environments of its lanes."""
     lanes = lanes_of(env)
     if lanes < 2:
         return
@@ -143,14 +144,14 @@ def groups_of(env: Any) -> Iterator[Sequence[Any]]:
 
 
 def _lane_objects(env: Any) -> Sequence[Any]:
-    """Return the lanes' environments whose classes derive from no library's; empty for others."""
+    """Return lanes' environments whose classes derive from no library's class, or nothing."""
     own = getattr(env, "envs", None) if isinstance(env, (SyncVectorEnv, System)) else None
     one_each = isinstance(own, (list, tuple)) and len(own) == lanes_of(env)
     return own if one_each and not _held(own) else ()
 
 
 def _held(value: Any) -> Sequence[Any]:
-    """Return the environments in a list, a tuple or a dictionary; empty for others."""
+    """Return the environments in a list, a tuple or a dictionary; empty for other values."""
     if type(value) is dict and len(value) <= _MOST:
         return [each for each in value.values() if is_environment(each.__class__)]
     if isinstance(value, (list, tuple)) and value and is_environment(value[0].__class__):
@@ -161,8 +162,8 @@ def _held(value: Any) -> Sequence[Any]:
 def _values(env: Any) -> Iterator[Any]:
     """Yield the values of the attributes of ``env``, and its ``unwrapped``.
 
-    Its ``__dict__`` is not asked for: CPython 3.11 and 3.12 then make one, and each step of a small
-    environment takes up to three times as long from there on.
+    The function avoids ``__dict__``. CPython 3.11 and 3.12 create a dictionary when it is accessed,
+    and each step of a small environment then takes up to three times as long.
     """
     for value in gc.get_referents(env):
         if type(value) is dict and len(value) <= _MOST:  # perhaps its attributes
@@ -173,20 +174,20 @@ def _values(env: Any) -> Iterator[Any]:
     if isinstance(env, (gymnasium.Env, VectorEnv)):
         try:
             yield env.unwrapped
-        except Exception:  # noqa: BLE001  then its attributes have to do
+        except Exception:  # noqa: BLE001  fall back to its attributes
             return
 
 
 @lru_cache(maxsize=4096)
 def is_environment(kind: type) -> bool:
-    """Return whether ``kind`` is a class of environments, of any library that was imported."""
+    """Return True if ``kind`` is an environment class of any imported library."""
     modules = ((sys.modules.get(module), name) for module, name in _ELSEWHERE)
     others = [getattr(module, name, None) for module, name in modules]
     return issubclass(kind, (gymnasium.Env, VectorEnv, EnvBase, System, *filter(None, others)))
 
 
 def inner_of(env: Any) -> Any:
-    """Return the one environment that ``env`` wraps; None if it wraps none, or holds several."""
+    """Return the environment that ``env`` wraps; None if it wraps none or holds several."""
     if isinstance(env, (gymnasium.Wrapper, VectorWrapper)):
         return env.env
     found = dict[int, Any]()
@@ -205,6 +206,6 @@ def lanes_of(env: Any) -> int:
         return env.declares.lanes
     try:
         lanes = getattr(env, "num_envs", 1)
-    except Exception:  # noqa: BLE001  an attribute that raises says no number
+    except Exception:  # noqa: BLE001  an attribute that raises gives no number
         return 1
     return lanes if isinstance(lanes, int) else 1

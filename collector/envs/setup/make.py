@@ -1,4 +1,4 @@
-"""Make an environment of any kind of ``create_env_fn``, or refuse it with the way out."""
+"""Make environments from any kind of ``create_env_fn``, or raise with a workaround."""
 
 import inspect
 import json
@@ -37,32 +37,33 @@ CreateEnv: TypeAlias = str | EnvBase | VectorEnv | System | Callable[[], Any]
 
 
 NOT_JSON = "kwargs_not_json"
-"""The names, in the description of an environment, of arguments that JSON cannot hold."""
+"""Key, in the description of an environment, of the names of arguments that JSON cannot hold."""
 CLASSES = "_classes"
-"""The key, in the description of an environment, of the names of its classes."""
+"""Key, in the description of an environment, of the names of its classes."""
 _LIBRARIES = (
     *("tallyroll.collector.", "torchrl.", "stable_baselines3."),
     *("gymnasium.core", "gymnasium.vector.", "gymnasium.wrappers."),
 )
-"""Beginnings of modules whose classes wrap and hold environments."""
+"""Module prefixes of classes that only wrap or hold environments."""
 
 
 @dataclass(frozen=True)
 class ReadyEnv:
-    """An environment ready to be driven."""
+    """An environment that a collector can drive."""
 
     env: EnvBase
     owned: bool
-    """True if the collector made it, and so closes it."""
+    """True if the collector made the environment and therefore closes it."""
     description: dict[str, Any]
-    """The description of the environment for provenance: JSON values. `VERSIONS` has those of
-    packages that it computes with, `CLASSES` the names of its classes."""
+    """Description of the environment for provenance, as JSON values.
+
+    `VERSIONS` contains the versions of packages that compute it, `CLASSES` its class names."""
     instance: object = None
-    """The object that was given, or that a factory made."""
+    """The object that the caller passed, or that a factory made."""
 
 
 def require_no_env_kwargs(options: Options) -> None:
-    """Raise where ``options`` have arguments for an id, and there is none."""
+    """Raise if ``options`` contain arguments for an id although there is no id."""
     if options.env_kwargs:
         raise ArgumentError(
             "env_kwargs go with an id; make the environment as you want it in the factory"
@@ -73,8 +74,8 @@ def make_env(create: CreateEnv, options: Options) -> ReadyEnv:
     """Make, or accept, the environment that a collector drives.
 
     Raises:
-        ArgumentError: an unknown id, or arguments that do not fit the kind of ``create``.
-        EnvironmentRefused: an environment that would lose or invent transitions.
+        ArgumentError: the id is unknown, or arguments do not fit the kind of ``create``.
+        EnvironmentRefused: the environment would lose or invent transitions.
     """
     with env_code("create_env_fn"):
         return _by_name(create, options) if isinstance(create, str) else _made_of(create, options)
@@ -120,11 +121,11 @@ def _made_of(create: Any, options: Options) -> ReadyEnv:
 
 @contextmanager
 def processes_guarded() -> Iterator[None]:
-    """Explain, around the making of an environment, why its processes cannot start.
+    """Explain why the processes of an environment cannot start while it is made.
 
     Raises:
-        EnvironmentDied: a process of a vector ended meanwhile.
-        EnvironmentRefused: they imported the main module and came here too.
+        EnvironmentDied: a process of a vector ended.
+        EnvironmentRefused: a process imported the main module and reached this code too.
     """
     try:
         yield
@@ -157,7 +158,7 @@ def _is_factory(create: Any) -> bool:
 
 
 def _no_shard(made: object, factory: object, part: ShardOfRun) -> str:
-    """Say why an environment, or what a factory made, is no shard."""
+    """Return the error text for an environment that cannot be made for a shard."""
     what = f"a factory of {type(made).__name__}" if factory else f"an instance, {made}"
     return (
         f"shard={part}: expected an id, a factory of a single Gymnasium environment, or one with "
@@ -167,13 +168,13 @@ def _no_shard(made: object, factory: object, part: ShardOfRun) -> str:
 
 
 def _callable_alone(factory: Any, num_envs: int | None = None) -> Callable[..., Any]:
-    """Return ``factory`` as it is called alone.
+    """Return ``factory`` as a callable without required arguments.
 
-    With ``num_envs``, if it takes that and there is one; with ``seeds=None`` if it needs seeds and
-    there are none yet.
+    The callable passes ``num_envs`` if the factory has that argument and there is a value. It
+    passes ``seeds=None`` if the factory requires seeds, because there are none yet.
 
     Raises:
-        ArgumentError: it needs other arguments, as a policy does.
+        ArgumentError: the factory requires other arguments, as a policy does.
     """
     given: dict[str, Any] = {}
     if num_envs is not None and _takes_lanes(factory):
@@ -193,7 +194,7 @@ def _callable_alone(factory: Any, num_envs: int | None = None) -> Callable[..., 
 
 
 def _needed_by(factory: Callable[..., Any]) -> list[str]:
-    """Return the arguments without which ``factory`` cannot be called, but for ``seeds``."""
+    """Return the names of required arguments of ``factory``, except ``seeds``."""
     called = factory.forward if isinstance(factory, torch.nn.Module) else factory
     try:
         parameters = inspect.signature(called).parameters.values()
@@ -208,7 +209,7 @@ def _needed_by(factory: Callable[..., Any]) -> list[str]:
 
 
 def _takes_lanes(factory: Any) -> bool:
-    """Return whether ``factory`` has an argument ``num_envs`` that is not given to it already."""
+    """Return True if ``factory`` has an argument ``num_envs`` that is not bound yet."""
     given = isinstance(factory, partial) and "num_envs" in factory.keywords
     return not given and _argument(factory, "num_envs") is not None
 
@@ -218,7 +219,7 @@ def _seeds_of(factory: Callable[..., Any]) -> inspect.Parameter | None:
 
 
 def _argument(factory: Callable[..., Any], name: str) -> inspect.Parameter | None:
-    """The argument of that name, where a factory can be asked for it and has one."""
+    """Return the parameter ``name`` of a factory; None if it has none or no signature."""
     try:
         return inspect.signature(factory).parameters.get(name)
     except (TypeError, ValueError):
@@ -226,7 +227,7 @@ def _argument(factory: Callable[..., Any], name: str) -> inspect.Parameter | Non
 
 
 def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> EnvBase:
-    """Return ``made``, by ``factory`` if there is one, in the form that a collector drives."""
+    """Return ``made``, and the ``factory`` that made it, in the form that a collector drives."""
     if isinstance(made, EnvBase):
         return _with_names(made, options.info_keys, options.rename)
     system = made if isinstance(made, System) else registry.adopt(made)
@@ -249,7 +250,7 @@ def _driven(made: Any, factory: Callable[..., Any] | None, options: Options) -> 
 
 
 def _with_seeds(factory: Callable[..., Any] | None) -> Make | None:
-    """Return ``factory`` as a maker of a system from seeds, if it takes seeds."""
+    """Return a function that makes a system from seeds with ``factory``, if it accepts seeds."""
     if factory is None or _seeds_of(factory) is None:
         return None
 
@@ -295,7 +296,7 @@ def _by_name(name: str, options: Options) -> ReadyEnv:
 
 
 def _over(system: System, options: Options, make: Make | None) -> SystemEnv:
-    """``system``, which ``make`` makes again from seeds, with columns of the infos asked for."""
+    """Return an environment over ``system``, which ``make`` can make again, with info columns."""
     infos = options.info_keys
     keeps = bool(infos) and system.keep_infos(infos)
 
@@ -317,7 +318,7 @@ def _over(system: System, options: Options, make: Make | None) -> SystemEnv:
 
 
 def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvBase:
-    """Return a TorchRL environment with renamed columns, and columns for ``info_keys``."""
+    """Return a TorchRL environment with renamed columns, and check its columns for infos."""
     if rename and isinstance(env, SystemEnv):
         raise ArgumentError(f"rename: pass it to {type(env).__name__}, which you made yourself")
     env = _renamed(env, rename)
@@ -342,7 +343,7 @@ def _with_names(env: EnvBase, info_keys: Sequence[Info], rename: Rename) -> EnvB
 
 
 def _renamed(env: EnvBase, rename: Rename) -> EnvBase:
-    """``env`` whose observations have the names that ``rename`` gives them.
+    """Return ``env`` with observations renamed as in ``rename``.
 
     Raises:
         NameRefused: names collide.
@@ -356,7 +357,7 @@ def _renamed(env: EnvBase, rename: Rename) -> EnvBase:
     if not pairs:
         return env
     old, new = zip(*pairs, strict=True)
-    # One after the other: in a single pass names that are swapped would overwrite each other.
+    # In two passes: in a single one, swapped names would overwrite each other.
     between = [(f"_renamed_{index}",) for index in range(len(pairs))]
     transform = Compose(RenameTransform(list(old), between), RenameTransform(between, list(new)))
     return TransformedEnv(env, transform, auto_unwrap=False)
@@ -376,7 +377,7 @@ def require_names_of(
     """Raise if two columns, of ``env`` or written by a policy, have the same name.
 
     Raises:
-        NameRefused: says which, and how it is settled.
+        NameRefused: names collide. The message names them and a solution.
     """
     require_names(
         _observations(env) if observations is None else observations,
@@ -389,7 +390,7 @@ def require_names_of(
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether a manifest holds the value itself; a tuple becomes a list."""
+    """Return True if a manifest can store the value itself. A tuple becomes a list."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
     if isinstance(value, list | tuple):
@@ -398,7 +399,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _json(value: Any) -> Any:
-    """Return ``value`` for a manifest; parts that JSON cannot hold become their repr."""
+    """Return ``value`` as JSON values. Parts that JSON cannot hold become their repr."""
     return json.loads(json.dumps(value, default=repr))
 
 
@@ -414,18 +415,19 @@ def _describe(env: EnvBase) -> dict[str, Any]:
 
 
 def _classes_of(made: object) -> list[str]:
-    """Return the classes of an environment and its lanes, wrappers of libraries excepted, sorted.
+    """Return the sorted classes of an environment and its lanes, without wrappers of libraries.
 
-    Each is ``"module:qualname"``. There are none where only other processes have them.
+    Each is ``"module:qualname"``. The list is empty if the environments are in other processes.
     """
     found = {_name_of(type(each)) for each in objects_of(made)}
     return sorted(name for name in found if not name.startswith(_LIBRARIES))
 
 
 def _factories_of(made: Any, factory: object) -> list[str]:
-    """Return the functions and classes that make lanes in other processes, or ``factory``; sorted.
+    """Return the sorted names of functions and classes that make lanes in other processes.
 
-    Lambdas and functions within functions are left out: their names say nothing.
+    If there are none, return the name of ``factory``. Lambdas and nested functions are excluded,
+    because their names are not informative.
     """
     makers: list[Any] = []
     for each in objects_of(made):
@@ -446,7 +448,7 @@ def _bare(factory: Any) -> Any:
 
 
 def _has_stable_name(factory: object) -> bool:
-    """Return whether the name of a factory is the same one in another process."""
+    """Return True if the name of a factory is the same in another process."""
     if isinstance(factory, type):
         return True
     return inspect.isroutine(factory) and "<" not in factory.__qualname__
@@ -463,7 +465,7 @@ def _transforms(env: TransformedEnv) -> list[Any]:
 
 
 def refuse(env: EnvBase) -> None:
-    """Raise :class:`EnvironmentRefused` where driving ``env`` would falsify data."""
+    """Raise :class:`EnvironmentRefused` if driving ``env`` would falsify data."""
     if len(env.batch_size) > 1:
         raise EnvironmentRefused(
             f"expected a batch size [] or [lanes], got {list(env.batch_size)}; flatten the "
@@ -486,7 +488,7 @@ def refuse(env: EnvBase) -> None:
 
 
 def _refuse_silent_vector(env: EnvBase) -> None:
-    """``GymEnv(id, num_envs=N)`` builds a vector whose final observations TorchRL zeroes."""
+    """Raise for ``GymEnv(id, num_envs=N)``, whose final observations TorchRL zeroes."""
     inner = env.__dict__.get("_env")
     if not isinstance(inner, VectorEnv):
         return

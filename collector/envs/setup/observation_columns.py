@@ -1,4 +1,4 @@
-"""The columns that are observations of the environment's state, and not counts of steps."""
+"""Selection of the columns that observe the environment's state, without step counts."""
 
 from collections.abc import Iterable
 
@@ -24,14 +24,14 @@ _REMEMBER = (CatFrames, InitTracker, RewardSum, StepCounter)
 
 
 def observed_keys(env: EnvBase, layout: SlabColumns, options: Options) -> tuple[Key, ...]:
-    """Keys at the root of ``layout`` that tell a final observation from the first one after it.
+    """Return root keys of ``layout`` that distinguish a final observation from the next first one.
 
-    Infos and what transforms write of their own are left out: they say how long an episode has
-    lasted, and so differ between its end and the next one's start whatever was observed. Empty
-    where nothing else is left.
+    Infos and columns that transforms add are excluded. They reflect how long an episode has
+    lasted, so they differ between its end and the next start regardless of the observation. The
+    result is empty if no other column exists.
 
     Args:
-        env: the environment that is driven.
+        env: the collector's environment.
         layout: its columns.
         options: name the columns that come from Gymnasium's ``info``.
     """
@@ -61,7 +61,7 @@ def info_columns(env: EnvBase, layout: SlabColumns, options: Options) -> set[Key
 
 
 def _written_by_transforms(env: EnvBase) -> set[Key]:
-    """Return keys that a transform with a memory adds; keys that it changes stay observed."""
+    """Return keys that a stateful transform adds. Keys that it only changes are not included."""
     found: set[Key] = set()
     while isinstance(env, TransformedEnv):
         for each in _flat(env.transform):

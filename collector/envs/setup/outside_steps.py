@@ -1,7 +1,8 @@
-"""Steps and resets of a collector's environments by the program, between two batches.
+"""Detection of steps and resets that the program makes in a collector's environments.
 
-No method of an environment is called or replaced. Each step and each reset assigns some attributes,
-such as a time limit's counter or a vector's array of ends: these are compared by identity.
+Such calls between two batches would corrupt trajectories. The module neither calls nor replaces a
+method of an environment. Each step and each reset assigns some attributes, such as a time limit's
+counter or a vector's array of ends, and the module compares these by identity.
 """
 
 import dis
@@ -22,24 +23,24 @@ from tallyroll.collector.compat import ENDED, state_reader
 from tallyroll.collector.envs.setup.instances import groups_of, inner_of, lanes_of
 
 _COUNTERS = "step", "elapsed", "time", "count", "tick"
-"""Parts of the names of numbers that each step changes."""
+"""Substrings of the names of numbers that each step changes."""
 _SURE = 1
-"""The last rank of attributes that each step replaces."""
+"""Largest rank of attributes that each step certainly replaces."""
 _MOST_NBYTES = 2**10
-"""Size of an array that is compared by its content, for it may be written in place."""
+"""Maximum size of an array that is compared by content, because it may be written in place."""
 Way = Literal["reads", "assigns", "changes", "writes"]
-"""Reads, assigns or adds to an attribute, or writes to an item of anything."""
+"""How code uses an attribute (read, assign, add to it), or a write to an item of any object."""
 _ZERO = 0
 _ZEROS = repeat(_ZERO)
 _ABSENT = object()
 
 
 class OutsideSteps:
-    """Compares attributes that steps and resets of ``env`` assign, or arrays that they write to.
+    """Compares attributes that steps and resets of ``env`` assign, and arrays that they write to.
 
     Args:
-        env: the environment that is driven, after its first reset.
-        resets_first: returns True if all lanes are reset before the next step.
+        env: the collector's environment, after its first reset.
+        resets_first: returns True if the collector resets all lanes before the next step.
     """
 
     def __init__(self, env: EnvBase, resets_first: Callable[[], bool]) -> None:
@@ -55,9 +56,9 @@ class OutsideSteps:
         self._arrays = list(_arrays_of(env))
         self._contents = [_content(*of) for _, *of in self._arrays]
         self._written = [False] * len(self._arrays)
-        """True for arrays that the collector's own steps or resets have changed."""
+        """True for arrays that steps or resets of the collector have changed."""
         self._fresh: list[tuple[int, Any, list[int]]] = []
-        """Sights of lanes that may begin an episode, and `_reset_marks` there."""
+        """Index and `_reset_marks` of each lane that may be at the start of an episode."""
         self._readers: dict[int, tuple[np.random.Generator, Callable[[], Any]]] = {}
         self.remember()
 
@@ -68,23 +69,23 @@ class OutsideSteps:
             return list(map(getattr, self._owners, self._names, repeat(None)))
 
     def remember(self) -> None:
-        """Remember the environments as the collector left them."""
+        """Remember the state in which the collector left the environments."""
         self._before = before = self._values()
         if self._arrays:
             contents = [_content(*of) for _, *of in self._arrays]
             self._written = [*map(or_, self._written, map(ne, contents, self._contents))]
             self._contents = contents
-        # A reset at the start of an episode leaves the counter of steps as it is.
+        # A reset at the start of an episode does not change the step counter.
         self._fresh = []
         if any(map(is_, before, _ZEROS)):
             zeros = (at for at, value in enumerate(before) if value is _ZERO)
             self._fresh = [(at, *self._reset_marks(at)) for at in zeros]
 
     def _reset_marks(self, at: int) -> tuple[Any, list[int]]:
-        """Return what a reset changes at the start of an episode, too.
+        """Return state that a reset changes even at the start of an episode.
 
-        A part of the state of the environment's generator, and whole numbers that resets alone
-        assign, which may count episodes.
+        This is a part of the state of the environment's generator, and integers that only resets
+        assign, because they may count episodes.
         """
         env, names = self._bases[at]
         values = [getattr(env, name, 0) for name in names]
@@ -98,7 +99,7 @@ class OutsideSteps:
         return (id(generator), read()), numbers
 
     def find(self) -> str:
-        """Return the place where the program stepped or reset a lane; empty if it did nowhere."""
+        """Return where the program stepped or reset a lane; an empty string if nowhere."""
         now = self._values()
         if not all(map(is_, now, self._before)):
             return self._where[[*map(is_, now, self._before)].index(False)]
@@ -110,7 +111,7 @@ class OutsideSteps:
                     return of[0]
         for at, drawn, numbers in self._fresh:
             drawn_now, numbers_now = self._reset_marks(at)
-            # No generator: the exception of a signal's handler in one that is closed is lost.
+            # Not a generator expression: closing one loses an exception of a signal handler.
             counted = any(map(eq, numbers_now, [n + 1 for n in numbers]))
             if counted or drawn_now != drawn:
                 return self._where[at]
@@ -141,8 +142,8 @@ def _places_of(env: Any, first: int = 0) -> Iterator[tuple[str, list[Any]]]:
 def _sights_of(env: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield places, environments there, and names of attributes to compare by identity.
 
-    Few of each lane, for they are compared in each call: of the innermost environment, and the one
-    that shows steps most surely.
+    Each call compares all of them, so there are only a few per lane: of the innermost environment,
+    and of the one that shows steps most reliably.
     """
     for where, layers in _places_of(env):
         found = sorted(
@@ -160,7 +161,7 @@ def _sights_of(env: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _ranked(env: Any) -> Iterator[tuple[int, str]]:
-    """Yield the attributes of ``env`` that show steps, and how surely; 0 is the surest."""
+    """Yield the attributes of ``env`` that show steps, with their rank. Rank 0 is most reliable."""
     if type(env) is SyncVectorEnv:
         yield 0, ENDED
         return
@@ -178,14 +179,14 @@ def _ranked(env: Any) -> Iterator[tuple[int, str]]:
 
 
 def _counts(name: str) -> bool:
-    """Return whether an attribute is named like a counter of steps."""
+    """Return True if ``name`` looks like the name of a step counter."""
     return name == "t" or any(each in name.lower() for each in _COUNTERS)
 
 
 def _arrays_of(env: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield places, environments there, and names of small arrays that are written in place.
 
-    Only of places that nothing else shows.
+    Only places without attributes to compare by identity are included.
     """
     seen = {where for where, _, _ in _sights_of(env)}
     for where, layers in _places_of(env):
@@ -203,9 +204,9 @@ def _is_array(value: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def state_names(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return names of attributes that both steps and resets of a class of environments change.
+    """Return names of attributes that both steps and resets of an environment class change.
 
-    The first are assigned by both, the second may be written in place by both.
+    Both assign the names in the first tuple, and may write in place to those in the second.
     """
     (step, step_items), (reset, reset_items) = (_changed_by(kind, each) for each in _methods(kind))
     found = [name for name in step if name in reset], [n for n in step_items if n in reset_items]
@@ -214,7 +215,7 @@ def state_names(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @lru_cache(maxsize=1024)
 def reset_names(kind: type) -> tuple[str, ...]:
-    """Return names of attributes that resets of a class of environments alone assign."""
+    """Return names of attributes that only resets of an environment class assign."""
     (step, _), (reset, _) = (_changed_by(kind, each) for each in _methods(kind))
     return tuple(name for name in reset if name not in step)
 
@@ -224,10 +225,10 @@ def _methods(kind: type) -> tuple[str, str]:
 
 
 def _changed_by(kind: type, method: str) -> tuple[list[str], list[str]]:
-    """Return attributes that a method assigns, itself or by other methods of its object.
+    """Return attributes that a method assigns, directly or through other methods of its object.
 
-    The second list has attributes that it reads in methods that write to items. Drawing of
-    pictures is left out: programs do that between batches.
+    The second list contains attributes that it reads in methods that write to items. Methods that
+    render are excluded, because programs call them between batches.
     """
     assigned, items, left, seen = dict[str, None](), dict[str, None](), [method], {method}
     while left:
@@ -242,7 +243,7 @@ def _changed_by(kind: type, method: str) -> tuple[list[str], list[str]]:
             ways = {way: [own for each, own in found if each == way] for way in get_args(Way)}
             reads, plain = ways["reads"], ways["assigns"]
             assigned |= dict.fromkeys([*plain, *ways["changes"]])
-            # An array that is only added to, and the object of `self.x[at] = ...`, stay the same.
+            # Augmented assignment to an array, and `self.x[at] = ...`, keep the same object.
             items |= dict.fromkeys(own for own in ways["changes"] if own not in plain)
             items |= dict.fromkeys(reads if ways["writes"] else ())
             for own in reads:
@@ -255,7 +256,7 @@ def _changed_by(kind: type, method: str) -> tuple[list[str], list[str]]:
 
 
 def _instructions(function: FunctionType) -> Iterator[tuple[Way, str]]:
-    """Yield how a method uses attributes of its object, and writes to items, in its order."""
+    """Yield the uses of attributes of its object, and writes to items, in a method, in order."""
     code, before = function.__code__, ("", ())
     own = code.co_varnames[:1]
     for each in dis.get_instructions(code):
@@ -271,6 +272,6 @@ def _instructions(function: FunctionType) -> Iterator[tuple[Way, str]]:
 
 
 def _content(env: Any, name: str) -> Any:
-    """Return a value that differs once an array or a tensor was written in place."""
+    """Return a value that changes when an array or a tensor is written in place."""
     value = getattr(env, name, None)
     return value.tobytes() if isinstance(value, np.ndarray) else getattr(value, "_version", None)

@@ -1,4 +1,4 @@
-"""Versions of the packages that an environment computes with, for provenance."""
+"""Versions of the packages that compute an environment, for provenance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _COMPUTES: Final[dict[str, tuple[str, ...]]] = {
     "supersuit": ("pettingzoo",),
     "vmas": (),
 }
-"""Modules of packages that compute environments, and others that these compute with."""
+"""Modules of packages that compute environments, with further packages that they use."""
 _NAMED: Final = {
     "ale_py": ("ale-py",),
     "Box2D": ("box2d", "box2d-py"),
@@ -50,18 +50,18 @@ _NAMED: Final = {
     "pyspiel": ("open-spiel",),
     "stable_baselines3": ("stable-baselines3",),
 }
-"""Names in the metadata of packages, where they are not those of the modules."""
+"""Package names in metadata, if they differ from the names of the modules."""
 _OURS: Final = ("builtins", "__main__", "tallyroll")
 
 VERSIONS: Final = "_versions"
-"""Where a description of an environment has them."""
+"""Key of the versions in the description of an environment."""
 
 
 def packages_of(env: EnvBase) -> dict[str, str]:
-    """Return versions of the packages that define an environment or compute it, by name.
+    """Return the versions of the packages that define or compute an environment, by name.
 
-    Those of `versions` are left out. What other processes alone have imported is not known here,
-    nor what a batched environment of TorchRL makes when it starts.
+    Packages that `versions` already covers are excluded. Packages that only other processes have
+    imported are not found. Neither are packages of a batched TorchRL environment before it starts.
     """
     own, used = set[str](), set[str]()
     if isinstance(base := [*chain(env)][-1], SystemEnv):
@@ -83,15 +83,15 @@ def packages_of(env: EnvBase) -> dict[str, str]:
 
 
 def version_here(name: str) -> str:
-    """Return the version here of a package that `packages_of` names so; empty without it."""
+    """Return the local version of a package in `packages_of`; empty if it is not installed."""
     return _version(next((each for each in _NAMED.values() if each[0] == name), (name,)))
 
 
 def _parts(env: EnvBase) -> Iterator[Any]:
-    """Yield what an environment is within its wrappers, of many the first; or its class."""
+    """Yield the parts of an environment, or their class; of several lanes, only the first."""
     base: Any = [*chain(env)][-1]
     yield base.system if isinstance(base, SystemEnv) else base
-    if not isinstance(base, SystemEnv):  # attributes of TorchRL's may start processes
+    if not isinstance(base, SystemEnv):  # reading attributes of TorchRL's may start processes
         many = vars(base).get("_envs")
         base = many[0] if isinstance(many, list) and many else vars(base).get("_env")
     else:
@@ -106,7 +106,7 @@ def _parts(env: EnvBase) -> Iterator[Any]:
     else:
         yield bare
         entry = _of(_of(base, "spec"), "entry_point")
-        if isinstance(entry, str):  # its environments are in other processes
+        if isinstance(entry, str):  # the environments are in other processes
             module, _, name = entry.partition(":")
             kind = getattr(sys.modules.get(module), name, None)
             if isinstance(kind, type):
@@ -116,7 +116,7 @@ def _parts(env: EnvBase) -> Iterator[Any]:
 def _of(each: object, name: str) -> Any:
     try:
         return getattr(each, name, None)
-    except Exception:  # noqa: BLE001  an attribute that raises is no reason to refuse it
+    except Exception:  # noqa: BLE001  a property that raises does not matter here
         return None
 
 

@@ -1,4 +1,4 @@
-"""An environment as the collector drives it: moved, limited in time, primed, and seeded."""
+"""Preparation of an environment for a collector: device, time limit, primers and seeds."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,7 @@ from tallyroll.storage.rows.keys import NEXT, as_key
 
 
 def _why_not(env: EnvBase) -> str:
-    """Return why an environment of TorchRL's takes nothing at resets of its lanes."""
+    """Return why a TorchRL environment accepts no seeds or options at resets of its lanes."""
     *_, base = chain(env)
     if isinstance(base, ParallelEnv):
         return "whose processes reset their lanes, and are given nothing for them"
@@ -35,11 +35,12 @@ def _why_not(env: EnvBase) -> str:
 
 
 def give_resets(env: EnvBase, resets: Resets) -> None:
-    """Let resets of ``env`` be given what ``resets`` draw, if these draw anything.
+    """Give resets of ``env`` the seeds, options or contexts that ``resets`` draw, if any.
 
     Raises:
-        EnvironmentRefused: its resets take no such thing; says why, and the way out.
-        ArgumentError: it takes other contexts.
+        EnvironmentRefused: its resets accept no seeds or no options. The message explains why and
+            names an alternative.
+        ArgumentError: the names of the options are reserved, or differ from the declared contexts.
     """
     base = system_of(env)
     if base is not None:
@@ -72,14 +73,16 @@ def give_resets(env: EnvBase, resets: Resets) -> None:
 
 
 def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
-    """``env`` on its device, with a time limit and a recurrent policy's states where needed.
+    """Return ``env`` on its device, with a time limit and recurrent states if needed.
 
     Raises:
-        ArgumentError, EnvironmentRefused: it cannot be driven as ``options`` want it.
+        ArgumentError: ``options`` do not fit the environment.
+        EnvironmentRefused: the environment cannot be driven with ``options``.
+        NameRefused: the time limit needs the column ``step_count``, which already exists.
     """
     give_resets(env, options.resets)
     _give_reward_dtype(env, options.columns.reward_dtype)
-    if options.layout.name != "torchrl":  # there what TorchRL does is what is wanted, and is said
+    if options.layout.name != "torchrl":  # that layout reproduces TorchRL's behavior
         refuse_known_faults(env, options.max_frames_per_traj, options.checks.finals == "lost")
         _require_observed_agents(env)
     device = options.env_device or (None if runs_on_cpu(env) else options.device)
@@ -101,7 +104,7 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
         base.stepper.look_for_masks()
     env = with_recurrent_states(env, policy)
     if isinstance(policy, nn.Module):
-        # Those of its modules that explore within a range of actions, and were given none.
+        # Exploration modules that need a range of actions and were given none.
         set_exploration_modules_spec_from_env(policy, env)
     if options.max_frames_per_traj is not None:
         env = with_time_limit(env, options.max_frames_per_traj)
@@ -119,14 +122,14 @@ def prepare_env(env: EnvBase, policy: Any, options: Options) -> EnvBase:
 
 
 def _draws(policy: Any) -> bool:
-    """Return True if a policy, as a collector is given it, leaves actions to be drawn."""
+    """Return True if a policy, in a collector's form, leaves some actions to random draws."""
     if not isinstance(policy, Joint):
         return policy is None
     return any(part.policy is None or part.opening for part in policy.parts)
 
 
 def _require_observed_agents(env: EnvBase) -> None:
-    """Let TorchRL's wrapper of PettingZoo raise where it would store zeros for an agent's end."""
+    """Make TorchRL's PettingZoo wrapper raise if it would store zeros for an agent's end."""
     base: Any = list(chain(env))[-1]
     if type(base).__module__ == "torchrl.envs.libs.pettingzoo" and base.parallel:
         vars(base)["_step_parallel"] = partial(_step_observed, base)
@@ -156,10 +159,10 @@ def _step_observed(env: Any, tensordict: TensorDictBase) -> Any:
 
 
 def _give_reward_dtype(env: EnvBase, dtype: Any) -> None:
-    """Let ``env`` return rewards of ``dtype``; None: as it declares them.
+    """Make ``env`` return rewards of ``dtype``; None keeps the declared dtype.
 
     Raises:
-        ArgumentError: an environment of TorchRL's own declares another.
+        ArgumentError: a TorchRL environment declares another dtype.
     """
     base = system_of(env)
     if base is not None:
@@ -176,7 +179,7 @@ def _give_reward_dtype(env: EnvBase, dtype: Any) -> None:
 
 
 def first_reset(env: EnvBase, first_lane: int = 0) -> TensorDictBase:
-    """Reset ``env``; if that declares infos, its wrappers read their specs again.
+    """Reset ``env``, and refresh the specs of its wrappers, because a reset may declare infos.
 
     ``first_lane`` is the number of its first lane in the run.
     """
@@ -191,13 +194,15 @@ def first_reset(env: EnvBase, first_lane: int = 0) -> TensorDictBase:
 def seed_env(
     env: EnvBase, seed: int, incarnation: int, lanes: Sequence[int] = (), *, asked: bool = True
 ) -> list[int]:
-    """Seed the next reset of every lane; return their seeds, none if a system chooses some.
+    """Seed the next reset of every lane.
 
-    ``lanes`` are their numbers in the run (default: all lanes). ``asked``: the caller wants this
-    very seed.
+    ``lanes`` are the lane numbers in the run (default: all lanes). ``asked`` is True if the caller
+    requires this very seed.
+
+    Return the seeds of the lanes, or an empty list if the environment chooses some of them itself.
 
     Raises:
-        ArgumentError: a system that takes seeds only when it is made cannot be made again.
+        ArgumentError: the system accepts seeds only when it is made, and cannot be made again.
     """
     lanes = lanes or range(env.batch_size.numel())
     of_all = lane_seeds(seed, max(lanes) + 1, incarnation)
@@ -225,7 +230,7 @@ def seed_env(
 
 
 def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
-    """``env`` whose trajectories are truncated after ``frames`` transitions."""
+    """Return ``env`` with trajectories that are truncated after ``frames`` transitions."""
     base = system_of(env)
     declared_later = base is not None and ("step_count",) in base.info_keys
     if declared_later or _counts_otherwise(env):
@@ -242,7 +247,7 @@ def with_time_limit(env: EnvBase, frames: int) -> EnvBase:
 
 
 def _counts_otherwise(env: EnvBase) -> bool:
-    """A column has the name that a StepCounter writes to, and another spec than it declares."""
+    """Return True if ``env`` has a column ``step_count`` with a spec unlike a StepCounter's."""
     spec = env.observation_spec.get("step_count", None)
     if spec is None:
         return False
@@ -254,7 +259,7 @@ def _counts_otherwise(env: EnvBase) -> bool:
 
 
 def with_recurrent_states(env: EnvBase, policy: Any) -> EnvBase:
-    """``env`` with the states that a recurrent policy reads, where it lacks them."""
+    """Return ``env`` with the states that a recurrent policy reads, added if missing."""
     if not isinstance(policy, nn.Module):
         return env
     primers = [

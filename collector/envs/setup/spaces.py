@@ -1,4 +1,4 @@
-"""The spaces of an environment's columns, of its specs, for provenance."""
+"""Spaces of an environment's columns, derived from its specs, for provenance."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from tallyroll.storage.rows.spaces import OF_LANES, Space, agreed, box, box_of_l
 
 
 def spaces_of(env: EnvBase, layout: SlabColumns, options: Options) -> dict[str, Any]:
-    """Return the space of a lane's observations and actions, as JSON, by columns' names.
+    """Return the spaces of a lane's observations and actions as JSON, by column name.
 
     Args:
-        env: the environment that is driven; of its lanes the first.
+        env: the collector's environment. Bounds that differ between lanes are included by lane.
+            Otherwise the first lane determines the space.
         layout: its columns.
         options: name the columns that come from Gymnasium's ``info``, which have no space.
     """
@@ -48,10 +49,10 @@ def spaces_of(env: EnvBase, layout: SlabColumns, options: Options) -> dict[str, 
 
 
 def joined(spaces: Sequence[Mapping[str, Any]], lanes: Sequence[int]) -> dict[str, Any]:
-    """Join the spaces of workers, which have so many ``lanes``.
+    """Join the spaces of workers with the given numbers of ``lanes``.
 
-    Bounds that differ among the lanes of a worker are kept by lane; of the others, those on which
-    all workers agree.
+    If bounds differ among the lanes of a worker, the result contains them by lane. Other spaces are
+    included if all workers agree on them.
     """
     found = agreed(spaces)
     for name in {name for each in spaces for name, said in each.items() if OF_LANES in said}:
@@ -74,7 +75,7 @@ def joined(spaces: Sequence[Mapping[str, Any]], lanes: Sequence[int]) -> dict[st
 
 
 def _of_lanes(space: Space, lanes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bounds ``[lane, ...]`` of a Box."""
+    """Return the bounds ``[lane, ...]`` of a Box as two arrays."""
     own = space.of_lanes or space
     assert own.low is not None and own.high is not None and space.dtype is not None
     if space.of_lanes is not None:
@@ -84,7 +85,7 @@ def _of_lanes(space: Space, lanes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _said(spec: TensorSpec, lead: int, first_lane: int = 0) -> dict[str, Any] | None:
-    """Return the JSON of a spec whose first ``lead`` dimensions are lanes; None of other kinds."""
+    """Convert a spec whose first ``lead`` dimensions are lanes to JSON; None if unsupported."""
     dtype, shape = _dtype(spec.dtype), tuple(spec.shape[lead:])
     if dtype is None:
         return None
@@ -121,14 +122,14 @@ def _dtype(dtype: torch.dtype | None) -> np.dtype[Any] | None:
 
 
 def _of_bounds(dtype: np.dtype[Any], low: np.ndarray, high: np.ndarray) -> dict[str, Any]:
-    """Return a Box; of one whole number of 64 bits a Discrete, as Gymnasium has it."""
+    """Return a Box, or a Discrete for bounds of a single int64, as in Gymnasium."""
     if dtype == np.int64 and not low.shape and (count := int(high) - int(low) + 1) < 2**31:
         return {"type": "Discrete", "n": count, "start": int(low), "dtype": dtype.name}
     return box(dtype, np.asarray(low), np.asarray(high))
 
 
 def _all_of(dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """Return the least and the largest value of a dtype."""
+    """Return the smallest and the largest value of a dtype."""
     if dtype.kind == "f":
         return dtype.type(-np.inf), dtype.type(np.inf)
     if dtype.kind == "b":

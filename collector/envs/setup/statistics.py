@@ -1,4 +1,4 @@
-"""Statistics that transforms keep of all that they saw, each in a process of its own."""
+"""Detection of transforms that keep statistics, which each process would gather separately."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,16 +13,16 @@ from tallyroll.collector.options.objects import LayoutName
 
 
 class StatisticsWarning(UserWarning):
-    """Each worker has statistics of its own, so that rows depend on the number of workers."""
+    """Each worker has separate statistics, so rows depend on the number of workers."""
 
 
 def judge_apart(names: Sequence[str], workers: int, layout: LayoutName) -> None:
-    """Refuse transforms of these ``names``, which keep statistics of each worker's own lanes.
+    """Raise, or warn, if transforms keep statistics of each worker's own lanes.
 
-    ``layout="torchrl"`` collects as TorchRL does, which has them so: a warning.
+    ``layout="torchrl"`` collects like TorchRL, which keeps such statistics, so it only warns.
 
     Raises:
-        EnvironmentRefused: says what to do instead.
+        EnvironmentRefused: with another layout. The message lists alternatives.
     """
     said = (
         f"{', '.join(names)}: expected statistics of all lanes, got those of a worker's own lanes "
@@ -36,11 +36,13 @@ def judge_apart(names: Sequence[str], workers: int, layout: LayoutName) -> None:
 
 
 class StatisticsWatch:
-    """Transforms of ``env`` that keep statistics; made before any call that may change these.
+    """Finds transforms of ``env`` that keep statistics.
 
-    Among TorchRL's transforms they are `VecNorm` and `VecNormV2`, unless frozen or given a
-    TensorDict that processes share; the memory of its others belongs to lanes. Among others they
-    are those with a buffer that a reset changes and that is not ``[*batch size, ...]``.
+    Create the object before any call that may change the statistics. Among TorchRL's transforms,
+    `VecNorm` and `VecNormV2` keep statistics, unless they are frozen or use a TensorDict that
+    processes share. The state of TorchRL's other transforms belongs to single lanes. Any other
+    transform keeps statistics if a reset changes a buffer whose shape does not begin with the batch
+    size.
     """
 
     def __init__(self, env: EnvBase) -> None:
@@ -49,7 +51,7 @@ class StatisticsWatch:
         self._before = {id(each): _buffers(each) for each in _others(env)}
 
     def found(self) -> list[str]:
-        """Names of those whose statistics no other process shares."""
+        """Return the class names of transforms whose statistics no other process shares."""
         names = [
             type(each).__name__
             for each in _normalisers(self._env)
@@ -82,8 +84,8 @@ def _buffers(transform: Transform) -> dict[str, torch.Tensor]:
 
 
 def load_frozen(env: EnvBase, state: Mapping[str, Any]) -> None:
-    """Give ``state`` to the transforms of ``env``, whose normalisers stay as it says."""
-    env.reset()  # buffers of some transforms (CatFrames) are made by the first
+    """Load ``state`` into the transforms of ``env`` and freeze its normalizers."""
+    env.reset()  # the first reset makes the buffers of some transforms (CatFrames)
     env.load_state_dict(state)
     for each in _normalisers(env):
         each.freeze()

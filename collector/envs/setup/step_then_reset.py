@@ -1,4 +1,4 @@
-"""Steps and resets of a TorchRL environment, separate if possible, or else watched."""
+"""Steps and resets of a TorchRL environment, as two calls if possible."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -15,19 +15,20 @@ from tallyroll.collector.policies.tensor_copies import own_tensors
 from tallyroll.storage.rows.keys import NEXT
 
 WATCHED = 8
-"""Slots in which an environment is watched; it reuses memory from the start or never."""
+"""Number of slots to watch. An environment that reuses memory does so from the start."""
 
 Copy = Callable[[TensorDictBase], None]
-"""Copies the result of a step."""
+"""Copy the result of a step."""
 
 Values: TypeAlias = tuple[Any, ...]
 
 
 class SplitStep:
-    """Step an environment, have the result copied, and reset what is done: nothing is lost.
+    """Steps an environment, has the result copied, and then resets lanes that are done.
 
-    The environment gets a copy of its last observation while it might write its next observation
-    to the same memory, because a transform may compare the two.
+    The copy precedes the reset, so no final observation is lost. While the environment might write
+    its next observation to the memory of the last one, it receives a copy of the last one, because
+    a transform may compare the two.
     """
 
     def __init__(self, env: EnvBase) -> None:
@@ -41,7 +42,7 @@ class SplitStep:
         return self._own(first)
 
     def __call__(self, td: TensorDictBase, copy: Copy) -> tuple[TensorDictBase, TensorDictBase]:
-        """Step and reset as ``step_and_maybe_reset`` does; ``copy`` gets the step's result."""
+        """Step and reset like ``step_and_maybe_reset``. ``copy`` receives the step's result."""
         env = self._env
         if td.device != env.device:
             td = td.to(env.device)
@@ -53,12 +54,12 @@ class SplitStep:
             self._watch(td)
         copy(td)
         if env.any_done(following):
-            # A reset by mask joins the lanes that it resets with the others of its argument.
+            # A reset by mask merges the lanes that it resets into its argument.
             following = env.reset(own_tensors(following), select_reset_only=True)
         return td, self._own(following)
 
     def _own(self, td: TensorDictBase) -> TensorDictBase:
-        """Return ``td``, or a copy of it; while the environment is watched, keep both contents."""
+        """Return ``td`` or a copy of it. While watching, remember its contents."""
         if self._watched:
             self._raw, self._held = td, contents(td)
         return own_tensors(td) if self._watched or self._reuses else td
@@ -73,15 +74,15 @@ class SplitStep:
 
 
 class WholeStep:
-    """Step and reset an environment by its own combined call, and watch its use of memory.
+    """Steps and resets an environment in its combined call, and watches its use of memory.
 
     Args:
         env: an environment whose step and reset cannot be separated.
-        watch: whether its final observations are wanted, and come from memory of this process.
+        watch: True if its final observations are needed and come from memory of this process.
 
     Raises:
-        EnvironmentRefused: it writes to the memory of an observation that it returned before, so
-            that a reset may have overwritten the final one.
+        EnvironmentRefused: the environment writes to the memory of an earlier observation, so a
+            reset may have overwritten the final one.
     """
 
     def __init__(self, env: EnvBase, *, watch: bool) -> None:
@@ -99,7 +100,7 @@ class WholeStep:
         return first
 
     def __call__(self, td: TensorDictBase, copy: Copy) -> tuple[TensorDictBase, TensorDictBase]:
-        """Call ``step_and_maybe_reset``, and ``copy`` with the step's result."""
+        """Call ``step_and_maybe_reset``, and pass the step's result to ``copy``."""
         td, following = self._env.step_and_maybe_reset(td)
         if self._watches:
             self._look(td.get(NEXT), following)
@@ -143,9 +144,9 @@ class WholeStep:
 
 
 def way_of(env: EnvBase) -> SplitStep | WholeStep:
-    """Return the way to step and reset ``env`` that loses no final observation unnoticed."""
+    """Return the way to step and reset ``env`` that detects lost final observations."""
     if splits(env):
         return SplitStep(env)
-    # A SystemEnv returns copies, and so do the workers of a ParallelEnv, of which one was checked.
+    # A SystemEnv returns copies. So do the workers of a ParallelEnv; one of them was probed.
     copies = isinstance(env, SystemEnv | ParallelEnv)
     return WholeStep(env, watch=not copies and not loses_finals(env))

@@ -1,4 +1,4 @@
-"""Traits of an environment below its transforms, decided in one place."""
+"""Properties of an environment below its transforms."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,24 +22,24 @@ def chain(env: EnvBase) -> Iterator[EnvBase]:
 
 
 def system_of(env: EnvBase) -> SystemEnv | None:
-    """Return the environment over a system that ``env`` wraps; None if it is of another kind."""
+    """Return the `SystemEnv` that ``env`` wraps; None if the base is of another kind."""
     base = list(chain(env))[-1]
     return base if isinstance(base, SystemEnv) else None
 
 
 def fills_slabs(env: EnvBase) -> bool:
-    """Return whether ``env`` writes the results of a step to the slab itself."""
+    """Return True if ``env`` writes the results of a step to the slab itself."""
     return isinstance(env, SystemEnv) and env.stepper.fills
 
 
 def runs_on_cpu(env: EnvBase) -> bool:
-    """Return whether ``env`` is over a system whose arrays are on the CPU."""
+    """Return True if ``env`` is over a system whose arrays are on the CPU."""
     base = system_of(env)
     return base is not None and base.device.type == "cpu"
 
 
 def ticks_of(env: EnvBase) -> int | None:
-    """Return the simulator ticks of a transition; None: not known, as of other processes."""
+    """Return the simulator ticks per transition; None if unknown, as in other processes."""
     *outer, base = chain(env)
     skips = [
         part
@@ -62,21 +62,21 @@ def ticks_of(env: EnvBase) -> int | None:
 
 
 def loses_finals(env: EnvBase) -> bool:
-    """Return whether final observations are lost (TorchRL's ``auto_reset=True``)."""
+    """Return True if final observations are lost (TorchRL's ``auto_reset=True``)."""
     for each in chain(env):
         if isinstance(each, SystemEnv):
             return each.stepper.declares.loses_finals
         if isinstance(each, AutoResetEnv) or resets_itself(each):
             return True
         if isinstance(each, BatchedEnvBase):
-            # The behaviour of its workers can only be seen on one of them.
+            # Inspect a worker: the base environment does not show how its workers behave.
             with throwaway(partial(each.create_env_fn[0], **each.create_env_kwargs[0])) as worker:
                 return loses_finals(worker)
     return False
 
 
 def can_step_part(env: EnvBase) -> bool:
-    """Return whether some lanes can be stepped while the others wait."""
+    """Return True if some lanes can be stepped while the others wait."""
     if isinstance(env, SystemEnv):
         return env.stepper.declares.can_step_part
     return isinstance(env, BatchedEnvBase) or env.batch_size.numel() == 1

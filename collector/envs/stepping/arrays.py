@@ -1,4 +1,4 @@
-"""Arrays that systems return, as NumPy and torch represent them."""
+"""Conversion of the arrays that systems return to NumPy and torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _FLAGS: Key = (NEXT, "terminated or truncated")
 
 
 def whole(system: System, lanes: int) -> Step:
-    """Return one step of all lanes of a system, which came back in any order, each once."""
+    """Receive one step of each lane from a system that returns lanes in any order."""
     parts: list[Step] = []
     while sum(len(part.terminated) for part in parts) < lanes:
         parts.append(system.recv())
@@ -35,7 +35,7 @@ def reordered(out: Step, order: NDArray[np.intp]) -> Step:
 
 
 def _mapped(change: Callable[..., Any], *steps: Any) -> Any:
-    """Apply ``change`` to the values that are at the same place in all ``steps``."""
+    """Apply ``change`` to the corresponding values of all ``steps``."""
     one = steps[0]
     if isinstance(one, Mapping):
         return {name: _mapped(change, *(each[name] for each in steps)) for name in one}
@@ -50,7 +50,7 @@ def _joined(*values: Array | None) -> Array | None:
 
 
 def _with_all(part: Step, parts: Sequence[Step]) -> Step:
-    """Return ``part`` with a value for everything that some of ``parts`` have."""
+    """Return ``part`` with a value for every optional field that any of ``parts`` has."""
     no_lane = np.zeros(len(part.terminated), np.bool_)
     absent: dict[str, Any] = {"final": part.obs, "final_valid": no_lane, "skipped": no_lane}
     for name, value in absent.items():
@@ -60,13 +60,14 @@ def _with_all(part: Step, parts: Sequence[Step]) -> Step:
 
 
 def fitting(value: Array, row: NDArray[Any], key: Key) -> NDArray[Any]:
-    """``value`` of all lanes, which ``row`` of a column takes as it is, but for digits of floats.
+    """Convert ``value`` of all lanes to the dtype of ``row``; only digits of floats may be lost.
 
-    NumPy would spread fewer values over all lanes, and make other numbers of some.
+    A plain NumPy assignment would broadcast too few values to all lanes, and would change values
+    that the dtype cannot hold.
 
     Raises:
-        ValueError: another shape, or no numbers.
-        ValueRefused: a value that is another one there; its lane is the row of ``value``.
+        ValueError: the shape differs, or the values are not numbers.
+        ValueRefused: the conversion would change a value. Its lane is the row of ``value``.
     """
     if (
         type(value) is np.ndarray
@@ -103,10 +104,10 @@ def _as_it_is(found: NDArray[Any], dtype: np.dtype[Any], key: Key) -> NDArray[An
 
 
 def first_change(values: Array, stored: NDArray[Any]) -> tuple[int, float] | None:
-    """Return the lane, and the value, of the first reward that is another number as float32.
+    """Return the lane and the value of the first reward that float32 stores as another number.
 
-    These are finite ones that became 0, and integers that became other integers. Other digits are
-    rounded as of any float: None.
+    These are finite rewards that became 0, and integers that became other integers. Ordinary
+    rounding of digits does not count. Return None if there is no such reward.
 
     Args:
         values: rewards ``[lane, ...]`` that :func:`fitting` accepted.
@@ -131,21 +132,21 @@ def first_change(values: Array, stored: NDArray[Any]) -> tuple[int, float] | Non
 
 
 _EXACT = 2.0**24
-"""Up to here a float32 holds every integer."""
+"""Largest bound up to which float32 represents every integer."""
 _FLOAT, _DOUBLE, _BOOL = (np.dtype(kind) for kind in (np.float32, np.float64, np.bool_))
 
 
 def are_small(values: NDArray[Any]) -> bool:
-    """A quick look at doubles: all of them are finite as float32."""
+    """Return True if a fast check shows that all float64 values are finite as float32."""
     if values.dtype is not _DOUBLE:
         return False
-    # NumPy warns of overflows in `dot` where the BLAS of this processor sets that flag, and never
-    # in `vdot`.
+    # On some processors the BLAS sets the overflow flag, so NumPy warns of overflows in `dot`. It
+    # never warns in `vdot`.
     return bool(np.vdot(values, values) < 1e76)
 
 
 def put_flags(columns: Sequence[NDArray[Any]], at: int, flags: AgentFlags) -> None:
-    """The flags of a group, in a slot of their columns."""
+    """Write the flags of a group of agents to a slot of their columns."""
     terminated, truncated, done = columns
     for column, values in ((terminated, flags.terminated), (truncated, flags.truncated)):
         is_plain = type(values) is np.ndarray and values.dtype is _BOOL
@@ -154,9 +155,9 @@ def put_flags(columns: Sequence[NDArray[Any]], at: int, flags: AgentFlags) -> No
 
 
 def put_valid(row: NDArray[Any], flags: AgentFlags, lost: NDArray[np.bool_] | None) -> None:
-    """Write which next observations of a group are there to a slot ``row`` ``[lane, agent]``.
+    """Write which next observations of a group are present to ``row``, ``[lane, agent]``.
 
-    ``lost``: lanes whose final observations are lost by what a user says; None: of none.
+    ``lost`` marks lanes whose final observations the user declares as lost; None if there are none.
     """
     row[...] = True if flags.next_valid is None else as_flags(flags.next_valid)
     if lost is not None:
@@ -164,10 +165,10 @@ def put_valid(row: NDArray[Any], flags: AgentFlags, lost: NDArray[np.bool_] | No
 
 
 def as_flags(value: Array) -> NDArray[np.bool_]:
-    """Flags as NumPy has them, copied.
+    """Return flags as a NumPy array, copied.
 
     Raises:
-        ValueRefused: some of them is no flag.
+        ValueRefused: a value is not a flag.
     """
     if isinstance(value, torch.Tensor):
         value = value.cpu().numpy()
@@ -178,12 +179,12 @@ def as_flags(value: Array) -> NDArray[np.bool_]:
 
 
 def as_tensor(value: Array, device: torch.device) -> torch.Tensor:
-    """A copy of ``value`` on ``device``."""
+    """Return a copy of ``value`` on ``device``."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, copy=True)
     if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
         if device.type == "cpu":
-            value = np.from_dlpack(value)  # torch takes no array that is read-only
+            value = np.from_dlpack(value)  # torch does not accept read-only arrays
         else:
             found: torch.Tensor = torch.utils.dlpack.from_dlpack(value)
             return found.to(device, copy=True)

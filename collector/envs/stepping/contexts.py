@@ -1,4 +1,4 @@
-"""Contexts, seeds and options of next resets, which are drawn one ahead."""
+"""Contexts, seeds and options of the next resets, drawn one reset ahead."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,19 +13,19 @@ from tallyroll.collector.user_code import user_code
 from tallyroll.storage.rows.dtypes import NUMPY
 
 Draw = Callable[[np.random.Generator], Mapping[str, Any]]
-"""Draws a lane's context: a value for each name in ``Declares.context``."""
+"""Draw the context of a lane: one value for each name in ``Declares.context``."""
 
 
 class Contexts:
-    """The contexts of a system's lanes, drawn from a generator of each lane.
+    """Contexts of a system's lanes, drawn from one generator per lane.
 
     Args:
-        system: the system that is given them.
-        draw: draws them; None where the system declares none.
-        later: `take` will say how they are drawn.
+        system: the system that uses the contexts.
+        draw: draws a context; None if the system declares none.
+        later: True if a call of `take` will decide how contexts are drawn.
 
     Raises:
-        ArgumentError: it declares contexts and ``draw`` is None, or the reverse.
+        ArgumentError: the system declares contexts and ``draw`` is None, or the reverse.
     """
 
     def __init__(self, system: System, draw: Draw | None, *, later: bool = False) -> None:
@@ -39,18 +39,18 @@ class Contexts:
         self._draw = draw
         self._rngs: list[np.random.Generator] = []
         self.resets: ResetDraws | None = None
-        """Draws of a collector's ``resets``; None: there are none."""
+        """Draws of a collector's ``resets``, or None."""
 
     def leave(self, system: System) -> None:
-        """Draw no more as an earlier collector wanted it."""
+        """Stop drawing for an earlier collector."""
         if self.resets is not None:
             self.resets = system.next_seeds = system.next_options = None
 
     def take(self, resets: ResetDraws) -> None:
-        """Draw by ``resets`` of a collector from now on.
+        """Draw with the ``resets`` of a collector from now on.
 
         Raises:
-            ArgumentError: contexts are drawn otherwise already.
+            ArgumentError: contexts are already drawn by ``draw``.
         """
         if self._draw is not None:
             raise ArgumentError(
@@ -60,7 +60,7 @@ class Contexts:
         self.resets = resets
 
     def seed(self, system: System, seeds: Sequence[int] | None) -> None:
-        """Seed the generators and draw all contexts, if there are seeds or for the first time."""
+        """Seed the generators and draw all contexts, if there are seeds or no contexts yet."""
         if self.resets is not None:
             self.resets.give(system)
         if self._draw is None:
@@ -77,7 +77,7 @@ class Contexts:
             self.draw(system, np.ones(d.lanes, np.bool_))
 
     def draw(self, system: System, lanes: NDArray[Any]) -> None:
-        """Draw the contexts of the next resets of ``lanes`` that were reset: a mask or numbers."""
+        """Draw the next contexts of ``lanes``, a mask or numbers, which were just reset."""
         if self.resets is not None:
             self.resets.begun(lanes)
         if self._draw is None:

@@ -1,14 +1,15 @@
-"""Ends of episodes in a slot: the observations that follow, as the system declares it.
+"""Ends of episodes in a slot: how the following observations are stored for each ``at_end``.
 
-An episode that ends with the observation f, and the next one, which begins with o, lie in a slab
-as follows; "slot after" is the slot after that of the end.
+An episode ends with the observation f, and the next one begins with o. A slab stores them as
+follows. "Slot after" is the slot after the slot of the end.
 
     at_end          next of the end          root of the slot after   next of the slot after
-    "final"         f, which a step gives    o, by a reset here       the first step's
-    "reset_slot"    f, which a step gives    f                        o; it is no transition
-    "first"         f, from `Step.final`     o, which a step gives    the first step's
+    "final"         f, from the step         o, by a reset here       from the first step
+    "reset_slot"    f, from the step         f                        o; not a transition
+    "first"         f, from `Step.final`     o, from the step         from the first step
 
-Of Gymnasium's autoreset modes DISABLED is "final", NEXT_STEP "reset_slot" and SAME_STEP "first".
+Gymnasium's autoreset modes correspond as follows: DISABLED is "final", NEXT_STEP is "reset_slot"
+and SAME_STEP is "first".
 """
 
 from collections.abc import Callable, Sequence
@@ -26,40 +27,40 @@ from tallyroll.collector.slab.slab import Cursor
 Rows: TypeAlias = Sequence[NDArray[Any]]
 
 
-class EndContext(Protocol):
-    """The parts of a stepper that ends of episodes concern."""
+class Ending(Protocol):
+    """The attributes of a stepper that the handling of ends uses."""
 
     system: System
     results: Results
     contexts: Contexts
 
 
-Finish: TypeAlias = Callable[[EndContext, Cursor, Mask, Step, Rows], None]
-"""Completes the slot ``cursor.at``, in which lanes ended; the last is its next observations."""
+Finish: TypeAlias = Callable[[Ending, Cursor, Mask, Step, Rows], None]
+"""Complete the slot ``cursor.at``, in which lanes ended. The rows are its next observations."""
 
 
-def finish_by_mask(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
-    """Reset the lanes that ended, and write what they observe to the slot after."""
+def finish_by_mask(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
+    """Reset the lanes that ended, and write their first observations to the slot after."""
     system = lanes.system
     roots, at = [column[cursor.at] for column in cursor.root_obs], ended.nonzero()[0].tolist()
     for index, (root, value) in enumerate(zip(roots, system.reset(ended, None), strict=True)):
         array = lanes.results.array(index, value)
-        for lane in at:  # most often one, and then this is fastest
+        for lane in at:  # a loop is fastest for a single lane, the most common case
             root[lane] = array[lane]
     lanes.contexts.draw(system, ended)
 
 
-def finish_first(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
-    """Replace the first observations of next episodes, which the step gave, by the final ones."""
+def finish_first(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
+    """Replace the first observations of new episodes, which the step returned, by final ones."""
     put_finals(lanes, cursor, ended, out, rows)
     lanes.contexts.draw(lanes.system, ended)
 
 
-def put_finals(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
-    """Write final observations to ``rows``, where the step has them, and mark those that are lost.
+def put_finals(lanes: Ending, cursor: Cursor, ended: Mask, out: Step, rows: Rows) -> None:
+    """Write the final observations in ``out`` to ``rows``, and mark the lost ones.
 
     Raises:
-        TransitionError: it has none, against the declaration.
+        TransitionError: the system declares final observations and the step has none.
     """
     lanes.results.require_finals(out, ended)
     if out.final is not None:
@@ -73,4 +74,4 @@ def put_finals(lanes: EndContext, cursor: Cursor, ended: Mask, out: Step, rows: 
 
 
 FINISH: dict[AtEnd, Finish] = {"final": finish_by_mask, "first": finish_first}
-"""By ``Declares.at_end``; a reset slot needs none."""
+"""Functions by ``Declares.at_end``. A reset slot needs none."""

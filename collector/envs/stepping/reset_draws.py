@@ -1,4 +1,4 @@
-"""Seeds, options and contexts of resets, drawn one ahead, a lane each, and those under way."""
+"""Seeds, options and contexts of resets, drawn one reset ahead for each lane."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,19 +23,19 @@ from tallyroll.storage.rows.dtypes import NUMPY, TORCH
 from tallyroll.storage.rows.keys import CONTEXT, RESET_SEED, Key
 
 _DRAWN_AHEAD = 16
-"""Resets of a lane whose options are drawn together."""
+"""Number of resets of a lane whose options are drawn together."""
 
 
 class ResetDraws:
-    """Draws of each lane: those of its next reset, and those that its trajectory began from.
+    """Draws of each lane, for its next reset and for its present trajectory.
 
     Args:
-        resets: how they are drawn.
-        system: is given them. Its contexts, where it declares any, are the options.
+        resets: how seeds and options are drawn.
+        system: the system that uses the draws. If it declares contexts, the options are contexts.
 
     Raises:
-        ArgumentError: the sampler has other names than the contexts that the system declares, or
-            options that are drawn again from seeds that nothing keeps.
+        ArgumentError: the names of the sampler differ from the contexts that the system declares,
+            or options would have to be drawn again from seeds that are not stored.
     """
 
     def __init__(self, resets: Resets, system: System) -> None:
@@ -61,8 +61,9 @@ class ResetDraws:
         self._draws_options = resets.sampler is not None
         self._streams = Streams()
         self._plain: list[tuple[str, Draw, bool]] | None = None
-        """How each option is drawn, and whether it has a column; None: of a function, and contexts,
-        are not."""
+        """Name, draw and whether there is a column, for each option of a sampler that is a mapping.
+
+        None for a sampler that is a function, and for contexts."""
         if isinstance(resets.sampler, Mapping) and not self._context:
             self._plain = [
                 (name, column_draw(name, draw, dtypes[name]), True)
@@ -72,7 +73,7 @@ class ResetDraws:
             ]
         self._numbers = [(name, _items(each)) for name, each in self._next.items()]
         self.told: Callable[[Sequence[int]], None] | None = None
-        """Is called with the lanes whose next trajectories have begun; None: nothing is."""
+        """Callback with the lanes whose next trajectories have begun, or None."""
         self.seed(int(np.random.SeedSequence().generate_state(1)[0]), 0, range(d.lanes))
 
     def _require_names(self, kind: str) -> None:
@@ -89,9 +90,9 @@ class ResetDraws:
             )
 
     def seed(self, seed: int, incarnation: int, lanes: Sequence[int]) -> list[int]:
-        """Draw what the next resets are given, for an incarnation of ``lanes`` of the run.
+        """Draw seeds and options of the next resets, for an incarnation of ``lanes`` of the run.
 
-        Returns their seeds; none where they are not given any.
+        Return the seeds, or an empty list if resets take none.
         """
         self._keys = [(seed, lane, incarnation) for lane in lanes]
         self._blocks = [0] * self._lanes
@@ -105,11 +106,11 @@ class ResetDraws:
 
     @property
     def seeds(self) -> NDArray[np.int64] | None:
-        """The seeds ``[lane]`` of the next resets, which change; None: they have none."""
+        """Seeds ``[lane]`` of the next resets, updated in place; None if resets take none."""
         return self._seeds if self._resets.seeds else None
 
     def give(self, system: System) -> None:
-        """Let ``system`` read what its next resets are given."""
+        """Give ``system`` access to the draws for its next resets."""
         system.next_seeds = self.seeds
         system.next_options = None
         if self._context:
@@ -118,10 +119,10 @@ class ResetDraws:
             system.next_options = self._options
 
     def begun(self, lanes: NDArray[Any]) -> None:
-        """Note that trajectories of ``lanes``, a mask or numbers, have begun, and draw the next."""
+        """Note that trajectories of ``lanes``, a mask or numbers, began, and draw for the next."""
         at = (lanes.nonzero()[0] if lanes.dtype == np.bool_ else lanes).tolist()
         seeds, words, draws = self._seed_ahead, self._words, self._draws_options
-        for lane in at:  # most often few, and then this is fastest
+        for lane in at:  # a loop is fastest for few lanes, the most common case
             self._seed_now[lane] = seeds[lane]
             for now, ahead in self._both:
                 now[lane] = ahead[lane]
@@ -139,7 +140,7 @@ class ResetDraws:
         return self._words[lane].pop()
 
     def _draw(self, lane: int) -> None:
-        """Draw the options that go with a lane's next seed."""
+        """Draw the options that belong to a lane's next seed."""
         if self._plain is not None:
             if not (drawn_ahead := self._drawn[lane]):
                 self._draw_ahead(lane, self._plain)
@@ -167,10 +168,10 @@ class ResetDraws:
         self._options[lane] = given
 
     def _draw_ahead(self, lane: int, plain: list[tuple[str, Draw, bool]]) -> None:
-        """Draw the options of a lane's next seed, and of some after it.
+        """Draw the options of a lane's next seed, and of some seeds after it.
 
-        What draws them is in the processor's cache for the second one; between two resets of a
-        lane its steps drive it out.
+        The first draw loads its code and data into the processor's cache, which speeds up the
+        others. Between two resets of a lane, its steps evict them.
         """
         seeds = [*self._words[lane][1 - _DRAWN_AHEAD :], self._seed_ahead[lane]]
         for seed in seeds:
@@ -181,10 +182,12 @@ class ResetDraws:
             self._drawn[lane].append(given)
 
     def _put_context(self, name: str, lane: int, value: Any) -> None:
-        """Draw a context, which a float of fewer digits may round; rows have the rounded one.
+        """Store the context of a lane's next reset. A float may be rounded to the declared dtype.
+
+        Rows contain the rounded value.
 
         Raises:
-            ArgumentError: it is none, or another one as the system declares it.
+            ArgumentError: the value does not fit the declared shape and dtype, or is not finite.
         """
         to = self._next[name][lane, ...]
         found = np.asarray(value)
@@ -204,13 +207,13 @@ class ResetDraws:
 
     @property
     def now(self) -> Mapping[Key, NDArray[Any]]:
-        """Values ``[lane, ...]`` of the trajectories under way, by their columns."""
+        """Values ``[lane, ...]`` of the present trajectories, by column."""
         of_context = {(*CONTEXT, name): values for name, values in self._now.items()}
         return ({RESET_SEED: self._now_seed} if self._resets.seeds else {}) | of_context
 
     @property
     def layout(self) -> dict[Key, SlabColumn]:
-        """The columns of a slab."""
+        """Columns for a slab."""
         return {
             key: SlabColumn(TORCH[values.dtype], values.shape[1:])
             for key, values in self.now.items()
@@ -218,5 +221,5 @@ class ResetDraws:
 
 
 def _items(values: NDArray[Any]) -> Any:
-    """Return the values of lanes by the way in which one is read or written fastest."""
+    """Return the values of lanes in the form whose items are fastest to read and write."""
     return values.data if values.ndim == 1 and values.dtype.kind in "bif" else values

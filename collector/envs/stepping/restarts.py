@@ -1,4 +1,4 @@
-"""Resets of all lanes, with seeds, and of systems that are made again for one."""
+"""Resets of all lanes, with seeds. A system that cannot be reset is made again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,37 +13,38 @@ from tallyroll.collector.errors import EnvironmentRefused
 from tallyroll.collector.user_code import user_code
 
 Make = Callable[[Sequence[int] | None], System]
-"""Makes a system from one seed a lane; None: from any."""
+"""Make a system from one seed per lane, or without seeds if the argument is None."""
 
 
 class Restarts:
-    """Resets of all lanes of a system.
+    """Resets all lanes of a system.
 
     Args:
-        make: makes the system again, with seeds, where it takes them only then.
+        make: makes the system again, for systems that accept seeds only when they are made.
         contexts: contexts of its lanes.
     """
 
     def __init__(self, make: Make | None, contexts: Contexts) -> None:
         self._make, self._contexts = make, contexts
         self.seeds: Sequence[int] | None = None
-        """Seeds of the next reset, one a lane; None: generators go on."""
+        """Seeds of the next reset, one per lane; None to continue the generators."""
         self._last: list[int] = []
         self._remade = 0
         self._begun = False
 
     def takes_seeds(self, declares: Declares) -> bool:
-        """Return whether each lane can be given a seed."""
+        """Return True if each lane can be given a seed."""
         how = declares.seeds
         return how in ("reset", "shared") or (how == "make" and self._make is not None)
 
     def reset(self, system: System, **options: Any) -> tuple[System, Sequence[Array]]:
-        """Reset all lanes, and return the system, which may be a new one, and observations.
+        """Reset all lanes, and return the system and its first observations.
 
-        ``seed`` among the options is one for each lane, or that of the first.
+        The returned system may be a new one. The option ``seed`` is a sequence of one seed per
+        lane, or the integer seed of the first lane, from which the others count up.
 
         Raises:
-            EnvironmentRefused: it can be reset once only, and not be made again.
+            EnvironmentRefused: the system can be reset only once, and there is no ``make``.
         """
         d = system.declares
         seeds = options.pop("seed", self.seeds)

@@ -1,4 +1,4 @@
-"""Comparison of the values that a system returned with those that it declares."""
+"""Validation of the values that a system returns, against its declaration."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,16 +15,16 @@ from tallyroll.storage.rows.keys import Key, format_key
 
 
 def kind_of(system: System) -> str:
-    """Return the system's name in messages."""
+    """Return the name of the system for messages."""
     return str(system.describe()["type"])
 
 
 class Results:
-    """The results that a system declares; finds what is wrong with others, and makes the error.
+    """Validator for the results of a system, which also builds the errors.
 
     Args:
         system: the system.
-        names: columns of its observations, in their order.
+        names: columns of its observations, in order.
     """
 
     def __init__(self, system: System, names: Sequence[Key]) -> None:
@@ -33,16 +33,16 @@ class Results:
         self._specs = [((d.lanes, *spec.shape), spec.dtype) for spec in d.observation.values()]
         kinds = {dtype for _, dtype in self._specs}
         self.are_arrays = d.device == "cpu" and torch.bfloat16 not in kinds
-        """True if NumPy has all observations: they are on the CPU, and none is bfloat16."""
+        """True if NumPy can hold all observations: they are on the CPU, and none is bfloat16."""
         self._expected = [(shape, NUMPY[kind]) for shape, kind in self._specs if self.are_arrays]
 
     def array(self, index: int, value: Array, count: int | None = None) -> NDArray[Any]:
-        """Return an observation as a NumPy array.
+        """Validate an observation and return it as a NumPy array.
 
-        ``count``: its rows, if it does not have one for each lane.
+        ``count`` is the number of its rows, if it does not have one for each lane.
 
         Raises:
-            TransitionError: it is not as its spec declares.
+            TransitionError: the shape or the dtype differs from the spec.
         """
         wanted = self._expected[index]
         if count is not None and count != wanted[0][0]:
@@ -61,10 +61,10 @@ class Results:
         return value
 
     def tensors(self, values: Sequence[Array]) -> list[torch.Tensor]:
-        """Return observations as tensors with memory of their own, on the declared device.
+        """Return copies of observations as tensors on the declared device.
 
         Raises:
-            TransitionError: one is not as its spec declares.
+            TransitionError: a shape or a dtype differs from the spec.
         """
         if self.are_arrays:
             return [torch.from_numpy(np.array(self.array(*each))) for each in enumerate(values)]
@@ -79,7 +79,7 @@ class Results:
         return found
 
     def unfit(self, out: Step, error: Exception) -> TransitionError:
-        """Return the error for rewards or flags that do not fit."""
+        """Return the error for rewards or flags that do not fit their columns."""
         if not isinstance(error, ValueRefused):
             return self._wrong_shapes(out)
         if error.lane is not None:
@@ -87,7 +87,7 @@ class Results:
         return error
 
     def number(self, row: int, lanes: Array | None) -> int:
-        """Return the number in the run of the lane of a row."""
+        """Return the lane number, in the run, of a row."""
         return self._system.first_lane + (row if lanes is None else int(lanes[row]))
 
     def _wrong_shapes(self, out: Step) -> TransitionError:
@@ -104,7 +104,7 @@ class Results:
         )
 
     def require_finals(self, out: Step, ended: Mask) -> None:
-        """Raise if final observations come beside the first ones, and not in this step."""
+        """Raise if lanes ended and the step lacks the final observations that are declared."""
         if out.final is None and self._system.declares.finals == "extra" and ended.any():
             raise TransitionError(
                 f"{kind_of(self._system)} declares that final observations come beside the first "
@@ -116,7 +116,7 @@ class Results:
     def require_skipped(
         self, skipped: Array | None, pending: Mask, lanes: Array | None = None
     ) -> None:
-        """Raise if the system ignored other actions than those of ``pending`` lanes."""
+        """Raise if the reported ``skipped`` lanes differ from the ``pending`` lanes."""
         if skipped is None:
             return
         wrong = as_flags(skipped) != pending
@@ -132,7 +132,7 @@ class Results:
             )
 
     def wrong_arrivals(self, lanes: NDArray[np.int32]) -> TransitionError:
-        """Return the error for lanes that were not under way, or too many or too few."""
+        """Return the error for arrivals that are too few, too many, or lanes that were not sent."""
         return TransitionError(
             f"{kind_of(self._system)}: expected {self._system.declares.arrivals} different lanes "
             f"that were sent, got {lanes.tolist()!r:.200}"

@@ -1,4 +1,4 @@
-"""The specs of an environment over a system, from the declared specs of one lane."""
+"""Specs of a TorchRL environment over a system, built from the declared specs of one lane."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from tallyroll.storage.rows.keys import NEXT_VALID, VALID, Key
 
 
 class Specs(NamedTuple):
-    """Specs of all lanes; only observations have one even if they have no column."""
+    """Specs of all lanes. Only ``observation`` keeps a group of agents without columns."""
 
     observation: Composite
     action: Composite
@@ -20,11 +20,11 @@ class Specs(NamedTuple):
 
 
 def batched_specs(d: Declares, names: Sequence[Key]) -> Specs:
-    """Return the specs of ``d`` with a leading dimension of lanes, and specs of flags of ends.
+    """Expand the specs of ``d`` by a leading dimension of lanes, and add specs of flags of ends.
 
     Args:
         d: the declaration of a system.
-        names: keys of its observations, in their order.
+        names: columns of its observations, in order.
     """
     device, shape = torch.device(d.device), torch.Size([d.lanes])
 

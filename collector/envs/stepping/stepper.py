@@ -1,7 +1,7 @@
-"""The lanes of a system, stepped from slot to slot of a slab: arrays, and no tensors.
+"""Steps a system's lanes from slot to slot of a slab, with arrays and without tensors.
 
-A collector drives it (`SystemLanes`, `ArrivingLanes`); `SystemEnv` is TorchRL's face over it. What
-follows the end of an episode is in `ends.py`, resets of all lanes are in `restarts.py`.
+A collector drives it (`SystemLanes`, `ArrivingLanes`), and `SystemEnv` is the TorchRL interface to
+it. `ends.py` handles ends of episodes, and `restarts.py` handles resets of all lanes.
 """
 
 import warnings
@@ -40,10 +40,10 @@ from tallyroll.storage.engine.kernel import table_of
 from tallyroll.storage.rows.keys import NEXT, TERMINATED, TRUNCATED, Key
 
 Putting: TypeAlias = partial[int]
-"""Writes the result of a step to a slot, and returns how many lanes ended.
+"""Write the result of a step to a slot, and return the number of lanes that ended.
 
-That is observations, reward, terminated, truncated, and final observations or None. Where they are
-not as the slot is it returns -1, whatever it wrote.
+The arguments are observations, reward, terminated, truncated, and final observations or None. If
+their form differs from that of the slot, the function returns -1 and leaves the slot undefined.
 """
 
 
@@ -54,9 +54,12 @@ def putting(
     truncated: NDArray[Any],
     roots: Sequence[NDArray[Any]],
 ) -> Putting | None:
-    """Write to these arrays of a slot; each of ``roots`` may be that of ``rows``.
+    """Return a function that writes steps to these arrays of a slot.
 
-    None: there is no extension, or it does not know them: contiguous ones, and rewards of floats.
+    An element of ``roots`` may be the same array as the one of ``rows``.
+
+    Return None without the C extension, and for arrays that it does not support: it requires
+    contiguous arrays and scalar float rewards.
     """
     floats = np.dtype(np.float32), np.dtype(np.float64)
     kernel = compiled()
@@ -80,18 +83,19 @@ def putting(
 
 
 class Stepper:
-    """The lanes of a :class:`System`, and the state that they are in.
+    """The lanes of a :class:`System`, and their state.
 
     Args:
         system: the system.
-        rename: other names for columns, old name -> new name.
-        make: makes it again with seeds, where it takes them only then.
-        draw: draws contexts, where it declares any.
-        draws_later: a collector will say how they are drawn.
+        rename: new names for columns, old name -> new name.
+        make: makes the system again, for systems that accept seeds only when they are made.
+        draw: draws contexts, if the system declares any.
+        draws_later: True if a collector will decide how contexts are drawn.
 
     Raises:
-        ArgumentError: the system declares what cannot be, or lacks what it needs.
-        NameRefused: names of columns that collide.
+        ArgumentError: the declaration of the system is inconsistent, or a required argument is
+            missing.
+        NameRefused: names of columns collide.
     """
 
     def __init__(
@@ -111,26 +115,26 @@ class Stepper:
         d = system.declares
         require_names(system.columns, [*d.action], [*d.reward], given=self._names)
         self.pending = np.zeros(d.lanes, np.bool_)
-        """Lanes whose next step is a reset slot, where that is followed."""
+        """Lanes whose next step is a reset slot, if these are followed."""
         self._follows = False
         self.board: memoryview | None = None
-        """Words for progress, of the collector that steps these lanes; None: no collector does."""
+        """Progress words of the collector that steps these lanes; None without a collector."""
         self.doubts_finals = False
-        """True if a user says that final observations are lost: agents' are marked so."""
+        """True if the user declares final observations as lost, which marks those of agents."""
         self._has_warned = False
         self._declare()
 
     def _declare(self) -> None:
-        """Take what the system declares now."""
+        """Update the columns from the system's present declaration."""
         self._declared = d = self.system.declares
         if (dtype := self.system.reward_dtype) is not None:
             d = replace(d, reward={key: spec.to(dtype) for key, spec in d.reward.items()})
         self.declares = d
         self.observation_keys: tuple[Key, ...] = tuple(self._names[: len(d.observation)])
-        """Columns of observations, in their order; those of infos from the first reset on."""
+        """Columns of observations, in order. Info columns are included from the first reset on."""
         self.action_keys: tuple[Key, ...] = tuple(d.action)
         self.reward_keys: tuple[Key, ...] = tuple(d.reward)
-        """Columns of rewards, without "next"."""
+        """Columns of rewards, without the prefix "next"."""
         self._next_rewards = [(NEXT, *key) for key in d.reward]
         self.results = Results(self.system, self.observation_keys)
         finish = FINISH.get(d.at_end)
@@ -140,38 +144,38 @@ class Stepper:
             self.follow_resets()
 
     def store_rewards_as(self, dtype: torch.dtype | None) -> None:
-        """Give columns of rewards a dtype; None: the one that the system declares."""
+        """Store rewards as ``dtype``; None selects the dtype that the system declares."""
         if dtype is not self.system.reward_dtype:
             self.system.reward_dtype = dtype
             self._declare()
 
     def follow_resets(self) -> None:
-        """Follow which lanes wait for a reset slot, where there are any, from now on."""
+        """From now on, track which lanes wait for a reset slot, if the system has reset slots."""
         if self.declares.has_reset_slots:
             self._follows = self._looks_behind = True
 
     @property
     def fills(self) -> bool:
-        """True if it fills slots of a slab: its arrays are NumPy's."""
+        """True if the stepper can fill slots of a slab: its arrays are NumPy arrays."""
         return self.results.are_arrays
 
     @property
     def info_keys(self) -> tuple[Key, ...]:
-        """Observations that report on the episode, and not on the environment's state."""
+        """Columns that hold info entries instead of the environment's state."""
         columns = zip(self._names, self.system.columns, strict=True)
         return tuple(name for name, column in columns if column.what == "info")
 
-    # --- resets, and steps into no slab -----------------------------------------------------------
+    # --- resets, and steps without a slab ---------------------------------------------------------
 
     @property
     def takes_seeds(self) -> bool:
-        """Each lane can be given a seed."""
+        """True if each lane can be given a seed."""
         return self.restarts.takes_seeds(self.declares)
 
     def look_for_masks(self) -> None:
-        """Let the next reset look for masks of legal actions in infos, for random actions.
+        """Make the next reset look for masks of legal actions in infos, for random actions.
 
-        A column of such masks that was given another name says that they are not to be used.
+        If the user gave a column of such masks another name, the masks are not used.
         """
         columns = zip(self._names, self.system.columns, strict=True)
         others = any(
@@ -180,7 +184,7 @@ class Stepper:
         self.system.wants_masks = not others
 
     def seed_lanes(self, seeds: Sequence[int]) -> None:
-        """Seed every lane at the next full reset, where that is possible."""
+        """Seed every lane at the next full reset, if the system accepts seeds."""
         if len(seeds) != self.declares.lanes:
             raise ArgumentError(
                 f"expected {self.declares.lanes} seeds, one a lane, got {len(seeds)}"
@@ -188,7 +192,7 @@ class Stepper:
         self.restarts.seeds = [int(seed) for seed in seeds]
 
     def reset(self, **options: Any) -> Sequence[Array]:
-        """Begin every lane's next episode, and return the first observations."""
+        """Start the next episode in every lane, and return the first observations."""
         system, first = self.restarts.reset(self.system, **options)
         self.pending[:] = False
         if system is not self.system or system.declares is not self._declared:
@@ -197,13 +201,13 @@ class Stepper:
         return first
 
     def reset_lanes(self, lanes: Mask, **options: Any) -> Sequence[Array]:
-        """Begin the next episodes of some lanes."""
+        """Start the next episode in ``lanes``, a mask, and return their first observations."""
         first = self.system.reset(lanes, None, **options)
         self.contexts.draw(self.system, lanes)
         return first
 
     def step(self, action: Sequence[Array]) -> Step:
-        """Step all lanes, also where they come back in any order."""
+        """Step all lanes once, also if the system returns them in any order."""
         d = self.declares
         if not d.arrivals:
             return self.system.step(action)
@@ -221,7 +225,7 @@ class Stepper:
     # --- steps into slots of a slab ---------------------------------------------------------------
 
     def cursor(self, slab: Slab, board: memoryview) -> Cursor:
-        """Return the arrays of ``slab`` that steps read and write, with words for progress."""
+        """Return the arrays of ``slab`` that steps read and write, with the progress words."""
         groups, self.board = self.declares.groups, board
         keys = self.observation_keys, self.action_keys, self.reward_keys
         return slab.cursor(*keys, groups, board)
@@ -237,7 +241,10 @@ class Stepper:
         )
 
     def step_of(self, cursor: Cursor, at: int) -> Callable[[], None]:
-        """Return a function that steps through slot ``at``, as `writes_to` has chosen it."""
+        """Return a function that steps through slot ``at`` on the compiled path.
+
+        Call it only if `writes_to` has chosen that path.
+        """
         rows, _, terminated, truncated, _ = slot = cursor.slot(at)
         put, action = putting(*slot), cursor.actions[0][at]
         assert put is not None, "writes_to has chosen it"
@@ -275,9 +282,9 @@ class Stepper:
         return step
 
     def step_block(self, cursor: Cursor, start: int, stop: int) -> None:
-        """Step through the slots ``[start, stop)``, whose actions are all known beforehand.
+        """Step through the slots ``[start, stop)``, whose actions are already known.
 
-        ``cursor.at`` is the slot under way; ``cursor.board`` may end the block after it.
+        ``cursor.at`` is the current slot. ``cursor.board`` may end the block after it.
         """
         step, put, board = self.system.step, self._put, cursor.board
         for at in range(start, stop):
@@ -289,9 +296,9 @@ class Stepper:
                 break
 
     def step_part(self, cursor: Cursor, lanes: int) -> None:
-        """Step only the first ``lanes`` lanes; the others keep their values.
+        """Step only the first ``lanes`` lanes. The others keep their values.
 
-        Only where lanes can be stepped in part; no lane at all can always be stepped.
+        Requires a system that can step some of its lanes, unless ``lanes`` is 0.
         """
         at = cursor.at
         others = slice(lanes, None)
@@ -311,7 +318,7 @@ class Stepper:
     def _put(self, cursor: Cursor, rows: Rows, out: Step, stepped: Mask | None = None) -> None:
         """Write the result of a step of ``stepped`` lanes (None: all) to the slot ``cursor.at``.
 
-        ``rows`` are its next observations. Other lanes have arbitrary values there.
+        ``rows`` are the next observations of the slot. Rows of other lanes are undefined.
         """
         at = cursor.at
         for index, (row, value) in enumerate(zip(rows, out.obs, strict=True)):
@@ -334,10 +341,10 @@ class Stepper:
             self._after_step(cursor, out, stepped)
 
     def put_values(self, cursor: Cursor, out: Step) -> None:
-        """Write rewards and both flags to the slot ``cursor.at``.
+        """Write rewards and the flags of ends to the slot ``cursor.at``.
 
         Raises:
-            TransitionError: they do not fit.
+            TransitionError: a shape, a dtype or a value does not fit the column.
         """
         at, terminated, truncated = cursor.at, cursor.terminated, cursor.truncated
         try:
@@ -353,9 +360,10 @@ class Stepper:
     def note_rounding(
         self, key: Key, value: Array, row: NDArray[Any], lanes: Array | None = None
     ) -> None:
-        """Report the first reward of ``value`` that is another number in ``row`` of its column.
+        """Report the first reward of ``value`` that ``row`` of its column stores as another number.
 
-        The collector warns of it, with the step of its trajectory; without one, this does.
+        With a collector, the collector warns and names the step of the trajectory. Without one,
+        this method warns, once.
         """
         changed = first_change(value, row)
         if changed is None:
@@ -368,14 +376,14 @@ class Stepper:
             warnings.warn(rounding_of(key, lane, None, reward), RoundedWarning, stacklevel=5)
 
     def _after_step(self, cursor: Cursor, out: Step, stepped: Mask | None) -> None:
-        """Write agents' flags, and compare the reset slots with the declared ones."""
+        """Write the flags of agents, and validate the skipped lanes against the declaration."""
         at = cursor.at
         for group, flags in cursor.agents.items():
             put_flags(flags, at, out.agents[group])
         self.put_valid(cursor, out)
         pending, skipped = self.pending, out.skipped
         ended = cursor.terminated[at] | cursor.truncated[at]
-        if stepped is not None:  # the others are as they were
+        if stepped is not None:  # the other lanes are unchanged
             pending, ended = pending & stepped, np.where(stepped, ended, pending)
             skipped = None if skipped is None else as_flags(skipped) & stepped
         if self._looks_behind or not self.declares.has_reset_slots:
@@ -386,7 +394,7 @@ class Stepper:
             self.follow(pending, ended)
 
     def put_valid(self, cursor: Cursor, out: Step) -> None:
-        """Write which next observations of agents are there to the slot ``cursor.at``."""
+        """Write to the slot ``cursor.at`` which next observations of agents are present."""
         if not cursor.agents_valid:
             return
         at, lost = cursor.at, None
@@ -396,7 +404,7 @@ class Stepper:
             put_valid(column[at], out.agents[group], lost)
 
     def _skips_pending(self, skipped: Array | None) -> bool:
-        """Return whether a quick look finds that a step skipped those lanes that were to be."""
+        """Return True if a fast check shows that the step skipped exactly the pending lanes."""
         pending = self.pending
         return (
             self._follows
@@ -407,6 +415,6 @@ class Stepper:
         )
 
     def follow(self, reset: Mask, ended: Mask) -> None:
-        """Follow reset slots over a step, which ``reset`` some lanes; ``ended`` are reset next."""
+        """Track reset slots after a step that reset ``reset`` lanes. ``ended`` lanes are next."""
         self.contexts.draw(self.system, reset)
         self.pending[...] = ended
