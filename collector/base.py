@@ -48,9 +48,9 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION
 class Collector(EnvCalls, ABC):
     """An iterable of batches, and a context manager that shuts down at its end.
 
-    **Exceptions.** Signal handlers run at the end of the step under way. If a handler raises, no
+    **Exceptions.** Signal handlers run at the end of the step in progress. If a handler raises, no
     transition is lost, and the next call continues. Any other exception within a call ends the
-    run: complete transitions are stored, and every later call raises `StateError`, which says
+    run: complete transitions are stored, and every later call raises `StateError`, which reports
     which rows were not yielded and how to continue. Three kinds of handlers run in the middle of a
     step: those that waited for a second, those during ``collect(n)`` of few steps, and those of
     SIGALRM, by which code limits its own time. Their exceptions end the run.
@@ -109,7 +109,7 @@ class Collector(EnvCalls, ABC):
         torchrl: TorchrlLayout | None = None,
         **call: Any,
     ) -> None:
-        """Take blocks from ``rollout`` from here on, and store ``call`` as provenance.
+        """Start to take blocks from ``rollout``, and store ``call`` as provenance.
 
         ``torchrl`` lays batches out in TorchRL's layout.
         """
@@ -154,7 +154,7 @@ class Collector(EnvCalls, ABC):
 
     @property
     def policy_versions(self) -> dict[int | str, int]:
-        """Number of updates of each of several policies by its id; empty where there is one."""
+        """Number of updates of each of several policies, by id; empty if there is only one."""
         policy = self._policy
         return policy.versions if isinstance(policy, SeveralPolicies) else {}
 
@@ -173,7 +173,7 @@ class Collector(EnvCalls, ABC):
 
     @property
     def lanes(self) -> int:
-        """Lanes, over all workers; of a shard its own ones."""
+        """Number of lanes, over all workers; for a shard, those of the shard."""
         return self._lanes
 
     @property
@@ -183,34 +183,35 @@ class Collector(EnvCalls, ABC):
 
     @property
     def frames_per_batch(self) -> int:
-        """Transitions a batch."""
+        """Transitions per batch."""
         return self._frames_per_batch
 
     @property
     def frame_skip(self) -> int | str | None:
-        """Simulator ticks a transition, or the info key that counts them; None: unknown."""
+        """Simulator ticks per transition, or the info key that counts them; None: unknown."""
         given = self._options.columns.frame_skip
         return self._ticks if given is None else given
 
     @property
     def layout(self) -> LayoutName:
-        """The layout of batches, by its name."""
+        """Name of the layout of batches."""
         return self._options.layout.name
 
     @property
     def last_rows(self) -> range | None:
-        """Numbers, over all rows ever stored, of those of the last :meth:`collect`.
+        """Row numbers, over all rows ever stored, of the last :meth:`collect`.
 
-        None before it, where only a replay buffer over another storage knows, and with
-        ``sharded=True``, where a row's number changes while shards grow.
+        None before the first call, if only a replay buffer over another storage knows them, and
+        with ``sharded=True``, because row numbers change while shards grow.
         """
         return None if self._options.in_shards else self._last_rows
 
     @property
     def plan(self) -> RunPlan:
-        """The way of each part of the run, and why it is not a faster one; print it.
+        """The implementation chosen for each part of the run, and why no faster one applies.
 
-        Decisions that may change during the run are read again at each access.
+        Print it.
+        Decisions that may change during the run are updated at each access.
         """
         storing = vars(self._loop.plan)
         return RunPlan(**self._stepping(), counts=self._rollout.counts, **storing)
@@ -224,8 +225,8 @@ class Collector(EnvCalls, ABC):
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the budget is met or :meth:`stop` was called.
 
-        After an exception, iterating continues or raises `StateError`, by the rule above. It never
-        ends as if the budget were met.
+        After an exception, iterating continues or raises `StateError`, as the class documentation
+        describes. It never ends as if the budget were met.
         """
         return BatchIterator(self._ready, self._make_ready)
 
@@ -238,25 +239,27 @@ class Collector(EnvCalls, ABC):
     def collect(self, n: int) -> int:
         """Step until exactly ``n`` more transitions are committed to the storage; yield nothing.
 
-        The way of off-policy loops, for ``n`` as small as one step of all lanes. With
-        ``surplus="carry"`` the rows are those that iterating would store, each lane's in the order
-        of time; both can be mixed. One call is what a batch is to the other kinds of ``surplus``
-        and to ``reset_at_each_iter``. What the last step made beyond ``n`` waits for the next call.
-        ``n`` may be more than a ring holds. A replay buffer or a postproc gets batches of at most
-        ``frames_per_batch``. With ``durability="power"`` each call waits for the disk.
+        This is the interface for off-policy loops, with ``n`` as small as one step of all lanes.
+        With ``surplus="carry"`` the rows are those that iterating would store, each lane's in order
+        of time, and both can be mixed. The other kinds of ``surplus`` and ``reset_at_each_iter``
+        treat one call as a batch. Surplus transitions of the last step wait for the next call.
+        ``n`` may exceed the capacity of a ring. A replay buffer or a postproc gets batches of at
+        most ``frames_per_batch``. With ``durability="power"`` each call waits for the disk.
 
         Args:
             n: transitions, 1 or more.
 
         Returns:
-            How many were stored: ``n``, or fewer where its budget was met or it was stopped.
-            :attr:`last_rows` are their numbers, also after an error, before which whatever was
-            complete and as declared is stored.
+            The number of transitions stored: ``n``, or fewer if the budget was met or the run
+            stopped. :attr:`last_rows` are their row numbers, also after an error, before which all
+            complete and valid transitions are stored.
 
         Raises:
             ArgumentError: there is neither a storage nor a replay buffer.
-            StateError: from within a call, as of the policy; after an exception that ended the run.
-            As iterating does.
+            StateError: called within another call, as by the policy, or after an exception that
+                ended the run.
+
+        Errors of iterating are raised too.
 
         Examples:
             >>> from tallyroll.collector import SyncCollector
@@ -290,7 +293,7 @@ class Collector(EnvCalls, ABC):
                     self._loop.collect(n)
         except BaseException as error:
             self._guard.leave(error, was_refused=refused)
-            if isinstance(error, ENDS):  # of a signal's handler
+            if isinstance(error, ENDS):  # raised by a signal handler
                 raise user_code.error("a call of user code", error) from error
             raise
         finally:
@@ -303,9 +306,9 @@ class Collector(EnvCalls, ABC):
         return f"{type(self).__name__}({said})"
 
     def __len__(self) -> int:
-        """Number of batches still to come in a run of limited frames.
+        """Number of batches still to come in a run with ``total_frames``.
 
-        Before the first batch of a fresh run these are all batches. Rows that an earlier process,
+        Before the first batch of a new run this is the total number. Rows that an earlier process,
         an earlier iteration or :meth:`collect` stored are not counted again.
         """
         if self._options.by_agent:
@@ -316,7 +319,7 @@ class Collector(EnvCalls, ABC):
         return max(0, ceil(left / self.frames_per_batch))
 
     def __enter__(self) -> Self:
-        """The collector; leaving the block shuts it down."""
+        """Return the collector; leaving the block shuts it down."""
         return self
 
     def __exit__(
@@ -325,7 +328,7 @@ class Collector(EnvCalls, ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Shut down. If ``error`` is raised already, it gets a note on errors of the shutdown."""
+        """Shut down. If ``error`` is already raised, add errors of the shutdown to it as a note."""
         try:
             self.shutdown()
         except Exception as again:
@@ -334,7 +337,7 @@ class Collector(EnvCalls, ABC):
             add_end_note(error, again)
 
     def stop(self) -> None:
-        """End the run after the step under way; complete rows make a last, shorter batch.
+        """End the run after the step in progress; complete rows make a last, shorter batch.
 
         Safe to call from a signal handler or another thread.
         """
@@ -342,9 +345,10 @@ class Collector(EnvCalls, ABC):
         self._rollout.stop()
 
     def shutdown(self) -> None:
-        """End the run; close the environment and the storage if they were made here. Idempotent.
+        """End the run, and close the environment and the storage if they were made here.
 
-        Of a storage of yours that is closed already, what could not be written is a warning.
+        Idempotent.
+        If a storage of the caller is closed already, rows that could not be written are a warning.
         """
         with user_code("shutdown"), deferred():
             try:
@@ -364,21 +368,21 @@ class Collector(EnvCalls, ABC):
     def _close_source(self) -> None:
         """Close the environments that were made here. Idempotent."""
 
-    # --- the policy, and how it does --------------------------------------------------------------
+    # --- policy and metrics -----------------------------------------------------------------------
 
     @property
     def _acts_here(self) -> bool:
-        """True if the policy of this process chooses the actions, and not copies of it."""
+        """True if this process's policy, and not a copy of it, chooses the actions."""
         return True
 
     def _watch(self, policy: Policy, rows: int) -> None:
-        """Warn, once a run, if live weights changed before a batch and the version did not."""
+        """Warn, once per run, if live weights changed before a batch without a new version."""
         if policy.looks_unchanged(rows):
             return
-        with deferred():  # the exception of a handler is not one of the policy's
+        with deferred():  # a signal handler's exception is not one of the policy
             changed = policy.changed_unversioned()
         ledger = self._ledger
-        if changed and ledger.stored > ledger.random:  # it acted before
+        if changed and ledger.stored > ledger.random:  # the policy has acted before
             self._watched = None
             self._run.writer.stored_run.note(
                 {UNVERSIONED: {"at": ledger.stored, "policy_version": policy.version}}
@@ -393,23 +397,23 @@ class Collector(EnvCalls, ABC):
 
     @property
     def policy_version(self) -> int:
-        """Number of updates of the policy's weights, of several of any; -1 if actions are random.
+        """Number of updates of the policy's weights, or of all policies; -1 if actions are random.
 
-        With ``resume=True`` it is one more than the largest that the run stored: no number names
-        two sets of weights. A state that is loaded says which it has. Another run in a storage
-        begins with 0.
+        With ``resume=True`` it starts one above the largest stored by the run, so that no number
+        names two sets of weights. A loaded state restores its version. Another run in a storage
+        starts with 0.
         """
         return RANDOM_VERSION if self._policy is None else self._policy.version
 
     def update_policy_weights_(
         self, weights: Weights = None, *, policy_id: int | str | None = None
     ) -> None:
-        """Use new weights for every action chosen from here on, and count the version up.
+        """Use new weights for every later action, and increment the version.
 
         Args:
-            weights: a TensorDict of parameters, a state dict or a module; None takes those that
-                the policy given at construction has now.
-            policy_id: of several policies, which one.
+            weights: a TensorDict of parameters, a state dict or a module; None takes the current
+                weights of the policy given at construction.
+            policy_id: the policy to update, if there are several.
         """
         if self._policy is None:
             raise ArgumentError("this collector draws random actions: it has no weights to update")
@@ -417,12 +421,12 @@ class Collector(EnvCalls, ABC):
             self._policy.update_weights(weights, policy_id)
 
     def metrics(self, window: int = 100) -> dict[str, float]:
-        """A flat dict for any logger: counts of the run so far, and means over its last episodes.
+        """Return a flat dict for any logger: counts of the run, and means over its last episodes.
 
         ``frames`` (stored transitions), ``ticks``, ``reset_slots``, ``discarded`` and ``episodes``
-        (those that ended) are of :attr:`ledger`; ticks that are not known are NaN.
-        ``policy_version`` is the present one. The means are over the last ``window`` episodes that
-        this collector saw end; NaN before the first.
+        (complete ones) are from :attr:`ledger`; unknown ticks are NaN. ``policy_version`` is the
+        current one. The means are over the last ``window`` episodes that ended in this collector;
+        NaN before the first.
         """
         positive("window", window)
         recent, ledger = self.episodes[-window:], self.ledger
@@ -440,7 +444,7 @@ class Collector(EnvCalls, ABC):
         }
 
     def _publish(self) -> None:
-        """Hand the policy's weights to workers, which act by copies; here there are none."""
+        """Publish the policy's weights to workers, which act by copies; by default do nothing."""
 
     # --- seeds and state --------------------------------------------------------------------------
 
@@ -455,16 +459,17 @@ class Collector(EnvCalls, ABC):
         return seed if static_seed else lane_seed(seed, self.lanes, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a later collector needs to go on: budget, ids, seeds, policy, generators.
+        """Return the state that a later collector needs to continue.
 
-        Environments cannot be saved: after loading, every lane starts a new trajectory, from a
-        seed that was not used before. Transitions that wait for the next batch are discarded.
+        It has the budget, ids, seeds, policy and generators. Environments cannot be saved: after
+        loading, every lane starts a new trajectory, from a seed that was not used before.
+        Transitions that wait for the next batch are discarded.
         """
         with user_code("state_dict"):
             return self._restarting.saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a result of :meth:`state_dict`; call it before iterating.
+        """Continue from a result of :meth:`state_dict`; call it before iterating.
 
         Raises:
             StateError: this collector has collected already, or the state has other parts.
@@ -478,7 +483,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _of_agents(ledger: Ledger) -> dict[str, float]:
-    """Counts of agent transitions, where a budget is one of them."""
+    """Return the counts of agent transitions, if the budget counts them."""
     names = () if ledger.agent_budget is None else ("agent_transitions", "agent_surplus")
     return {name: getattr(ledger, name) for name in names}
 

@@ -1,6 +1,6 @@
 """Private parts of other libraries that collectors use; an upgrade may break only this file.
 
-What is missing is said by `tests/project/test_compat.py`.
+`tests/project/test_compat.py` reports parts that are missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import tensordict
 import torch
 from numpy._core import multiarray
 
-# Processes that share weights alone need neither Gymnasium nor TorchRL, which take seconds.
+# Processes that only share weights need neither Gymnasium nor TorchRL, which take seconds.
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
@@ -42,36 +42,36 @@ if TYPE_CHECKING:
 # --- Gymnasium ------------------------------------------------------------------------------------
 
 OBSERVATIONS: Final = "_observations"
-"""The attribute of a `SyncVectorEnv` that holds the array which its next step fills."""
+"""The attribute of a `SyncVectorEnv` with the array that its next step fills."""
 
 ENDED: Final = "_autoreset_envs"
-"""The attribute of a `SyncVectorEnv` that says which lanes ended in its last step."""
+"""The attribute of a `SyncVectorEnv` that marks the lanes that ended in its last step."""
 
 
 OWN_OBSERVATIONS: Final = "_env_obs"
-"""The attribute of a `SyncVectorEnv` that holds the last observation of each lane."""
+"""The attribute of a `SyncVectorEnv` with the last observation of each lane."""
 
 
 def own_observations(env: VectorEnv) -> Sequence[Any]:
-    """The last observation of each lane of a `SyncVectorEnv`; empty for others."""
+    """Return the last observation of each lane of a `SyncVectorEnv`; empty for others."""
     return getattr(env.unwrapped, OWN_OBSERVATIONS, None) or ()
 
 
 def widen_rewards(env: SyncVectorEnv, shape: tuple[int, ...]) -> None:
-    """Let each lane's reward be an array of ``shape``, where it is not already."""
+    """Make each lane's reward an array of ``shape``, if it is not already."""
     if env._rewards.shape[1:] != shape:
         env._rewards = np.zeros((env.num_envs, *shape))
 
 
 def replace_values(env: SyncVectorEnv, make: Callable[[str, Any], Any]) -> None:
-    """Let ``make`` of each array of rewards and flags, and of its name, take its place."""
+    """Replace each array of rewards and flags by ``make(name, array)``."""
     env._rewards = make("reward", env._rewards)
     env._terminations = make("terminated", env._terminations)
     env._truncations = make("truncated", env._truncations)
 
 
 def states_of_lanes(wrapper: VectorWrapper) -> tuple[str, ...]:
-    """The names of arrays ``[lane, ...]`` of which a reset by mask forgets every lane's."""
+    """Return the names of arrays ``[lane, ...]`` that a reset by mask clears for all lanes."""
     from gymnasium.wrappers.vector import NormalizeReward, RecordEpisodeStatistics
 
     names: tuple[str, ...] = ()
@@ -83,24 +83,24 @@ def states_of_lanes(wrapper: VectorWrapper) -> tuple[str, ...]:
 
 
 def begin_lanes(wrapper: VectorWrapper, name: str, lanes: NDArray[np.bool_]) -> None:
-    """Let ``lanes`` of one of these states be as after a reset, and no others."""
+    """Reset ``lanes`` of one of these states to their initial values, and no others."""
     state = getattr(wrapper, name)
     if state.dtype == np.bool_:
-        state = state.copy()  # the infos of the last step have it
+        state = state.copy()  # the infos of the last step share the array
         setattr(wrapper, name, state)
     state[lanes] = perf_counter() if name == "episode_start_times" else 0
 
 
 def statistics_key(wrapper: VectorWrapper) -> str:
-    """The name of the entry that `RecordEpisodeStatistics` adds to infos; empty for others."""
+    """Return the key that `RecordEpisodeStatistics` adds to infos; empty for others."""
     return str(getattr(wrapper, "_stats_key", ""))
 
 
 def mend_joint_types() -> None:
-    """Let gymnasium-robotics tell hinges from other joints.
+    """Fix the detection of hinge joints in gymnasium-robotics.
 
-    It asks whether an integer of NumPy's is ``in`` members of an enumeration, which those of
-    MuJoCo still say in 3.8.1 and deny in 3.13.
+    It tests whether a NumPy integer is ``in`` members of an enumeration. MuJoCo 3.8.1 returns True
+    for equal values, and 3.13 returns False.
     """
     utils: Any = import_module("gymnasium_robotics.utils.mujoco_utils")
     kinds = utils.mujoco.mjtJoint
@@ -110,18 +110,18 @@ def mend_joint_types() -> None:
 
 
 def info_merge(env: VectorEnv) -> Any:
-    """The function that puts the infos of single lanes together."""
+    """Return the function that merges the infos of single lanes."""
     return env.unwrapped._add_info
 
 
 def is_gymnasiums(merge: Any) -> bool:
-    """Return whether ``merge``, a function that `info_merge` returned, is Gymnasium's own."""
+    """Return True if ``merge``, a result of `info_merge`, is Gymnasium's own function."""
     function = getattr(merge, "__func__", None)
     return str(getattr(function, "__module__", "")).startswith("gymnasium.vector.")
 
 
 def set_info_merge(env: VectorEnv, merge: Any) -> None:
-    """Let ``merge`` do that."""
+    """Replace the function that merges the infos of single lanes."""
     base: Any = env.unwrapped
     base._add_info = merge
 
@@ -129,7 +129,7 @@ def set_info_merge(env: VectorEnv, merge: Any) -> None:
 def lane_in(frame: FrameType, *kinds: type) -> int | None:
     """Return the lane that a vector, or an object of ``kinds``, steps or resets in ``frame``.
 
-    It is in a variable there; None in another frame.
+    It is in a variable there; None in any other frame.
     """
     from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
@@ -147,21 +147,21 @@ def lane_in(frame: FrameType, *kinds: type) -> int | None:
 
 
 def is_waiting(vector: Any) -> bool:
-    """Return whether ``vector`` is an `AsyncVectorEnv` that waits for the results of a call."""
+    """Return True if ``vector`` is an `AsyncVectorEnv` that waits for the results of a call."""
     from gymnasium.vector.async_vector_env import AsyncState, AsyncVectorEnv
 
     return isinstance(vector, AsyncVectorEnv) and vector._state is not AsyncState.DEFAULT
 
 
 def trace_of_process(frame: FrameType) -> str:
-    """Return the traceback in a lane's process of the error that `AsyncVectorEnv` raises again."""
+    """Return the traceback in a lane's process of the error that `AsyncVectorEnv` re-raises."""
     names = frame.f_locals
     raises = frame.f_code.co_name == "_raise_if_errors"
     return str(names.get("trace", "")) if raises else ""
 
 
 _SAYS_WHY_SECONDS: Final = 5.0
-"""How long a process that ends may take to say why."""
+"""Seconds that a process that ends may take to report its error."""
 
 
 def call_lane(env: AsyncVectorEnv, lane: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -186,18 +186,18 @@ def call_lane(env: AsyncVectorEnv, lane: int, name: str, /, *args: Any, **kwargs
 
 
 def seed_next_reset(env: Any, seeds: Sequence[int]) -> None:
-    """Give the next reset of a `VecEnv` a seed a lane; its own ``seed`` counts up from one."""
+    """Set one seed per lane for the next reset of a `VecEnv`; its ``seed`` counts up from one."""
     env.unwrapped._seeds = list(seeds)
 
 
 # --- NumPy ---------------------------------------------------------------------------------------
 
-# `numpy.count_nonzero` is three Python functions around it.
+# `numpy.count_nonzero` wraps it in three Python functions.
 count_true: Callable[[NDArray[Any]], int] = multiarray.count_nonzero
 
 
 def state_reader(generator: np.random.Generator) -> Callable[[], Any]:
-    """A function that reads a part of the state of ``generator`` which each draw changes.
+    """Return a function that reads a part of the state of ``generator`` which each draw changes.
 
     The state itself is a dictionary of large numbers, which takes 50 times as long.
     """
@@ -215,7 +215,10 @@ def state_reader(generator: np.random.Generator) -> Callable[[], Any]:
 
 
 def gym_like_info(frame: FrameType) -> Any:
-    """Return what a reset of `GymWrapper` in ``frame`` took for an info; None where that is one."""
+    """Return the value that a reset of `GymWrapper` in ``frame`` used as an info.
+
+    None if it is one.
+    """
     name, function = frame.f_globals.get("__name__"), frame.f_code.co_name
     if (name, function) != ("torchrl.envs.gym_like", "_reset"):
         return None
@@ -224,12 +227,12 @@ def gym_like_info(frame: FrameType) -> Any:
 
 
 def step_mdp(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
-    """The TensorDict that a policy sees after the step ``td``."""
+    """Return the TensorDict that a policy sees after the step ``td``."""
     return env._step_mdp(td)
 
 
 def hooks_behind_steps(env: EnvBase) -> Callable[..., Any] | None:
-    """The hook that changes a step and the observation that follows it; None without one."""
+    """Return the hook that changes a step and the observation after it; None if there is none."""
     return getattr(env, "_post_step_mdp_hooks", None)
 
 
@@ -242,7 +245,7 @@ def serial_envs(env: SerialEnv) -> Sequence[EnvBase]:
 
 
 def ended_process(error: Exception) -> RuntimeError:
-    """Return the error for a lane's process that ended where a call raised in it."""
+    """Return the error for a lane's process that ended because a call raised in it."""
     return RuntimeError(
         f"the lane's process raised, wrote why to stderr and ended ({error!r}), and the lane "
         "cannot be stepped on"
@@ -254,7 +257,7 @@ def call_in_worker(
 ) -> Any:
     """Call a method, or read an attribute, in one process of a `ParallelEnv`.
 
-    That ends where it raises, or lacks the name.
+    The process ends if the call raises, or the name is missing.
     """
     if env.is_closed:
         env.start()
@@ -268,12 +271,12 @@ def call_in_worker(
 
 
 def resets_itself(env: EnvBase) -> bool:
-    """Return whether ``env`` was made with ``auto_reset=True`` in TorchRL's own way."""
+    """Return True if ``env`` was made with ``auto_reset=True`` in TorchRL's own way."""
     return bool(env.__dict__.get("_torchrl_native_autoreset", False))
 
 
 def splits(env: EnvBase) -> bool:
-    """Return whether ``env`` steps and then resets as :class:`EnvBase` does, by two calls."""
+    """Return True if ``env`` steps and then resets as :class:`EnvBase` does, by two calls."""
     from torchrl.envs import EnvBase
 
     kind = type(env)
@@ -288,19 +291,19 @@ def splits(env: EnvBase) -> bool:
 
 
 def steps_in_buffers(env: EnvBase) -> bool:
-    """Return whether ``env`` is a `ParallelEnv` whose workers step and reset in one call."""
+    """Return True if ``env`` is a `ParallelEnv` whose workers step and reset in one call."""
     from torchrl.envs import ParallelEnv
 
     return isinstance(env, ParallelEnv) and env._use_buffers is not False
 
 
 def network_of(module: TensorDictModule) -> Callable[[], Any]:
-    """A function that returns what calls of ``module`` call; None where they do more than that.
+    """Return a function that returns the network that calls of ``module`` call.
 
-    They do more than to hand inputs to a network in order, and to write its one output, where the
-    module, its class or all modules were changed or hooked, at any time. The function is called
-    before each call of the network: so it asks for all of that in one, and in few steps. Backward
-    hooks have no part in it, for nothing has gradients here.
+    It returns None if calls do more than pass inputs to a network in order and write its one
+    output, because the module, its class or all modules were changed or hooked. This may happen at
+    any time, so the function is called before each call of the network. It therefore tests
+    everything in one expression. Backward hooks are ignored, because nothing has gradients here.
     """
     from tensordict.nn import TensorDictModule
 
@@ -349,11 +352,11 @@ _CALLED: Final = (
     "out_keys",
     "out_keys_source",
 )
-"""Names of its class that a call of a `TensorDictModule` looks up."""
+"""Names that a call of a `TensorDictModule` looks up in its class."""
 
 
 def _is_of_a_library(found: Any) -> bool:
-    """Return whether ``found``, an attribute of a class, was defined by torch or tensordict."""
+    """Return True if ``found``, an attribute of a class, was defined by torch or tensordict."""
     code = getattr(getattr(found, "fget", found), "__code__", None)
     places = tuple(f"{Path(each).parent}{os.sep}" for each in (torch.__file__, tensordict.__file__))
     return code is not None and code.co_filename.startswith(places)
@@ -361,21 +364,24 @@ def _is_of_a_library(found: Any) -> bool:
 
 # --- torch and Python -----------------------------------------------------------------------------
 
-# Those of `signal` look handlers up in an enumeration: that takes 40 times as long.
+# Functions of `signal` look handlers up in an enumeration, which takes 40 times as long.
 get_handler: Callable[[int], Any] = _signal.getsignal
 set_handler: Callable[[int, Any], Any] = _signal.signal
 
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Returns the number of changes of a tensor in place; `RuntimeError` where none is kept."""
+"""Returns the number of in-place changes of a tensor.
+
+Raises `RuntimeError` if the tensor has no counter.
+"""
 
 
 def places_in(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the children and the parameters of ``module`` itself by name, as it holds them."""
+    """Return the dictionaries of children and parameters of ``module`` itself, not copies."""
     return module._modules, module._parameters
 
 
-# `torch.no_grad` makes two objects each time.
+# `torch.no_grad` creates two objects each time.
 set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
@@ -385,8 +391,8 @@ class ExplorationPlace:
     def __init__(self) -> None:
         from tensordict.nn import probabilistic
 
-        # Its dictionary, for no handler of a signal may run in a write: once `explore_apart` was
-        # called the attribute is Python code.
+        # Its dictionary, because no signal handler may run in a write. After a call of
+        # `explore_apart` the attribute is Python code.
         place = vars(probabilistic._interaction_type)
         self.get: Callable[[], Any] = partial(place.__getitem__, "_mode")
         self.put: Callable[[Any], None] = partial(place.__setitem__, "_mode")
@@ -396,7 +402,7 @@ _reading = RLock()
 
 
 class _OwnMode:
-    """A place whose value a thread may have for itself."""
+    """Exploration type that a thread may override for itself."""
 
     @property
     def _mode(self) -> Any:
@@ -414,7 +420,7 @@ _own = threading.local()
 
 
 def explore_apart() -> None:
-    """Give this thread an exploration type of its own; TorchRL has one for all threads."""
+    """Give this thread its own exploration type; TorchRL has one for all threads."""
     from tensordict.nn import probabilistic
 
     place = probabilistic._interaction_type
@@ -426,17 +432,20 @@ def explore_apart() -> None:
 
 
 def gpus_in_use() -> range:
-    """GPUs that this process uses: to ask others takes memory of theirs, and seconds."""
+    """Return the GPUs that this process uses.
+
+    A query of others allocates their memory and is slow.
+    """
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return range(torch.cuda.device_count() if begun else 0)
 
 
 def generator_states(devices: Sequence[int] = ()) -> list[torch.Tensor]:
-    """States of torch's generators: the CPU's, and those of CUDA ``devices``.
+    """Return the states of torch's generators: the CPU's, and those of CUDA ``devices``.
 
-    Torch makes these tensors under the mutex of the generator. Where Python 3.11 collects garbage
-    meanwhile, finalizers may let another thread run, and if that one wants the mutex as well it
-    waits for it without letting anybody run again.
+    Torch makes these tensors while it holds the mutex of the generator. If Python 3.11 collects
+    garbage meanwhile, finalizers may let another thread run. If that thread waits for the mutex
+    too, without releasing the interpreter, both are blocked for ever.
     """
     with _reading:
         collects = gc.isenabled()
@@ -449,12 +458,12 @@ def generator_states(devices: Sequence[int] = ()) -> list[torch.Tensor]:
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy in one call, which no signal's handler interrupts."""
+    """Copy in one call, which no signal handler interrupts."""
     torch._foreach_copy_(targets, sources)
 
 
 def preloaded_modules() -> list[str]:
-    """Modules that the fork server was asked to import, by us and by others."""
+    """Return the modules that the fork server was asked to import, by us and by others."""
     return list(getattr(forkserver._forkserver, "_preload_modules", ()))
 
 
@@ -475,19 +484,19 @@ _OPENBLAS_THREADS = (
     "scipy_openblas_set_num_threads",
     "openblas_set_num_threads",
 )
-"""Names of one function, by the package that has it."""
+"""Names of one function, which depend on the package."""
 
 
 def interpreter_flags() -> list[str]:
-    """The flags of the command line that this interpreter was started with."""
+    """Return the command-line flags of this interpreter."""
     flags: list[str] = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
 
 
 def run_sent(content: int, tracker: int, *files: int) -> int:
-    """Be the process of multiprocessing that comes through a pipe; returns its exit status.
+    """Run a multiprocessing process that arrives through a pipe; return its exit status.
 
-    ``tracker`` is the pipe of the tracker of resources; the process was pickled with ``files``.
+    ``tracker`` is the pipe of the resource tracker; the process was pickled with ``files``.
     """
     resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
     forkserver._forkserver._inherited_fds = [*files]  # type: ignore[attr-defined]
@@ -496,19 +505,19 @@ def run_sent(content: int, tracker: int, *files: int) -> int:
 
 
 def choose_render_device() -> None:
-    """Spread processes over the GPUs by which EGL renders, as TorchRL does when it is imported."""
+    """Spread processes over the GPUs for EGL rendering, as TorchRL does when it is imported."""
     others = torch.cuda.device_count() - 1
     if others > 0:
         os.environ["EGL_DEVICE_ID"] = str(1 + os.getpid() % others)
 
 
 def is_starting() -> bool:
-    """Return whether this is a started process that still imports its main module."""
+    """Return True if this is a started process that still imports its main module."""
     return bool(getattr(process.current_process(), "_inheriting", False))
 
 
 def run_exit_functions() -> None:
-    """Call what `atexit` would, once."""
+    """Call the functions registered with `atexit`, once."""
     atexit._run_exitfuncs()
 
 
@@ -516,7 +525,7 @@ def run_exit_functions() -> None:
 
 
 def keeps_in_shared_memory(normaliser: Any) -> bool:
-    """Whether other processes see the statistics of a `VecNorm` or `VecNormV2` change."""
+    """Return True if other processes see the statistics of a `VecNorm` or `VecNormV2` change."""
     own = vars(normaliser)
     found = own.get("_td", own.get("_loc"))
     return found is not None and bool(found.is_shared() or found.is_memmap())
@@ -534,7 +543,7 @@ def service_backend() -> str | None:
 
 
 def transport_of(updater: Any) -> Any:
-    """The function by which a weight updater, or a class of them, reaches a worker."""
+    """Return the function by which a weight updater, or a class of them, reaches a worker."""
     kind: Any = updater if isinstance(updater, type) else type(updater)
     return kind._sync_weights_with_worker
 

@@ -3,28 +3,28 @@
 ::
 
     CollectorError
-    ├── ArgumentError (ValueError)   an argument that cannot be right
+    ├── ArgumentError (ValueError)   an argument that is not valid
     │   ├── NameRefused              columns whose names collide, or that no storage can hold
-    │   └── UnknownArgument (TypeError)   an argument that there is not
-    ├── EnvironmentRefused           an environment that cannot be driven truly
-    │   ├── EnvironmentUnknown       a storage does not tell how it is made again
+    │   └── UnknownArgument (TypeError)   an argument that does not exist
+    ├── EnvironmentRefused           an environment whose transitions cannot be counted correctly
+    │   ├── EnvironmentUnknown       a storage does not record how to make the environment
     │   └── SilentReset              it resets itself within step: found while collecting
     ├── EnvironmentDied              a process of a vector environment exited or was killed
     ├── SpaceError                   a space that has no column layout
-    ├── PolicyError                  what the policy returned is not an action of this environment
-    ├── TransitionError              what the environment returned differs from what it declared
-    │   └── ValueRefused             one value of a lane, which no column can hold as it is
-    ├── UserStopIteration            code of the user's raised StopIteration
+    ├── PolicyError                  a policy returned no valid action of this environment
+    ├── TransitionError              an environment returned values that its specs do not declare
+    │   └── ValueRefused             one value of a lane, which no column can hold unchanged
+    ├── UserStopIteration            user code raised StopIteration
     ├── EnvCallError                 a call of an environment by `env_call` and its kin raised
     ├── LedgerError                  the counts do not balance: a bug, never to be ignored
     ├── StateError                   a state dict or a storage that does not fit this collector
-    │   └── ItemsDiffer              rows that make no item of a TorchRL buffer's length
-    ├── MissingExtra (ImportError)   a package that only some users need is absent
+    │   └── ItemsDiffer              rows do not form items of a TorchRL buffer's length
+    ├── MissingExtra (ImportError)   an optional package is not installed
     ├── SharedMemoryBusy (TimeoutError)   another process keeps memory locked
-    └── WorkerError                  a worker process failed; says which lanes, seeds and actions
-        ├── WorkerRaised             code in it raised; the cause is the original where it travels
+    └── WorkerError                  a worker failed; reports its lanes, seeds and actions
+        ├── WorkerRaised             code in it raised; the cause is the original if it is known
         ├── WorkerDied               it exited, or a signal killed it
-        └── WorkerHung               it made no progress within the time that it was given
+        └── WorkerHung               it made no progress within its time limit
 """
 
 from collections.abc import Sequence
@@ -58,33 +58,33 @@ __all__ = [
 
 
 class CollectorError(Exception):
-    """Base of every error that :mod:`tallyroll.collector` raises on its own account."""
+    """Base class of the errors that :mod:`tallyroll.collector` defines."""
 
 
 class ArgumentError(CollectorError, ValueError):
-    """An argument that cannot be right, found before anything was touched."""
+    """An argument that is not valid, found before anything was changed."""
 
 
 class NameRefused(ArgumentError):
-    """A column's name is taken, empty, or none that a storage can hold; see ``rename=``."""
+    """A column's name is taken, empty, or not valid in any storage; see ``rename=``."""
 
 
 class UnknownArgument(ArgumentError, TypeError):
-    """An argument of a name that there is not; the message says which may have been meant."""
+    """An argument that does not exist; the message suggests a similar name."""
 
 
 class EnvironmentRefused(CollectorError):
-    """The environment would lose or invent transitions; the message names the way out."""
+    """The environment would lose or invent transitions; the message suggests a remedy."""
 
 
 class EnvironmentUnknown(EnvironmentRefused):
-    """A storage does not say enough of its environment to make it again, or names code."""
+    """A storage lacks the information to make its environment, or refers to code."""
 
 
 class SilentReset(EnvironmentRefused):
     """The environment resets itself, and returns a first observation as the final one.
 
-    Raised while collecting, before the batch that shows it is stored; the message names the rows
+    Raised while collecting, before the batch that shows it is stored. The message names the rows
     that are stored already.
     """
 
@@ -92,9 +92,12 @@ class SilentReset(EnvironmentRefused):
 class EnvironmentDied(CollectorError):
     """A process of an ``AsyncVectorEnv`` or a ``SubprocVecEnv`` exited or was killed.
 
-    ``lanes`` are those of the processes that ended, numbered over the run. ``exitcodes`` say how
-    (negative: the signal; None: not known). The cause is the exception of the vector. Rows that
-    were committed before are unharmed. The other processes of the vector are ended, too.
+    The cause is the exception of the vector environment. Committed rows are safe. The other
+    processes of the vector environment are ended too.
+
+    Attributes:
+        lanes: the lanes of the processes that ended, numbered over the run.
+        exitcodes: the exit status of each (negative: the signal; None: not known).
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class SpaceError(CollectorError):
 
 
 class PolicyError(CollectorError):
-    """The policy returned something that is not an action of this environment."""
+    """The policy returned a value that is not a valid action of this environment."""
 
 
 class TransitionError(CollectorError):
@@ -117,10 +120,10 @@ class TransitionError(CollectorError):
 
 
 class ValueRefused(TransitionError):
-    """A value that one lane returned, and that its column cannot hold as it is.
+    """A value that one lane returned, and that its column cannot hold unchanged.
 
-    Its place is said as far as it is known: ``key``, ``lane``, numbered over the run, and the
-    ``step`` of its trajectory.
+    The attributes locate it as far as known: ``key``, ``lane``, numbered over the run, and ``step``
+    of its trajectory.
     """
 
     lane: int | None = None
@@ -140,20 +143,24 @@ class ValueRefused(TransitionError):
 
 
 class UserStopIteration(CollectorError):
-    """An environment, a policy or other code that was given to a collector raised StopIteration.
+    """Code of the user, such as an environment or a policy, raised StopIteration.
 
-    A loop over batches would end by it as if the budget were met. The message begins with the place
-    of the call; the cause is the original exception (``StopAsyncIteration`` is treated alike). A
-    worker's arrives as :class:`WorkerRaised`, like any other exception there.
+    A loop over batches would end as if the budget were met. The message begins with the place of
+    the call. The cause is the original exception (``StopAsyncIteration`` is treated alike). In a
+    worker this error becomes :class:`WorkerRaised`, like any other exception there.
     """
 
 
 class EnvCallError(CollectorError):
     """A call of an environment by ``env_call``, ``env_get`` or ``env_set`` raised there.
 
-    ``lane`` is the first lane in which it did, ``failed`` are all of them, and ``done`` those in
-    which it was done. The cause is the original exception, where it travels from a worker;
-    ``traceback`` is its traceback. The run goes on.
+    The cause is the original exception, if a worker could send it. The run continues.
+
+    Attributes:
+        lane: the first lane in which the call raised.
+        failed: all lanes in which it raised.
+        done: the lanes in which it succeeded.
+        traceback: the traceback of the original exception.
     """
 
     def __init__(
@@ -179,23 +186,28 @@ class StateError(CollectorError):
 
 
 class ItemsDiffer(StateError):
-    """Rows make no item of the length that those of a TorchRL buffer have."""
+    """Rows do not form items of the length of those in a TorchRL buffer."""
 
 
 class MissingExtra(CollectorError, ImportError):
-    """A package that only some users need is not installed; the message names the extra."""
+    """An optional package is not installed; the message names the extra."""
 
 
 class SharedMemoryBusy(CollectorError, TimeoutError):
-    """Another process kept shared memory locked for as long as was waited for it."""
+    """Another process kept shared memory locked until the timeout."""
 
 
 class WorkerError(CollectorError):
-    """A worker process failed. Rows that were committed before are unharmed.
+    """A worker failed. Committed rows are safe.
 
-    ``worker`` is its number, ``lanes`` are the lanes that it steps, ``lane`` is the one that
-    failed, if known, ``seeds`` are the seeds of the lanes' last start, ``action`` is the last
-    action (of ``lane``, or of all ``lanes``), ``worker_traceback`` the traceback in the worker.
+    Attributes:
+        worker: the number of the worker.
+        lanes: the lanes that it steps.
+        lane: the lane that failed, if known.
+        seeds: the seeds of the lanes' last start.
+        action: the last action (of ``lane``, or of all ``lanes``).
+        worker_traceback: the traceback in the worker.
+        exitcode: the exit status of its process, if known (negative: the signal).
     """
 
     def __init__(
@@ -220,8 +232,8 @@ class WorkerRaised(WorkerError):
 
 
 class WorkerDied(WorkerError):
-    """A worker exited or was killed; ``exitcode`` says how (negative: the signal)."""
+    """A worker exited or was killed; ``exitcode`` is its exit status (negative: the signal)."""
 
 
 class WorkerHung(WorkerError):
-    """A worker made no progress for as long as it was given."""
+    """A worker made no progress within its time limit."""

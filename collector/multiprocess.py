@@ -1,4 +1,4 @@
-"""The collector of many processes, or threads."""
+"""Collectors that step their environments in processes, threads or Ray actors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 
 Factory = Callable[[], EnvBase | VectorEnv]
 _SEGMENTS = 2
-"""In async mode a worker fills one while the other is read."""
+"""Segments per worker in async mode: the worker fills one while the other is read."""
 
 
 class MultiprocessCollector(Collector):
@@ -101,49 +101,52 @@ class MultiprocessCollector(Collector):
                 for batch in collector:
                     print(len(batch))
 
-    What it yields, counts and stores is what :class:`SyncCollector` would; arguments that are not
-    described here are those of that class. Workers step their lanes and fill shared memory; this
-    process alone counts and writes.
+    It yields, counts and stores the same transitions as :class:`SyncCollector`, whose documentation
+    describes the arguments that are missing here. Workers step their lanes and fill shared memory;
+    only this process counts and writes.
 
-    With ``mode="sync"`` all workers advance by the same number of slots, and batches are those
-    that one process would give: with a policy that chooses a lane's action by that lane alone and
-    deterministically, bit for bit. Every action that is chosen after
-    :meth:`update_policy_weights_` returns uses the new weights. With ``mode="async"`` workers
-    wait neither for one another nor for the consumer, until what they filled is two leases ahead:
-    rows come as they come, still exactly that many, each lane's in order.
+    With ``mode="sync"`` all workers advance by the same number of slots, and batches are those of a
+    single process. They are equal bit for bit if the policy is deterministic and chooses a lane's
+    action from that lane alone. Every action that is chosen after :meth:`update_policy_weights_`
+    returns uses the new weights.
+
+    With ``mode="async"`` workers wait neither for one another nor for the consumer, until they are
+    two leases ahead. Rows arrive in any order across lanes, but in order within a lane, and their
+    number is still exact.
 
     Args:
         create_env_fn: a Gymnasium id, ``SYSTEM:ID`` or a function that makes one Gymnasium
-            environment, whose ``num_envs`` lanes (None: one a worker) are split over the workers;
-            or a factory that every worker calls, or a list of factories, one a worker.
-            Environments and policies travel by cloudpickle.
-        policy: as for :class:`SyncCollector`. Weights, buffers included, reach the workers by
-            shared memory; only those of an ``nn.Module`` can. With ``policy_placement="central"``
-            it acts here, for the lanes of many workers in one call; see :class:`Devices`.
-        num_workers: processes, or threads; with a list of factories, as many as those.
+            environment, whose ``num_envs`` lanes (None: one per worker) are split over the workers;
+            or a factory that every worker calls, or a list of factories, one per worker.
+            Environments and policies are sent with cloudpickle.
+        policy: as for :class:`SyncCollector`. Workers get the weights of an ``nn.Module``, buffers
+            included, through shared memory; other policies cannot be updated. With
+            ``policy_placement="central"`` the policy acts here, for the lanes of many workers in
+            one call; see :class:`Devices`.
+        num_workers: number of processes or threads; with a list of factories, their number.
         mode: ``"sync"`` or ``"async"``.
-        sharded: each worker keeps its rows in a storage of its own, and answers with counts alone:
-            what a row costs here does not depend on its size. ``storage`` is a path, where a
-            manifest says which rows count; ``open_storage`` reads them as one. With
-            ``mode="async"``, and ``collect(n)`` in the place of iterating.
-        transport: ``"process"``, or ``"thread"``: workers are threads of this process, which start
-            at once and pay where environments wait (for a simulator, a network) and release the
-            interpreter; else one keeps the others from running. Random actions and deterministic
-            policies give the rows of processes; a policy that draws from torch's generator shares
-            it with the other threads, in any order. A thread cannot be ended: one that completes
-            no step within ``step_timeout`` ends the run and is not replaced, and
-            :meth:`shutdown` waits up to 10 seconds for steps under way, then warns. Or a function
-            that returns a transport of your own for pickled jobs, one a worker, in processes of
-            their own.
-        processes: how worker processes start, and their threads; see :class:`Processes`. By
+        sharded: each worker stores its rows in its own storage, and answers with counts only, so
+            that the cost of a row in this process does not depend on its size. ``storage`` is a
+            path with a manifest of the valid rows; ``open_storage`` reads all shards as one
+            storage. It needs ``mode="async"``, and ``collect(n)`` instead of iterating.
+        transport: ``"process"``, or ``"thread"``: workers are threads of this process. Threads
+            start at once and pay off if environments wait (for a simulator, a network) and release
+            the interpreter; otherwise one blocks the others. Random actions and deterministic
+            policies give the same rows as processes. A policy that draws from torch's generator
+            shares it with the other threads, in any order. A thread cannot be ended: one that
+            completes no step within ``step_timeout`` ends the run and is not replaced, and
+            :meth:`shutdown` waits up to 10 seconds for steps in progress, then warns. A function is
+            also accepted: it returns a custom transport for pickled jobs, one per worker, in
+            separate processes.
+        processes: start method and threads of worker processes; see :class:`Processes`. By
             default they are forks of a server that has imported torch and TorchRL once.
-        supervision: how workers are watched, and replaced; see :class:`Supervision`.
+        supervision: time limits and replacement of workers; see :class:`Supervision`.
         more: the fields of such objects as keywords: ``on_worker_death="respawn"``.
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
         SilentReset: while iterating: the environment resets itself; see :class:`Checks`.
-        WorkerError: a worker failed, here or while iterating; what was committed is safe.
+        WorkerError: a worker failed, here or while iterating; committed rows are safe.
     """
 
     _options: SupervisedOptions
@@ -199,14 +202,17 @@ class MultiprocessCollector(Collector):
         options: SupervisedOptions,
         *kept_in: Any,
     ) -> None:
-        """Start the workers; ``kept_in``: a replay buffer, a storage, and whether it resumes."""
+        """Start the workers.
+
+        ``kept_in`` holds a replay buffer, a storage, and the argument ``resume``.
+        """
         factories = per_worker(create_env_fn, num_workers, options)
         self._num_workers, self._mode = len(factories), options.mode
         self._one_system = isinstance(create_env_fn, str)
         central = options.acts_centrally
         where = options.policy_device if central else None
         self._policy = policy_of(given_policy(policy), where, None)
-        if central and self._policy is not None:  # else the options refuse it
+        if central and self._policy is not None:  # otherwise the options refuse it
             settle_here(self._policy)
         copied = None
         if self._policy is not None:
@@ -229,7 +235,7 @@ class MultiprocessCollector(Collector):
             raise
 
     def _threads_of(self, options: Any) -> int | None:
-        """Threads of each worker's libraries; None: workers are threads themselves."""
+        """Return the number of threads of each worker's libraries; None: workers are threads."""
         if options.transport == "thread":
             return None
         cores = len(os.sched_getaffinity(0))
@@ -298,7 +304,7 @@ class MultiprocessCollector(Collector):
             self._restarting = cast(Restart, GoesOnFromStorage())
 
     def _transport_call(self) -> dict[str, Any]:
-        """Return what of the transport is kept as provenance."""
+        """Return the facts about the transport that are stored as provenance."""
         if self._transport == "process":
             return {}
         own = callable(self._transport)
@@ -313,12 +319,12 @@ class MultiprocessCollector(Collector):
             return None
         apart = self._mode == "async"
         shapes = [(lanes,) if plan.batched else () for lanes in self._startup.lanes]
-        if self._one_system and not apart:  # however many processes step it
+        if self._one_system and not apart:  # regardless of the number of workers
             return TorchrlLayout(self._options, plan, [(self.lanes,)])
         return TorchrlLayout(self._options, plan, shapes, stacked=not apart, apart=apart)
 
     def _make_place(self, slots: int, segments: int) -> tuple[Place, Share]:
-        """The memory of slabs with so many slots, known to the workers."""
+        """Allocate the memory of slabs with ``slots`` slots, and bind the workers to it."""
         plan, part = self._startup.planned.plan, self._options.part
         share = Share(self._startup.lanes, slots, segments)
         if part is not None:
@@ -361,7 +367,7 @@ class MultiprocessCollector(Collector):
             self._ledger,
             workers=self.num_workers,
             frames=frames,
-            # Agent transitions are counted as they come; what was stepped ahead is discarded.
+            # Agent transitions are counted on arrival, and those stepped ahead are discarded.
             budget=Budget(None if self._options.by_agent else self._options.total_frames),
             episodes=self._options.total_episodes,
             openings=openings_of(self._policy)
@@ -370,10 +376,10 @@ class MultiprocessCollector(Collector):
         )
         return Leases(self._worker_pool, self._startup, place, share, budget)
 
-    # --- rows in shards of the workers ------------------------------------------------------------
+    # --- sharded workers --------------------------------------------------------------------------
 
     def _look_for_shards(self) -> None:
-        """Collect rows again whose shards are gone since."""
+        """Warn about rows that are collected again because their shards are missing."""
         from tallyroll.collector.ext.sharded_leases import lost_since
 
         if lost := lost_since(self._startup, self._writer.storage):
@@ -407,12 +413,12 @@ class MultiprocessCollector(Collector):
 
     @property
     def num_workers(self) -> int:
-        """Workers: processes, or threads."""
+        """Number of workers: processes, threads or actors."""
         return self._num_workers
 
     @property
     def env(self) -> NoReturn:
-        """There is none here: each worker has environments of its own."""
+        """Not available: the environments are in the workers."""
         raise AttributeError(
             "env: environments are in the workers; env_call, env_get and env_set reach them"
         )
@@ -423,7 +429,7 @@ class MultiprocessCollector(Collector):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers; none where they are threads."""
+        """Process ids of the workers; empty if they are threads."""
         return [link.pid for link in self._links if link.pid is not None]
 
     def _close_source(self) -> None:
@@ -437,16 +443,16 @@ class MultiprocessCollector(Collector):
     def update_policy_weights_(
         self, weights: Weights = None, *, policy_id: int | str | None = None
     ) -> None:
-        """Use new weights, and count the version up.
+        """Use new weights, and increment the version.
 
         With ``mode="sync"`` every action chosen after this returns uses them; with ``"async"`` a
-        worker takes them over before its next action. ``policy_version`` of each row says which
-        weights chose its action.
+        worker loads them before its next action. ``policy_version`` of each row names the weights
+        that chose its action.
 
         Args:
-            weights: a TensorDict of parameters, a state dict or a module; None takes those that
-                the policy given at construction has now. Buffers travel too.
-            policy_id: of several policies, which one.
+            weights: a TensorDict of parameters, a state dict or a module; None takes the current
+                weights of the policy given at construction. Buffers are sent too.
+            policy_id: the policy to update, if there are several.
         """
         policy = self._policy
         if isinstance(policy, SeveralPolicies):
@@ -485,31 +491,32 @@ class RayCollector(MultiprocessCollector):
                 for batch in collector:
                     print(len(batch))
 
-    What it yields, counts and stores is what :class:`MultiprocessCollector` would, whose workers
-    are processes of this machine; arguments that are not described here are those of that class.
-    A storage that one of them wrote the other resumes. Rows come through Ray's object store, with
-    the answer to each lease; this process alone counts and writes. Few of the steps that a dead
-    worker made are known here: ``ledger.lost`` says at least so many.
+    It yields, counts and stores the same transitions as :class:`MultiprocessCollector`, whose
+    workers are processes of this machine and whose documentation describes the arguments that are
+    missing here. Either of them can resume a storage that the other wrote. Rows arrive through
+    Ray's object store, with the answer to each lease; only this process counts and writes. This
+    process knows few of the steps of a worker that died: ``ledger.lost`` is a lower bound.
 
-    Each node needs the same versions of the packages as this process; others are refused by name.
+    Each node needs the same versions of the packages as this process. Other versions are refused,
+    and the error names the packages.
 
     Args:
         create_env_fn: as for :class:`MultiprocessCollector`; it is called on the nodes.
         policy: as for :class:`MultiprocessCollector`; weights are put into the object store once
-            a version, and each action is chosen by one version.
-        num_workers: actors; with a list of factories, as many as those.
+            per version, and each action is chosen by one version.
+        num_workers: number of actors; with a list of factories, their number.
         mode: ``"sync"`` or ``"async"``.
         sharded: as for :class:`MultiprocessCollector`: each actor writes to the disk of its node,
             at the path of ``storage`` there.
-        actors: where Ray is, and what its actors need; see :class:`Actors`.
-        supervision: how workers are watched, and replaced; see :class:`Supervision`.
+        actors: address of Ray, and resources of the actors; see :class:`Actors`.
+        supervision: time limits and replacement of workers; see :class:`Supervision`.
         more: the fields of such objects as keywords: ``address="auto"``.
 
     Raises:
         MissingExtra: Ray is not installed.
-        ArgumentError: also where no cluster answers at the address.
+        ArgumentError: an argument is not valid, or no cluster answers at the address.
         EnvironmentRefused, PolicyError, StorageError: before any file changes.
-        WorkerError: a worker failed, here or while iterating; what was committed is safe.
+        WorkerError: a worker failed, here or while iterating; committed rows are safe.
     """
 
     _options: ActorOptions
@@ -559,7 +566,7 @@ class RayCollector(MultiprocessCollector):
         return max(1, int((options.actors.actor_options or {}).get("num_cpus", 1)))
 
     def _transport_of(self, jobs: Sequence[bytes], options: Any) -> Transport[Any]:
-        # Ray is an extra, and takes a second to import.
+        # Ray is optional, and takes a second to import.
         from tallyroll.collector.ext.ray.transport import RayTransport
 
         return RayTransport(jobs, options.actors)
@@ -571,7 +578,7 @@ class RayCollector(MultiprocessCollector):
 def _release(pool: WorkerPool, engine: Transport[Any]) -> None:
     """End the workers of a run that an error ended.
 
-    A thread that is still in a step is left to `shutdown`, which waits for it.
+    `shutdown` handles a thread that is still in a step, for which it waits.
     """
     if pool.has_stuck:
         return

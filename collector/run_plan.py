@@ -1,17 +1,17 @@
-"""The plan of a run: which way each part of it goes, and why not a faster one.
+"""The plan of a run: the implementation of each of its parts, and why no faster one applies.
 
-All conditions that are known when a run begins are here, and nowhere else: each function takes the
-traits of environment, policy, storage and options as plain values, and chooses. Conditions that
-change while it runs are asked where they change; they are few:
+This module contains all conditions that are known when a run begins. Each function takes the
+traits of environment, policy, storage and options as plain values, and chooses. A few conditions
+can change during a run, and are tested where they change:
 
 * a policy's module is hooked or changed, or newer weights arrive (`bare_call`, `Rollout.fill`);
-* someone replaces the step of a vector environment (`SequentialStep.are_alone`);
-* a value outside its space was let pass, so that bounds are others (`RangeChecks.eased`);
+* the step of a vector environment is replaced (`SequentialStep.are_alone`);
+* a value outside its space was accepted, so that the bounds changed (`RangeChecks.eased`);
 * final observations are not judged yet (`FinalsWatch.curious`);
-* a call asks for more than few slots, or for other than whole ones (`FastCollect.collect`);
+* a call asks for more than few slots, or for partial ones (`FastCollect.collect`);
 * random actions at the beginning of a run are over (`Rollout.make_ready`);
 * the budget ends, the run was stopped, or the storage was closed (`FastCollect.collect`);
-* the extension finds other arrays than it knows, a full file or a lost lock (`store_slots`).
+* the extension finds different arrays, a full file or a lost lock (`store_slots`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tallyroll.storage import fast_paths
 from tallyroll.storage.rows.keys import Key, format_key
 
 FEW_SLOTS = 4
-"""Most slots that are numbered and checked one by one, which is faster for so few."""
+"""Maximum number of slots that are numbered and checked one by one, which is faster for few."""
 FEW_REWARDS = 7
-"""Most rewards of a lane that NumPy adds up one after the other, as the extension does."""
+"""Maximum number of rewards of a lane that NumPy adds one after another, as the extension does."""
 TWICE_NBYTES = 2**6
-"""The size of a row below which looking whether it came costs more than sending it again."""
+"""Row size in bytes below which checking for a duplicate takes longer than sending it."""
 POOLED_NBYTES = 2**20
-"""The size from which memory is pooled: the kernel would give it page by page, each time."""
+"""Size in bytes from which memory is pooled; the kernel would map new memory page by page."""
 
 _NOT_BUILT = "not built, for there was no C compiler"
 
 Obstacle = tuple[bool, str]
-"""Whether an obstacle is there, and the words that say so."""
+"""Pair of a bool, which is True if the obstacle exists, and its description."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The way that a part of a run goes, and why it is not a faster one."""
+    """The implementation chosen for a part of a run, and why no faster one applies."""
 
     way: str
     because: str = ""
@@ -49,7 +49,7 @@ class Decision:
 
 
 def choose(fast: str, slow: str, *obstacles: Obstacle, way: str = "") -> Decision:
-    """Choose ``fast`` unless ``way``, if there is one, is switched off or an obstacle is there."""
+    """Choose ``fast``, unless ``way`` is given and switched off or an obstacle exists."""
     if way and not fast_paths.is_on(way):
         return Decision(slow, f"-{way} switches it off")
     for stands, why in obstacles:
@@ -58,21 +58,21 @@ def choose(fast: str, slow: str, *obstacles: Obstacle, way: str = "") -> Decisio
     return Decision(fast)
 
 
-# --- how actions are chosen, and lanes stepped ----------------------------------------------------
+# --- acting and stepping --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyTraits:
-    """A policy, as far as calls of its network without TensorDicts depend on it."""
+    """Traits of a policy that determine whether its network can be called without TensorDicts."""
 
     kind: str
-    """Its type's name."""
+    """Name of its type."""
     is_module: bool
-    """True for a `TensorDictModule` itself, and no subclass."""
+    """True for a `TensorDictModule`, but not for a subclass."""
     does_more: bool
     """True if its module was changed or hooked."""
     elsewhere: bool
-    """True if it is called on a device of its own."""
+    """True if it runs on its own device."""
     unseen: Sequence[Key]
     """Keys that the policy reads and that are no observations in the slab."""
     writes: Sequence[Key]
@@ -83,14 +83,14 @@ class PolicyTraits:
 
 
 def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key]) -> Decision:
-    """Choose the actor: ``network``, ``module`` (the policy as it is), or ``drawn`` at random.
+    """Choose the actor: ``network``, ``module`` (the policy as given), ``drawn`` or ``central``.
 
-    ``central`` is the policy in the parent, for lanes of all workers.
+    ``drawn`` actions are random. ``central`` is the policy in the parent, for lanes of all workers.
 
     Args:
-        policy: None draws random actions.
-        fills_slab: the environment writes to the slab what policies see.
-        extra: keys that the policy writes and that become columns, beside the action.
+        policy: traits of the policy; None draws random actions.
+        fills_slab: True if the environment writes observations to the slab.
+        extra: keys that the policy writes and that become columns, in addition to the action.
     """
     if policy is None:
         return Decision("drawn")
@@ -115,9 +115,9 @@ def acting(policy: PolicyTraits | None, *, fills_slab: bool, extra: Sequence[Key
 
 
 def masking(*, infos: bool, observations: bool) -> Decision:
-    """Choose where random actions find which values are legal: ``infos``, ``observations``.
+    """Choose the source of masks for random actions: ``infos`` or ``observations``.
 
-    ``none`` where every value of the action space may be drawn.
+    ``none`` if every value of the action space may be drawn.
     """
     if infos:
         return Decision("infos", "an action_mask is in the infos of the first reset")
@@ -128,18 +128,18 @@ def masking(*, infos: bool, observations: bool) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class VectorTraits:
-    """A Gymnasium vector environment, as far as stepping its lanes ourselves depends on it."""
+    """Traits of a Gymnasium vector environment that determine whether we can step its lanes."""
 
     kind: str
-    """Its type's name."""
+    """Name of its type."""
     bare: bool
-    """True for a `SyncVectorEnv` itself, without a wrapper, and no subclass."""
+    """True for a `SyncVectorEnv` without a wrapper, but not for a subclass."""
     patched: bool
-    """True if ``step`` or ``reset`` is not Gymnasium's, or its lanes are kept differently."""
+    """True if ``step`` or ``reset`` is not Gymnasium's, or its lanes are stored differently."""
     known: bool
-    """True if Gymnasium itself says how observations and actions are put together."""
+    """True if Gymnasium itself defines how to batch its observations and actions."""
     many_rewards: bool
-    """A lane's reward is no single number."""
+    """True if a lane's reward is not a single number."""
 
 
 def stepping_vector(vector: VectorTraits) -> Decision:
@@ -156,14 +156,14 @@ def stepping_vector(vector: VectorTraits) -> Decision:
 
 
 def stepping_wrapped(wrapped: Decision, inner: Decision, others: Sequence[str]) -> Decision:
-    """Choose how wrappers are stepped: lanes in turn within them, or all by the ``vector``.
+    """Choose how wrapped lanes are stepped: in turn within the wrappers, or by the ``vector``.
 
-    That is ``through`` wrappers that look at rewards and ends alone, or ``within`` any.
+    In turn means ``through`` wrappers that only use rewards and ends, or ``within`` any other ones.
 
     Args:
         wrapped: the decision for the wrappers, which are no bare vector.
-        inner: the decision for the vector in them.
-        others: wrappers that may look at more.
+        inner: the decision for the vector inside them.
+        others: wrappers that may use more than rewards and ends.
     """
     if inner.way != "in turn":
         return wrapped
@@ -180,10 +180,10 @@ def writing(*, single: bool, compiled: bool, looks_behind: bool, lost_finals: bo
     """Choose how a step is written to its slot: ``at once``, or by ``columns``.
 
     Args:
-        single: there is one column of actions, and one of rewards.
-        compiled: the extension is used, and knows rewards of their kind.
-        looks_behind: groups of agents, contexts or skipped slots are looked at after each step.
-        lost_finals: some final observations are lost, and marked.
+        single: True if there is one column of actions, and one of rewards.
+        compiled: True if the extension is used and supports the type of the rewards.
+        looks_behind: True if groups of agents, contexts or skipped slots are read after each step.
+        lost_finals: True if some final observations are lost, and marked.
     """
     return choose(
         "at once",
@@ -200,9 +200,9 @@ def counting(*, ends_tell: bool, episodes: bool, several: bool = False) -> Decis
     """Choose how the transitions of slots are counted: ``by ends``, ``by lane``.
 
     Args:
-        ends_tell: all slots are transitions, or all but the one after an end.
-        episodes: the budget is one of episodes.
-        several: several policies act, whose versions differ within a slot.
+        ends_tell: True if all slots are transitions, or all but the one after an end.
+        episodes: True if the budget counts episodes.
+        several: True if several policies act, whose versions differ within a slot.
     """
     return choose(
         "by ends",
@@ -213,51 +213,51 @@ def counting(*, ends_tell: bool, episodes: bool, several: bool = False) -> Decis
     )
 
 
-# --- where rows are, and how they are stored ------------------------------------------------------
+# --- rows and storage -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StoringTraits:
-    """A run, as far as the way of its rows from the slab to a storage depends on it."""
+    """Traits of a run that determine how its rows get from the slab to a storage."""
 
     postproc: bool
     replay_buffer: bool
     storage: str
-    """The type's name of the storage that is written to directly; empty: there is none."""
+    """Type name of the storage that is written to directly; empty if there is none."""
     has_engine: bool
-    """The extension writes to its files."""
+    """True if the extension writes to the storage's files."""
     waits_for_disk: bool
-    """``durability="power"``."""
+    """True with ``durability="power"``."""
     elsewhere: Sequence[Key]
-    """Columns that NumPy cannot hold, or that are on another device."""
+    """Columns that NumPy cannot represent, or that are on another device."""
     by_lane: str
-    """Why slots are counted lane by lane; empty where they are not."""
+    """The reason why slots are counted lane by lane; empty if they are not."""
     arrivals: bool
-    """Lanes come back in any order."""
+    """True if lanes return in any order."""
     extension: bool
-    """The extension was built."""
+    """True if the extension was built."""
     few_float_rewards: bool
-    """A lane's rewards are one column of at most `FEW_REWARDS` float32 or float64."""
+    """True if a lane's rewards are one column of at most `FEW_REWARDS` float32 or float64."""
     surplus: str
-    """The fate of transitions that a call does not want; empty: they open the next one."""
+    """The fate of surplus transitions of a call; empty if they start the next one."""
     counts_agents: bool
-    """The budget is one of agent transitions."""
+    """True if the budget counts agent transitions."""
     counts_ticks: bool
-    """``frame_skip`` is the key of a column."""
+    """True if ``frame_skip`` is the key of a column."""
     follows_flags: bool
-    """TorchRL's layout follows flags below the root."""
+    """True if TorchRL's layout uses flags below the root."""
     resets_batches: bool
-    """``reset_at_each_iter=True``."""
+    """True with ``reset_at_each_iter=True``."""
     computed: Sequence[Key]
-    """Columns that Python computes, and the extension does not."""
+    """Columns that are computed in Python and not by the extension."""
     wide_bounds: bool
-    """Rows of a slot are too many bytes to be compared with their space one slot at a time."""
+    """True if the rows of a slot are too large to be compared with their space slot by slot."""
     slots_of_batch: int
-    """Slots that a batch takes, at least."""
+    """Minimum number of slots of a batch."""
     yields_large: bool
-    """Columns of rows of 4 KiB and more are yielded."""
+    """True if columns with rows of 4 KiB and more are yielded."""
     arranged: str
-    """A reason that a batch is not laid out as its rows are stored; empty: there is none."""
+    """The reason why a batch is not laid out in the order of stored rows; empty if it is."""
 
 
 def placing(run: StoringTraits) -> Decision:
@@ -274,7 +274,8 @@ def placing(run: StoringTraits) -> Decision:
 def batching(run: StoringTraits, placed: Decision, committed: Decision) -> Decision:
     """Choose how yielded batches are laid out.
 
-    In the ``one call`` that stores them, later from the ``slab``, or from ``gathered`` copies.
+    They are made by the ``one call`` that stores their rows, later from the ``slab``, or from
+    ``gathered`` copies.
     """
     source = choose(
         "slab",
@@ -301,7 +302,8 @@ def batching(run: StoringTraits, placed: Decision, committed: Decision) -> Decis
 def committing(run: StoringTraits, placed: Decision) -> Decision:
     """Choose how ``collect(n)`` of few slots is stored.
 
-    In ``one call``, or as ``rows``; to a ``buffer``, or nowhere (``none``).
+    The rows are stored in ``one call``, or as ``rows``, or added to a ``buffer``; or nothing stores
+    them (``none``).
     """
     if not run.storage:
         return Decision("buffer" if run.replay_buffer else "none")
@@ -331,14 +333,14 @@ def committing(run: StoringTraits, placed: Decision) -> Decision:
 
 
 def sending(*, one_memory: bool, arrivals: bool, nbytes: int) -> Decision:
-    """Choose how often an observation comes from a worker that sends its rows.
+    """Choose how often a worker that sends its rows sends an observation.
 
-    ``once``, although it ends one slot and begins the next, or ``twice``.
+    ``once``, although it ends one slot and starts the next, or ``twice``.
 
     Args:
-        one_memory: observations and next observations are the same memory.
-        arrivals: lanes come back in any order.
-        nbytes: the size of an observation of a lane.
+        one_memory: True if observations and next observations share memory.
+        arrivals: True if lanes return in any order.
+        nbytes: size in bytes of an observation of a lane.
     """
     if one_memory:
         return Decision("once")
@@ -351,42 +353,45 @@ def sending(*, one_memory: bool, arrivals: bool, nbytes: int) -> Decision:
     )
 
 
-# --- all of it ------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The decisions of a run, as `SyncCollector.plan` and `MultiprocessCollector.plan` give them.
+    """The decisions of a run: `SyncCollector.plan` and `MultiprocessCollector.plan`.
 
-    Printed it is a line a decision, with the reason why it is not a faster one::
+    Printed, it has a line per decision, with the reason why no faster implementation applies::
 
         acts     network
         steps    vector, because the environment is a NormalizeObservation, and no bare ...
     """
 
     acts: Decision
-    """The chooser of actions: ``network``, ``module``, ``drawn``."""
+    """How actions are chosen: ``network``, ``module``, ``drawn``, ``central``."""
     steps: Decision
-    """Stepping of lanes: ``in turn``, ``through`` or ``within`` wrappers, by the ``vector`` or
-    ``system``, ``arriving``, by the ``environment``."""
+    """How lanes are stepped: ``in turn``, ``through`` or ``within`` wrappers, by the ``vector`` or
+    ``system``, ``arriving``, by the ``environment``.
+    """
     writes: Decision
-    """Writing of a step to its slot: ``at once``, ``columns``, ``tensors``."""
+    """How a step is written to its slot: ``at once``, ``columns``, ``tensors``."""
     counts: Decision
-    """Counting of the transitions of slots: ``by ends``, ``by lane``."""
+    """How the transitions of slots are counted: ``by ends``, ``by lane``."""
     rows: Decision
     """The source of stored rows: ``slab``, ``gathered``."""
     batches: Decision
-    """Laying out of yielded batches: in ``one call``, from the ``slab``, ``gathered``."""
+    """How yielded batches are laid out: in ``one call``, from the ``slab``, ``gathered``."""
     commits: Decision
-    """Storing of a ``collect`` of few slots: ``one call``, ``rows``, ``buffer``, ``none``."""
+    """How a ``collect`` of few slots is stored: ``one call``, ``rows``, ``buffer``, ``none``."""
     extension: Decision
-    """Use of functions compiled in C: ``yes``, ``no``."""
+    """Use of the compiled C functions: ``yes``, ``no``."""
     sends: Decision = Decision("none")
-    """Observations that end a slot and begin the next, from workers without memory in common with
-    this process: they come ``once``, ``twice``; ``none`` are sent where there is no such worker."""
+    """How often an observation that ends one slot and starts the next is sent: ``once``, ``twice``.
+
+    It is ``none`` unless a worker shares no memory with this process.
+    """
 
     masks: Decision = Decision("none")
-    """Masks of legal actions to which random actions keep: of ``infos``, ``observations``."""
+    """Source of masks for random actions: ``infos``, ``observations``, ``none``."""
 
     def __str__(self) -> str:
         names = [each.name for each in fields(self)]
@@ -394,7 +399,7 @@ class RunPlan:
         return "\n".join(f"{name:{width}}  {getattr(self, name)}" for name in names)
 
     def as_json(self) -> dict[str, dict[str, str]]:
-        """Return the way and the reason of each decision, by its name."""
+        """Return the implementation and the reason of each decision, by its name."""
         return {
             each.name: {"way": decision.way, "because": decision.because}
             for each in fields(self)
@@ -403,7 +408,7 @@ class RunPlan:
 
 
 def extension_used(*, built: bool) -> Decision:
-    """Whether the extension is used."""
+    """Decide whether the extension is used."""
     return choose("yes", "no", (not built, f"it was {_NOT_BUILT}"), way="kernel")
 
 

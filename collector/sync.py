@@ -1,4 +1,4 @@
-"""The collector of one process."""
+"""The collector that steps its environments in this process."""
 
 from __future__ import annotations
 
@@ -64,68 +64,72 @@ class SyncCollector(Collector):
         100 torch.Size([100, 4])
         50 torch.Size([50, 4])
 
-    Iterating yields TensorDicts in TorchRL's episode data format; the last one holds what
-    remains. A transition is one action that an environment executed: slots in which a vector
-    environment resets itself are neither counted nor stored. Names and meanings of arguments
-    are those of TorchRL's collectors where it has them.
+    Iterating yields TensorDicts in TorchRL's episode data format; the last one holds the remainder.
+    A transition is one action that an environment executed: slots in which a vector environment
+    resets itself are neither counted nor stored. Arguments that TorchRL's collectors also have
+    share their names and meanings.
 
     Args:
         create_env_fn: a Gymnasium id, ``SYSTEM:ID`` (``tallyroll envs`` lists the systems) or a
             function that makes one Gymnasium environment, with ``num_envs`` lanes; a TorchRL
             environment of batch size ``[]`` or ``[lanes]``, a Gymnasium vector environment, an
-            environment of such a system, or a factory of one of these. What the collector makes it
-            closes; an instance stays yours to close. A factory with an argument ``seeds`` is called
-            by that name, with None or a seed a lane, and with a seed or a resume once more; one
-            with an argument ``num_envs`` makes so many lanes, where the collector is given them.
+            environment of such a system, or a factory of one of these. The collector closes
+            environments that it makes; the caller closes an instance. A factory with an argument
+            ``seeds`` is called by that name, with None or with one seed per lane, and is called
+            again with a seed or a resume. A factory with an argument ``num_envs`` makes that many
+            lanes, if the collector is given the number.
         policy: a TensorDictModule, a callable from TensorDict to TensorDict, a module or a
-            function of tensors (its arguments are called like observations; a module of one
-            argument may call it anything) or a model of Stable-Baselines3 (it acts by
+            function of tensors (its arguments have the names of observations; the argument of a
+            module of one argument may have any name) or a model of Stable-Baselines3 (which acts by
             ``predict``); None draws random actions, legal by an ``"action_mask"``. Several
-            policies are ``[(lanes, policy), …]`` or ``{group: policy}``; see `OnePolicy`. It gets
-            tensors of its own, to write to and to keep as it likes. All that it adds to them
-            becomes columns, but for names that begin with an underscore: where the action is
-            enough, make it ``TensorDictSequential(policy, selected_out_keys=["action"])``.
-            Actions of another dtype, of an axis of one more or less, one-hots for indices and
-            the other way round become what the environment takes, where nothing is lost; that
-            is what is stored.
-        frames_per_batch: transitions a batch.
-        total_frames: transitions in all; -1 goes on until :meth:`stop`.
-        num_envs: lanes, with an id or a function that makes a single environment; None: one.
+            policies are ``[(lanes, policy), …]`` or ``{group: policy}``; see `OnePolicy`. The
+            policy gets its own tensors, which it may write to and keep. Everything that it adds to
+            them becomes columns, except names that begin with an underscore. To store only the
+            action, pass ``TensorDictSequential(policy, selected_out_keys=["action"])``. Actions are
+            converted to the form that the environment takes if the conversion is lossless: another
+            dtype, one axis more or less, a one-hot for an index or the reverse. The converted
+            action is stored.
+        frames_per_batch: transitions per batch.
+        total_frames: total number of transitions; -1 continues until :meth:`stop`.
+        num_envs: number of lanes, with an id or a function that makes a single environment; None:
+            one.
         seed: makes the data repeatable from the first observation on; it also seeds torch's
-            global generator. None draws one from torch's generator, for the environments and
-            for random actions, which :attr:`ledger` reports, and goes on with that generator.
+            global generator. None draws a seed from torch's generator, for the environments and
+            for random actions, which :attr:`ledger` reports, and does not reseed that generator.
         storage: a Tallyroll storage, or a path for a new one (``.h5``, ``.hdf5``: an HDF5 file,
-            ``.zarr``: a Zarr group), that each batch goes into before it is yielded.
-        device: where the policy runs, where the environment is moved (Gymnasium environments stay
-            on the CPU) and where yielded batches lie.
+            ``.zarr``: a Zarr group), to which each batch is written before it is yielded.
+        device: the device of the policy, of the environment (Gymnasium environments stay on the
+            CPU) and of yielded batches.
 
     Other Parameters:
-        total_episodes: instead of ``total_frames``, exactly that many episodes, whole, those that
+        total_episodes: instead of ``total_frames``, exactly that many complete episodes, those that
             start first.
-        env_kwargs: keyword arguments of ``gymnasium.make``, or of the system's own, with an id.
-        resume: continue the last run in ``storage`` up to ``total_frames``; ``"auto"`` begins
-            it where there is no storage yet, or no row in it, as ``--resume`` does.
-        replay_buffer: a TorchRL replay buffer that each batch goes into before it is yielded.
+        env_kwargs: keyword arguments of ``gymnasium.make``, or of the system's function, with an
+            id.
+        resume: continue the last run in ``storage`` up to ``total_frames``; ``"auto"`` starts a run
+            if there is no storage yet, or no row in it, as ``--resume`` does.
+        replay_buffer: a TorchRL replay buffer to which each batch is added before it is yielded.
         layout: ``"rows"`` ``[frames]``, ``"lanes"`` ``[lane, time]``, ``"trajectories"``
-            ``[trajectory, time]``, or ``"torchrl"``; see :class:`Layout`, which has more of it.
-        surplus: what the last batched step of a batch made beyond it: ``"carry"`` opens the
-            next batch with it, ``"discard"`` throws it away, ``"never_step"`` steps only as
+            ``[trajectory, time]``, or ``"torchrl"``; see :class:`Layout` for its options.
+        surplus: the fate of surplus transitions of a batch's last batched step: ``"carry"`` starts
+            the next batch with them, ``"discard"`` drops them, ``"never_step"`` steps only as
             many lanes as are needed.
         init_random_frames: exactly that many transitions at the start have random actions
-            (``policy_version`` -1, the policy's other columns 0, a recurrent state as it was);
-            where lanes come back in any order, those that come back first.
+            (``policy_version`` -1, the policy's other columns 0, a recurrent state unchanged). If
+            lanes return in any order, these are the transitions that return first.
         exploration_type: TorchRL's exploration type during collection.
-        max_frames_per_traj: a time limit: such trajectories are truncated.
-        reset_at_each_iter: every batch starts with a reset of all lanes.
-        postproc: applied to the rows of each batch before they are stored and yielded.
+        max_frames_per_traj: time limit after which trajectories are truncated.
+        reset_at_each_iter: reset all lanes at the start of every batch.
+        postproc: a function applied to the rows of each batch before they are stored and yielded.
         columns: infos that become columns, other names, ticks, large rows; see :class:`Columns`.
-        checks: values outside their spaces, what final observations are; see :class:`Checks`.
-        devices: of policy, environment and batches, where they differ; see :class:`Devices`.
-        resets: seeds and options that each episode begins with, as columns; see :class:`Resets`.
-        shard: ``"2/8"``, a part of a run made on its own: number 2, from 0, of 8; ``num_envs`` and
+        checks: checks of values outside their spaces and of final observations; see
+            :class:`Checks`.
+        devices: devices of policy, environment and batches, if they differ; see :class:`Devices`.
+        resets: seeds and options with which each episode starts, as columns; see :class:`Resets`.
+        shard: ``"2/8"``, one part of a run: number 2, from 0, of 8. ``num_envs`` and
             ``total_frames`` are then those of all parts; see :class:`Shard`.
         more: the fields of these objects as keywords: ``frame_skip=4``, ``policy_device="cuda"``.
-            What an object says too is refused.
+            A keyword is refused if its object is given too.
 
     Raises:
         ArgumentError, EnvironmentRefused, PolicyError, StorageError: before any file changes.
@@ -176,7 +180,7 @@ class SyncCollector(Collector):
 
     @property
     def env(self) -> EnvBase:
-        """The environment that it steps, as one of TorchRL's."""
+        """The environment that this collector steps, as a TorchRL environment."""
         return self._env
 
     def _environments(self, env: EnvBase) -> Environments:
@@ -235,10 +239,10 @@ class SyncCollector(Collector):
                 self.env.close(raise_if_closed=False)
 
     def _lost_env(self) -> None:
-        """Note that another collector takes the environment over, and changes its lanes.
+        """Let no later call collect, because another collector drives the environment.
 
         Raises:
-            StateError: this one is stepping it.
+            StateError: this collector is stepping it.
         """
         if not hasattr(self, "_guard"):
             return
@@ -248,22 +252,25 @@ class SyncCollector(Collector):
 
 
 class OwnEnvironment:
-    """The environment that a collector steps itself, as its run seeds and saves it."""
+    """The environment that a collector steps itself, with the operations that its run needs."""
 
     def __init__(self, env: EnvBase, options: Options) -> None:
         self._env = env
         self._lanes = options.own_lanes(env.batch_size.numel())
 
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        """Seed its lanes; see `Environments`."""
+        """Seed the environment's lanes; see `Environments`."""
         return seed_env(self._env, seed, incarnation, self._lanes, asked=asked)
 
     def state(self) -> Any:
-        """Return a copy of its state: statistics are changed in place."""
+        """Return a copy of the environment's state, because statistics change in place."""
         return deepcopy(self._env.state_dict())
 
     def load(self, state: Any) -> None:
-        """Take over a state, of workers' environments the first one that there is."""
+        """Restore a state.
+
+        Of a list of workers' states, restore the first one that is not empty.
+        """
         if isinstance(state, list):
             state = next((each for each in state if each), {})
         self._env.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Calls of code that users give: environments, policies, samplers, hooks."""
+"""Guard for calls of user code: environments, policies, samplers, hooks."""
 
 from tallyroll.collector.errors import UserStopIteration
 from tallyroll.storage.package.user_code import ENDS, UserCode
@@ -7,6 +7,6 @@ __all__ = ["ENDS", "user_code"]
 
 
 class user_code(UserCode):
-    """A context whose ``StopIteration`` becomes :class:`UserStopIteration`; see `UserCode`."""
+    """Context that replaces ``StopIteration`` by :class:`UserStopIteration`; see `UserCode`."""
 
     raises = UserStopIteration

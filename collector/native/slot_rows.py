@@ -12,14 +12,14 @@ from tallyroll.storage.files.commit_header import Header
 from tallyroll.storage.files.counts import Counts, counts_of
 
 RunCounts = counts_of("next_id")
-"""Counts of a run beside those of its ledger: ``next_id`` is larger than any trajectory id."""
+"""Counts of a run in addition to its ledger: ``next_id`` is larger than any trajectory id."""
 require_names("RUN", RunCounts.names)
 LogCounts = counts_of("noted", "taken", "room", "records", "due")
 """Counts of a ring of records of episodes that ended.
 
-``noted`` ones were written, of which the collector has ``taken`` the first; ``room`` is that of the
-ring, and ``records`` its address. ``due`` is 1 if it is time to take them, because more than half
-of the room is full.
+``noted`` is the number of records written, of which the collector has ``taken`` the first;
+``room`` is the capacity of the ring, and ``records`` its address. ``due`` is 1 if more than half of
+the ring is full, so that the collector should take them.
 """
 require_names("LOG", LogCounts.names)
 HeldCounts = counts_of("rows", "resets")
@@ -29,13 +29,13 @@ require_names("HELD", HeldCounts.names)
 
 @dataclass(eq=False)
 class SlotRows(NewRows):
-    """The first rows of fixed memory, and the counts and the record that go with them.
+    """The first rows of fixed memory, with the counts and the record that belong to them.
 
-    One call finds, numbers, counts and commits them, and makes the slab ready for the next slots.
-    What takes more calls is left to the collector, which has the same rows as `IndexedRows` then.
+    One call finds, numbers, counts and commits them, and prepares the slab for the next slots. If
+    that is not possible, the collector stores the same rows as `IndexedRows`.
 
-    It keeps the tables and the blocks of the plan, and the arrays of ``rows``, alive. The arrays of
-    the other tables belong to the collector's slab, and to its state of the lanes.
+    This object keeps the tables and the blocks of the plan, and the arrays of ``rows``, alive. The
+    arrays of the other tables belong to the collector's slab, and to its state of the lanes.
     """
 
     rows: FixedRows
@@ -44,27 +44,35 @@ class SlotRows(NewRows):
     checks: bytes
     """The table of `StepKernel.are_inside`."""
     slab: bytes
-    """The address of the number of complete slots; those of the marks of held rows [lane], of
-    transitions [slot, lane] and of lanes that are reset next [lane], or 0 if none ever is; whether
-    a policy chose the actions; the number of columns in which a slot's observations are followed
-    by the next ones; then the address and the bytes of a slot of these, and of all others."""
+    """Addresses in the slab, and sizes.
+
+    These are the address of the number of complete slots; those of the marks of held rows [lane],
+    of transitions [slot, lane] and of lanes that are reset next [lane], or 0 if none ever is;
+    whether a policy chose the actions; the number of columns in which a slot's observations are
+    followed by the next ones; then the address and the bytes of a slot of these, and of all others.
+    """
     record: bytes
-    """The record with ``%d`` for each number that the kernel writes: the incarnation, every count
-    of the ledger, the number of open trajectories, and ``next_id``."""
+    """The record with ``%d`` for each number that the kernel writes.
+
+    The numbers are the incarnation, every count of the ledger, the number of open trajectories, and
+    ``next_id``.
+    """
     run: Counts
     """A block of `RunCounts`."""
     ledger: Counts
     """The block of the ledger's counts."""
     shown: Counts
-    """The block of the same counts that other threads read, set once a call has counted all."""
+    """The same counts for other threads, updated after a call has counted all rows."""
     held: Counts
     """A block of `HeldCounts`."""
     log: Counts
     """A block of `LogCounts`; the caller keeps the ring itself alive."""
     amounts: bytes
-    """The number that a row adds to each count of the ledger, int64; slots, resets, episodes and
-    carried rows are counted by the kernel. Then the address and the bytes of a row of each mask of
-    agents: the marked ones are agent transitions."""
+    """The number that a row adds to each count of the ledger, int64.
+
+    The kernel counts slots, resets, episodes and carried rows itself. Then the address and the
+    bytes of a row of each mask of agents: the marked ones are agent transitions.
+    """
     count: int = 0
     """The number of rows."""
     used: int = 1
@@ -74,7 +82,7 @@ class SlotRows(NewRows):
     watched: bool = True
     """True if the collector must see the rows first, if an episode begins or ends in them."""
     batch: tuple[bytes, Any, Any] | None = None
-    """A batch that is laid out from the rows, which are stored lane by lane then."""
+    """A batch that is laid out from the rows, which are then stored lane by lane."""
     in_one_call = True
     _columns: Columns | None = None
     """The columns of the storage for which the plan was made."""
@@ -88,7 +96,7 @@ class SlotRows(NewRows):
         """Number, count and commit the rows with their own record; see `StepKernel.store_slots`."""
         if self._columns is not columns:
             self._make_plan(columns, header)
-        # No handler of a signal, which might close the storage, runs between these two lines.
+        # No signal handler, which might close the storage, runs between these two lines.
         kernel = None if columns.one_call is None else self._kernel
         if kernel is None:
             return False

@@ -1,4 +1,4 @@
-"""Options that all collectors share, checked before anything is made."""
+"""Options that all collectors share, validated before anything is created."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -40,16 +40,17 @@ Surplus = Literal["carry", "discard", "never_step"]
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 
 MOST_LANES = 2**20
-"""A run's, as a manifest is read back."""
+"""Maximum number of lanes of a run; readers of manifests accept no more."""
 Count = Annotated[int | None, or_none(positive)]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments that collectors share; their docstrings say what they mean.
+    """Arguments that collectors share; their docstrings describe them.
 
-    A type says how the argument is checked: it names the values that are allowed, is annotated
-    with a `Check`, or is an `OptionObject`, whose fields are keywords of the collector as well.
+    The type of a field determines the check of its argument: a Literal names the allowed values, an
+    annotation has a `Check`, and an `OptionObject` has fields that are keywords of the collector
+    too.
     """
 
     frames_per_batch: Annotated[int, positive]
@@ -72,14 +73,14 @@ class Options:
     devices: Devices
     resets: Resets
     shard: Annotated[Shard | None, or_none(a_shard)]
-    """Once the other options are those of this shard: a `ShardOfRun`."""
+    """A `ShardOfRun` once the other options are those of this shard."""
 
-    # What follows from these.
+    # Derived from the fields above.
     policy_device: torch.device | None = field(init=False)
     env_device: torch.device | None = field(init=False)
     storing_device: torch.device | None = field(init=False)
     info_keys: tuple[Info, ...] = field(init=False)
-    """With the one that counts ticks."""
+    """Includes the info that counts ticks."""
     rename: dict[Any, Key] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,10 +99,10 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Make options from the ``arguments`` of a collector, its ``locals()`` at its beginning.
+        """Make options from the ``arguments`` of a collector, the ``locals()`` of its constructor.
 
         Raises:
-            ArgumentError: an option cannot be right, or two contradict each other.
+            ArgumentError: an option is not valid, or two contradict each other.
         """
         if more := arguments["more"]:
             of = type(arguments["self"]).__name__ if "self" in arguments else "a collector"
@@ -117,7 +118,7 @@ class Options:
         return made if made.shard is None else made._of_shard(made.shard)
 
     def _of_shard(self, shard: Shard) -> Self:
-        """Return the options of a shard of the run that these are of."""
+        """Return the options of one shard, given the options of the whole run."""
         part = shard_of_run(shard, vars(self), by_agent=self.by_agent)
         return replace(
             self,
@@ -129,7 +130,7 @@ class Options:
 
     @property
     def in_shards(self) -> bool:
-        """True if each worker keeps its rows in a shard of its own, and none come here."""
+        """True if each worker stores its rows in its own shard, and none come to this process."""
         return False
 
     @property
@@ -139,25 +140,25 @@ class Options:
 
     @property
     def part(self) -> ShardOfRun | None:
-        """The shard that this run is; None: it is whole."""
+        """The shard that this run is; None if the run is whole."""
         return self.shard if isinstance(self.shard, ShardOfRun) else None
 
     def run_lanes(self, lanes: int) -> int:
-        """Return the lanes of the whole run, of which ``lanes`` are made here."""
+        """Return the number of lanes of the whole run, of which ``lanes`` are made here."""
         return lanes if self.part is None else self.part.run_lanes
 
     def own_lanes(self, lanes: int) -> range:
-        """Return the numbers of the ``lanes`` that are made here, over the whole run."""
+        """Return the numbers, in the whole run, of the ``lanes`` that are made here."""
         return range(lanes) if self.part is None else self.part.lanes
 
     @property
     def first_lane(self) -> int:
-        """The number of the first lane that is made here, over the whole run."""
+        """Number in the whole run of the first lane that is made here."""
         return 0 if self.part is None else self.part.lanes.start
 
     @classmethod
     def keywords(cls) -> frozenset[str]:
-        """Options that are fields of objects, as keywords of a collector."""
+        """Return the keywords of a collector that are fields of option objects."""
         kinds = [each.type for each in fields(cls) if isinstance(each.type, type)]
         objects = [each for each in kinds if issubclass(each, OptionObject)]
         return frozenset(name for each in objects for name in keywords_of(each))
@@ -173,7 +174,7 @@ class Options:
 
     @property
     def largest_batch(self) -> int:
-        """Rows of the largest batch that can come."""
+        """Maximum number of rows of a batch."""
         if self.by_agent or self.total_frames is None:
             return self.frames_per_batch
         return min(self.frames_per_batch, self.total_frames)
@@ -214,4 +215,4 @@ class Options:
 
 
 _NO_OPTIONS = {"self", "more", "__class__"}
-"""Names of ``locals()`` that are no arguments."""
+"""Names in ``locals()`` that are not arguments."""

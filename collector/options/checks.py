@@ -1,4 +1,4 @@
-"""Checks of single values: an argument's name and value in, the value as it is used out."""
+"""Checks of single values: each takes an argument's name and value, and returns the valid value."""
 
 import contextlib
 import operator
@@ -14,11 +14,11 @@ from tallyroll.collector.slab.names import checked_rename
 from tallyroll.storage.package.near_names import did_you_mean
 
 Check = Callable[[str, Any], Any]
-"""Takes an argument's name and value; returns the value as it is used, or raises ArgumentError."""
+"""Takes an argument's name and value; returns the validated value, or raises ArgumentError."""
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
-    """``value`` as the type ``hint`` has it: one of a Literal, or what its `Check` returns."""
+    """Validate ``value`` by the type ``hint``: a Literal, or one annotated with a `Check`."""
     if get_origin(hint) is Annotated:
         return hint.__metadata__[0](name, value)
     if get_origin(hint) is Literal:
@@ -27,7 +27,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], of: str) -> None:
-    """Raise unless all names that are ``given`` are ``known``, as arguments ``of`` something."""
+    """Raise an error unless all ``given`` names are ``known`` arguments ``of`` something."""
     names = {*known}
     for name in given:
         if name not in names:
@@ -38,14 +38,14 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], of: str) -> None:
 
 
 def _integer(name: str, value: Any) -> int:
-    with contextlib.suppress(TypeError):  # arrays have the method, and most refuse
+    with contextlib.suppress(TypeError):  # arrays have the method, and most of them raise
         if not isinstance(value, bool):
             return operator.index(value)
     raise ArgumentError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})")
 
 
 def positive(name: str, value: Any) -> int:
-    """``value`` as an integer above 0."""
+    """Return ``value`` as an integer above 0."""
     number = _integer(name, value)
     if number <= 0:
         raise ArgumentError(f"{name}: expected an integer above 0, got {number}")
@@ -53,7 +53,7 @@ def positive(name: str, value: Any) -> int:
 
 
 def at_most(most: int) -> Check:
-    """A check of integers above 0 and no larger than ``most``."""
+    """Return a check of integers from 1 to ``most``."""
 
     def check(name: str, value: Any) -> int:
         if (number := positive(name, value)) > most:
@@ -64,7 +64,7 @@ def at_most(most: int) -> Check:
 
 
 def not_negative(name: str, value: Any) -> int:
-    """``value`` as an integer of at least 0."""
+    """Return ``value`` as an integer of at least 0."""
     number = _integer(name, value)
     if number < 0:
         raise ArgumentError(f"{name}: expected an integer of at least 0, got {number}")
@@ -72,7 +72,7 @@ def not_negative(name: str, value: Any) -> int:
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """``value`` as a number of seconds above 0, or None."""
+    """Return ``value`` as a number of seconds above 0, or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -81,35 +81,35 @@ def seconds(name: str, value: Any) -> float | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """``value`` as True or False."""
+    """Return ``value`` as a bool."""
     if not isinstance(value, (int, np.bool_)) or value not in (0, 1):
         raise ArgumentError(f"{name}: expected True or False, got {value!r}")
     return bool(value)
 
 
 def one_of(name: str, value: Any, literal: Any) -> None:
-    """Raise unless ``value`` is among those that the type ``literal`` names."""
+    """Raise an error unless ``value`` is a value of the type ``literal``."""
     if value not in (allowed := get_args(literal)):
         raise ArgumentError(f"{name}: expected one of {list(allowed)}, got {value!r}")
 
 
 def or_none(check: Check) -> Check:
-    """A check that lets None pass."""
+    """Return a check that accepts None in addition to the values of ``check``."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def frame_budget(name: str, value: Any) -> int | None:
-    """A budget of frames; None for -1, no limit."""
+    """Return a budget of frames; None for -1, which means no limit."""
     return None if _integer(name, value) == -1 else positive(name, value)
 
 
 def tick_count(name: str, value: Any) -> int | str:
-    """Ticks a transition, or the info key that counts them."""
+    """Return the ticks per transition, or the info key that counts them."""
     return value if isinstance(value, str) else positive(name, value)
 
 
 def reward_dtype(name: str, value: Any) -> torch.dtype:
-    """A dtype of columns of rewards, also by its name."""
+    """Return the dtype of reward columns, given as a dtype or by name."""
     found = value.removeprefix("torch.") if isinstance(value, str) else value
     for dtype in (torch.float32, torch.float64):
         if found is dtype or found == str(dtype).removeprefix("torch."):
@@ -118,9 +118,9 @@ def reward_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def available_device(name: str, value: Any) -> torch.device:
-    """``value`` as a device that this machine has."""
+    """Return ``value`` as a device that this machine has."""
     try:
-        # A tensor's device is named in full ("cuda:0", not "cuda"), and is there.
+        # The device of a tensor exists, and has its full name ("cuda:0", not "cuda").
         return torch.empty(0, device=value).device
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ArgumentError(
@@ -129,7 +129,7 @@ def available_device(name: str, value: Any) -> torch.device:
 
 
 def named_device(name: str, value: Any) -> torch.device:
-    """``value`` as a device, of whichever machine: nothing is asked of the driver."""
+    """Return ``value`` as a device of any machine; the driver is not queried."""
     try:
         return torch.device(value)
     except (RuntimeError, TypeError) as error:
@@ -137,14 +137,14 @@ def named_device(name: str, value: Any) -> torch.device:
 
 
 def a_callable(name: str, value: Any) -> Any:
-    """``value``, which may be called."""
+    """Return ``value``, which must be callable."""
     if not callable(value):
         raise ArgumentError(f"{name}: expected a callable, got {type(value).__name__}")
     return value
 
 
 def keyword_arguments(name: str, value: Any) -> dict[str, Any]:
-    """A copy of ``value``, keywords by name."""
+    """Return a copy of ``value``, a mapping of keyword arguments."""
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{name}: expected keywords by name, got {value!r}")
     if is_deeper(value, _MOST_DEPTH):
@@ -156,26 +156,26 @@ def keyword_arguments(name: str, value: Any) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, most: int) -> bool:
-    """Whether mappings and lists in ``value`` are nested deeper than ``most``."""
+    """Return True if mappings and lists in ``value`` are nested deeper than ``most``."""
     level = [value]
     for _ in range(most):
         inner = (each.values() if isinstance(each, Mapping) else each for each in level)
         below = (each for some in inner for each in some if isinstance(each, _NESTING))
-        level = [*{id(each): each for each in below}.values()]  # it may hold itself
+        level = [*{id(each): each for each in below}.values()]  # a container may contain itself
         if not level:
             return False
     return True
 
 
 def info_declarations(name: str, value: Any) -> tuple[str | tuple[str, ...] | Info, ...]:
-    """A copy of ``value``, declarations of infos as they were given."""
+    """Return a copy of ``value``, declarations of infos as they were given."""
     given = value if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     infos_of(given)
     return tuple(given)
 
 
 def new_names(name: str, value: Any) -> dict[Any, Any]:
-    """A copy of ``value``, new names of columns by their old ones; none of None."""
+    """Return a copy of ``value``, which maps old names of columns to new ones; empty for None."""
     if value is None:
         return {}
     checked_rename(value)

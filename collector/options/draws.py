@@ -1,4 +1,4 @@
-"""Distributions of one option of a reset: uniform, a choice, or the same each time."""
+"""Distributions of one option of a reset: uniform, a choice, or a constant."""
 
 import json
 import math
@@ -17,71 +17,71 @@ _CALL = re.compile(r"(?P<kind>[A-Za-z_]\w*)\s*\((?P<inner>.*)\)", re.DOTALL)
 
 
 class Draw(Protocol):
-    """Draws a value from a generator."""
+    """A distribution from which values are drawn."""
 
     def draw(self, rng: np.random.Generator) -> Any:
-        """Return a value."""
+        """Draw a value."""
 
     @property
     def examples(self) -> Sequence[Any]:
-        """Values that it may draw, of every kind that there is."""
+        """Possible values, which include every type of value."""
 
     @property
     def spelling(self) -> str:
-        """Its spelling, which :func:`parsed` reads back."""
+        """Text form, which :func:`parsed` parses."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Any number of a range, each as likely; made by :func:`uniform`."""
+    """Uniform distribution over a range of numbers; made by :func:`uniform`."""
 
     low: float
     high: float
 
     def draw(self, rng: np.random.Generator) -> float:
-        """Return a number."""
+        """Draw a number."""
         return self.low + (self.high - self.low) * rng.random()
 
     @property
     def examples(self) -> Sequence[Any]:
-        """Its bounds."""
+        """The bounds."""
         return self.low, self.high
 
     @property
     def spelling(self) -> str:
-        """Spelled as a call of :func:`uniform`."""
+        """Text form, a call of :func:`uniform`."""
         return f"uniform({self.low!r}, {self.high!r})"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some values, each as likely; made by :func:`choice`."""
+    """Uniform distribution over some values; made by :func:`choice`."""
 
     values: tuple[Any, ...]
 
     def draw(self, rng: np.random.Generator) -> Any:
-        """Return one of them."""
+        """Draw one of the values."""
         return self.values[int(rng.random() * len(self.values))]
 
     @property
     def examples(self) -> Sequence[Any]:
-        """All of them."""
+        """All values."""
         return self.values
 
     @property
     def spelling(self) -> str:
-        """Spelled as a call of :func:`choice`."""
+        """Text form, a call of :func:`choice`."""
         return f"choice({', '.join(map(json.dumps, self.values))})"
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value each time."""
+    """The same value every time."""
 
     value: Any
 
     def draw(self, rng: np.random.Generator) -> Any:
-        """Return it."""
+        """Return the value."""
         return self.value
 
     @property
@@ -91,12 +91,14 @@ class Constant:
 
     @property
     def spelling(self) -> str:
-        """Spelled as JSON."""
+        """Text form, in JSON."""
         return json.dumps(self.value)
 
 
 def uniform(low: float, high: float) -> Uniform:
-    """Return any float64 from ``low`` on and below ``high``, each as likely.
+    """Return the uniform distribution of float64 from ``low`` (inclusive) to ``high`` (exclusive).
+
+    If the bounds are equal, it always draws ``low``.
 
     Raises:
         ArgumentError: a bound is no finite number, or ``low`` is above ``high``.
@@ -121,12 +123,12 @@ def uniform(low: float, high: float) -> Uniform:
 
 
 def choice(values: Sequence[Any]) -> Choice:
-    """Return one of ``values``, each as likely: JSON values, or a NumPy array of numbers.
+    """Return the uniform distribution over ``values``: JSON values, or a NumPy array of numbers.
 
-    Numbers become a column: int64 if all are integers, bool if all are that, else float64.
+    Numbers become a column: int64 if all are integers, bool if all are bools, otherwise float64.
 
     Raises:
-        ArgumentError: they are no sequence, there are none, or one is no JSON value.
+        ArgumentError: ``values`` is no sequence or empty, or one of them is no JSON value.
     """
     if isinstance(values, np.ndarray) and values.ndim == 1:
         values = values.tolist()
@@ -138,10 +140,10 @@ def choice(values: Sequence[Any]) -> Choice:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """``value`` as JSON has it, NumPy's numbers as Python's.
+    """Return ``value`` as JSON reads it back, with NumPy's numbers as Python's.
 
     Raises:
-        ArgumentError: it is none, or has a number that is not finite.
+        ArgumentError: it is no JSON value, or has a number that is not finite.
     """
     plain = value.item() if isinstance(value, np.generic) else value
     try:
@@ -156,10 +158,10 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def draw_of(name: str, value: Any) -> Draw:
-    """Return how an option is drawn: as it is said, or a constant.
+    """Return the distribution of an option: as given, or a constant.
 
     Raises:
-        ArgumentError: it is no JSON value.
+        ArgumentError: the value is no JSON value.
     """
     if isinstance(value, (Uniform, Choice, Constant)):
         return value
@@ -167,12 +169,12 @@ def draw_of(name: str, value: Any) -> Draw:
 
 
 def parsed(text: str) -> Draw:
-    """Return a distribution by its spelling: ``uniform(-15, -5)``, ``choice(1, 2)`` or JSON.
+    """Parse the text form of a distribution: ``uniform(-15, -5)``, ``choice(1, 2)`` or JSON.
 
-    Nothing of it is evaluated.
+    The text is not evaluated as code.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the text is not a distribution.
     """
     wanted = f"expected uniform(LOW, HIGH), choice(A, B, …) or a JSON value, got {text!r}"
     match = _CALL.fullmatch(text.strip())

@@ -1,4 +1,4 @@
-"""Options that go together, as one object; and each as a keyword of its own."""
+"""Groups of options as objects, whose fields are also keywords of a collector."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
@@ -27,19 +27,19 @@ LayoutName = Literal["rows", "lanes", "trajectories", "torchrl"]
 Validate = Literal["noise", "raise", "warn", "off"]
 """Ways to treat values outside their spaces. A NaN or infinite action always raises.
 
-``"noise"``: they raise, but for numbers outside the box of an action (exploration noise), which
-warn once and are kept as the environment got them; ``"raise"``: these raise too; ``"warn"``: all
-warn, once; ``"off"``: values are not checked.
+``"noise"``: values raise, except numbers outside the box of an action (exploration noise), which
+warn once and are stored as the environment received them; ``"raise"``: these raise too;
+``"warn"``: all values warn, once; ``"off"``: values are not checked.
 """
 ResetSlots = Literal["mask", "avoid"]
 BudgetUnit = Literal["transitions", "agent_transitions"]
 Finals = Literal["check", "lost", "kept"]
-"""Knowledge about the observations that episodes end with.
+"""Knowledge about the observations at the ends of episodes.
 
-``"check"``: they are compared with the first observations that follow, until it is decided;
-``"lost"``: the environment resets itself and returns the next episode's first one;
-``"kept"``: they are right, also where they equal the first ones that follow, for a reset keeps
-the state.
+``"check"``: they are compared with the first observations after them, until the case is decided;
+``"lost"``: the environment resets itself and returns the next episode's first observation;
+``"kept"``: they are correct even if they equal the first observations after them, because a reset
+preserves the state.
 """
 Placement = Literal["local", "central"]
 """Place of a policy whose lanes are in workers."""
@@ -49,15 +49,15 @@ _DEVICE = or_none(named_device)
 
 
 class OptionObject:
-    """Options of a collector that go together: a frozen dataclass.
+    """A frozen dataclass of options of a collector that belong together.
 
-    Each field is a keyword of the collector as well, which errors name. A type names the values
-    that are allowed, or metadata has a `Check`, as ``"check"``; and the ``"keyword"``, where that
-    is not the field's name.
+    Each field is also a keyword of the collector, which errors name. The type of a field names the
+    allowed values, or its metadata has a `Check`, as ``"check"``. Metadata also has the
+    ``"keyword"``, if that is not the field's name.
     """
 
     said: frozenset[str]
-    """The fields that its maker gave, be it as they are by default."""
+    """The fields that were passed explicitly, even with their default values."""
 
     def __new__(cls, *args: Any, **named: Any) -> Self:  # noqa: D102
         names = [each.name for each in keywords_of(cls).values()]
@@ -76,19 +76,19 @@ Kind = TypeVar("Kind", bound=OptionObject)
 
 
 def keywords_of(kind: Any) -> Mapping[str, Field[Any]]:
-    """The fields of a kind of objects, by the keywords of a collector."""
+    """Return the fields of a class of option objects, by the keywords of a collector."""
     return {each.metadata.get("keyword", each.name): each for each in fields(kind)}
 
 
 def object_of(kind: type[Kind], name: str, value: Any, more: Mapping[str, Any]) -> Kind:
-    """The object ``value`` of the argument ``name``, with those of ``more`` that are its fields.
+    """Return the object ``value`` of the argument ``name``, with its fields among ``more``.
 
     Raises:
-        ArgumentError: it is no such object, or both say the same option.
+        ArgumentError: ``value`` is no such object, or both have the same option.
     """
     keywords = keywords_of(kind)
     if kind is Layout and not isinstance(value, Layout):
-        given = kind(value)  # its name alone
+        given = kind(value)  # only the name of a layout
     elif value is None:
         given = kind()
     elif isinstance(value, kind):
@@ -113,36 +113,36 @@ def object_of(kind: type[Kind], name: str, value: Any, more: Mapping[str, Any]) 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(OptionObject):
-    """Columns of rows, beyond those of the environment's spaces: an argument of collectors.
+    """Columns of rows beyond those of the environment's spaces; an argument of collectors.
 
     Args:
         info_keys: entries of infos (of Gymnasium, Stable-Baselines3, EnvPool, gym3) that become
-            columns: names, or :class:`Info` with dtype, shape and fill. Of a name alone, a
-            Gymnasium environment that the collector makes is asked by way of another one, which
-            is closed again; any other declares it with its first reset.
-        rename: other names for columns of observations and infos, where they collide:
+            columns: names, or :class:`Info` with dtype, shape and fill. For a name alone the type
+            of the entry is determined: if the collector makes Gymnasium environments, by an
+            additional one, which is closed again; otherwise by the first reset.
+        rename: other names for columns of observations and infos that collide:
             ``{"action": "previous_action"}``, nested ones as tuples or ``"a/b"``. Random actions
-            do not keep to an ``action_mask`` that has another name, of infos too.
-        frame_skip: simulator ticks a transition, or an info key that counts the ticks since
-            the episode's reset (ALE: ``"episode_frame_number"``). Default: the product of what the
-            environment and its wrappers report, such as ALE's ``frameskip`` and MuJoCo's
-            ``frame_skip``; 1 where nothing skips. Where the number is drawn or not known (lanes
-            that differ, TorchRL's ``ParallelEnv``), so are the ticks: NaN in ``metrics()``.
+            ignore an ``action_mask`` that was renamed, also one in infos.
+        frame_skip: simulator ticks per transition, or an info key that counts the ticks since
+            the episode's reset (ALE: ``"episode_frame_number"``). Default: the product of the
+            values that the environment and its wrappers report, such as ALE's ``frameskip`` and
+            MuJoCo's ``frame_skip``; 1 if nothing skips. If the number is random or not known (lanes
+            that differ, TorchRL's ``ParallelEnv``), ticks are NaN in ``metrics()``.
         reward_dtype: ``torch.float64`` stores rewards with all bits that the environment returns.
-            Default: as the environment declares them, which is float32 for all but TorchRL's own
-            environments. A float32 has 24 bits: it rounds most floats, and a
+            Default: the dtype that the environment declares, which is float32 for all but TorchRL's
+            own environments. A float32 has 24 bits and rounds most floats. A
             ``RoundedWarning`` reports the first reward of a run that becomes 0, or another
-            integer (beyond 2**24). TorchRL's own environments have a dtype of their own, which
-            ``reward_dtype`` has to agree with.
-        yield_large: False leaves columns with rows of 4 KiB and more (images) out of the batches
-            that are yielded: they go straight to ``storage``, one copy less.
-        budget_unit: what ``total_frames`` counts: ``"transitions"``, or, with groups of agents,
+            integer (beyond 2**24). TorchRL's own environments define the dtype, with which
+            ``reward_dtype`` must agree.
+        yield_large: False leaves columns with rows of 4 KiB and more (images) out of yielded
+            batches. They are written directly to ``storage``, which saves one copy.
+        budget_unit: the unit of ``total_frames``: ``"transitions"``, or, with groups of agents,
             ``"agent_transitions"``, the parts in them of agents that lived or whose turn it was.
-            Then the run ends with the first transition at which there are so many, and
-            ``ledger.agent_surplus`` says how many more they are: fewer than its agents.
+            The run then ends with the first transition at which the budget is reached, and
+            ``ledger.agent_surplus`` is the excess: fewer than the agents of that transition.
 
     Raises:
-        ArgumentError: one of them cannot be right.
+        ArgumentError: an argument is not valid.
 
     Examples:
         >>> from tallyroll.collector import Columns, SyncCollector
@@ -166,23 +166,24 @@ class Columns(OptionObject):
 
 @dataclass(frozen=True, kw_only=True)
 class Checks(OptionObject):
-    """Checks of an environment, and what is known of it: an argument of collectors.
+    """Checks of an environment, and known facts about it; an argument of collectors.
 
     Args:
-        validate: values outside their spaces. ``"noise"`` raises, but for numbers outside the box
-            of a continuous action, as exploration noise makes them: they are executed and stored
-            as they are, and the first is a warning; ``"raise"`` raises for these too, ``"warn"``
-            warns once of the first of all, ``"off"`` lets them pass. An action that is NaN or
-            infinite raises in any case.
-        finals: what final observations are. ``"check"`` compares the first few with the first
-            observations that follow them, and raises :class:`SilentReset` where the environment
-            resets itself within step and so returns the next episode's first observation as the
-            final one; ``"lost"`` says that it does so, and adds ``("collector", "next_valid")``,
-            False at ends; ``"kept"`` says that they are right, for a reset keeps the state.
-        reset_slots: with a Gymnasium vector environment, see :class:`GymnasiumVectorEnv`.
+        validate: treatment of values outside their spaces. ``"noise"`` raises, except for numbers
+            outside the box of a continuous action, which exploration noise causes: they are
+            executed and stored unchanged, and the first one warns. ``"raise"`` raises for these
+            too, ``"warn"`` warns once, of the first value, ``"off"`` accepts all. An action that is
+            NaN or infinite always raises.
+        finals: knowledge about final observations. ``"check"`` compares the first few with the
+            first observations after them, and raises :class:`SilentReset` if the environment resets
+            itself within step and therefore returns the next episode's first observation as the
+            final one. ``"lost"`` declares that it does so, and adds ``("collector",
+            "next_valid")``, False at ends. ``"kept"`` declares that they are correct, because a
+            reset preserves the state.
+        reset_slots: for a Gymnasium vector environment; see :class:`GymnasiumVectorEnv`.
 
     Raises:
-        ArgumentError: one of them cannot be right.
+        ArgumentError: an argument is not valid.
     """
 
     validate: Validate = "noise"
@@ -192,25 +193,25 @@ class Checks(OptionObject):
 
 @dataclass(frozen=True, kw_only=True)
 class Devices(OptionObject):
-    """Devices of a run, where they are not all ``device``: an argument of collectors.
+    """Devices of a run, if they are not all ``device``; an argument of collectors.
 
     As keywords of a collector they are ``policy_device``, ``env_device``, ``storing_device`` and
     ``policy_placement``.
-    ``device`` stands for those that are None (Gymnasium environments stay on the CPU). Without
-    that, a policy runs where its weights are, in worker processes on the CPU. Whether this
-    machine has them is asked by the collector.
+    The default of each is ``device`` (Gymnasium environments stay on the CPU). Without ``device`` a
+    policy runs on the device of its weights, but on the CPU in worker processes. The collector
+    checks that this machine has the devices.
 
     Args:
-        policy: where the policy runs.
-        env: where the environment is moved.
-        storing: where yielded batches lie.
-        placement: of the policy where workers step the lanes. ``"local"``: each has a copy, and
-            acts for its own lanes; ``"central"``: this process acts, in one call for the lanes of
-            many workers, on the device of the policy, and sends the actions. Weights stay here.
-            Without workers both are the same.
+        policy: device of the policy.
+        env: device to which the environment is moved.
+        storing: device of yielded batches.
+        placement: place of the policy if workers step the lanes. ``"local"``: each worker has a
+            copy, which acts for its lanes; ``"central"``: this process acts, in one call for the
+            lanes of many workers, on the device of the policy, and sends the actions. The weights
+            are not sent. Without workers both are the same.
 
     Raises:
-        ArgumentError: one of them is no device, or no place.
+        ArgumentError: an argument is no device, or no placement.
     """
 
     policy: DeviceLike = field(
@@ -225,22 +226,22 @@ class Devices(OptionObject):
 
 @dataclass(frozen=True)
 class Layout(OptionObject):
-    """Layout of a batch: an argument of collectors, which takes its name alone as well.
+    """Layout of a batch; an argument of collectors, which also accept its name.
 
     Args:
-        name: ``"rows"`` ``[frames]``, lane by lane and in time within the lane; ``"lanes"``
+        name: ``"rows"`` ``[frames]``, lane by lane and in order of time within a lane; ``"lanes"``
             ``[lane, time]`` and ``"trajectories"`` ``[trajectory, time]``, padded, with
-            ``("collector", "mask")``; ``"torchrl"`` what TorchRL's collectors give:
-            ``[lanes, time]`` (``[time]`` of an environment without a batch size), ``time`` named,
-            done flags at the root too, and ``("next", "done")`` not True on cuts. Where lanes
+            ``("collector", "mask")``; ``"torchrl"`` the layout of TorchRL's collectors:
+            ``[lanes, time]`` (``[time]`` for an environment without a batch size), ``time`` named,
+            done flags at the root too, and ``("next", "done")`` not True on cuts. If lanes
             differ in length it is padded, with a mask, done at each lane's last row, and a warning.
-        split_trajs: TorchRL's name for ``"trajectories"``; in ``"torchrl"`` trajectories come lane
-            by lane.
+        split_trajs: TorchRL's name for ``"trajectories"``; in ``"torchrl"`` trajectories are
+            ordered lane by lane.
         set_truncated: as in TorchRL, the last row of each lane of a batch is ``truncated`` and
-            ``done``; in ``"torchrl"`` only, and never in what is stored.
+            ``done``; in ``"torchrl"`` only, and never in stored rows.
 
     Raises:
-        ArgumentError: one of them cannot be right, or two contradict each other.
+        ArgumentError: an argument is not valid, or two contradict each other.
     """
 
     name: LayoutName = field(default="rows", metadata={"keyword": "layout"})

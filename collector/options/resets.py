@@ -1,4 +1,4 @@
-"""Resets that vary: what each episode begins from, drawn from the seed of the run."""
+"""Resets with seeds, options and contexts that are drawn from the seed of the run."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,17 @@ from tallyroll.collector.user_code import ENDS, user_code
 from tallyroll.storage.rows.keys import can_be_stored
 
 _OF_OPTIONS = 1
-"""The streams of options, among those of a seed; environments have others of the same seed."""
+"""Stream number of options among the streams of a seed; environments use others of the seed."""
 _KINDS: dict[str, type] = {"b": bool, "i": int, "f": float}
 _INT64, _FLOAT = 2**63, sys.float_info.max
 _DTYPES = {kind: np.dtype(each) for kind, each in _KINDS.items()}
 
 
 class Streams:
-    """Generators of the options of resets, one for each seed, of which the last one is in use.
+    """Generators of reset options, one for each seed, of which only the last one is valid.
 
-    A key for each seed makes them independent (Philox), and costs a tenth of a new generator.
+    A key per seed makes them independent (Philox), and takes a tenth of the time of a new
+    generator.
     """
 
     def __init__(self) -> None:
@@ -34,17 +35,20 @@ class Streams:
         self._key = self._state["state"]["key"]
 
     def of(self, reset_seed: int) -> np.random.Generator:
-        """Return the generator of a seed, at its beginning; those of others are it from now on."""
+        """Return the generator of a seed in its initial state.
+
+        Earlier results are the same object.
+        """
         self._key[0] = reset_seed
         self._bits.state = self._state
         return self._rng
 
 
 def sampler_of(name: str, value: Any) -> Any:
-    """A copy of a sampler; None, or a callable, as it is.
+    """Return a copy of a sampler; None and callables are returned unchanged.
 
     Raises:
-        ArgumentError: it is none, or an option's name or value cannot be right.
+        ArgumentError: it is no sampler, or an option's name or value is not valid.
     """
     if value is None or (callable(value) and not isinstance(value, Mapping)):
         return value
@@ -61,10 +65,10 @@ def sampler_of(name: str, value: Any) -> Any:
 
 
 def require_name(name: str, option: object) -> None:
-    """Raise unless an option can be a column.
+    """Raise an error unless an option can be a column.
 
     Raises:
-        ArgumentError: it has no such name.
+        ArgumentError: its name cannot be that of a column.
     """
     if not isinstance(option, str) or not can_be_stored(option) or option.startswith((".", "_")):
         raise ArgumentError(
@@ -75,22 +79,22 @@ def require_name(name: str, option: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Resets(OptionObject):
-    """Seeds, options and contexts of resets, which rows remember: an argument of collectors.
+    """Seeds, options and contexts of resets, stored with the rows; an argument of collectors.
 
-    Each trajectory's are drawn from the run's seed, the lane, its incarnation and the number of
-    the trajectory in it: the same for any number of workers. As keywords of a collector they are
-    ``reset_sampler`` and ``reset_seeds``.
+    They are drawn for each trajectory from the run's seed, the lane, its incarnation and the number
+    of the trajectory in it, and do not depend on the number of workers. As keywords of a collector
+    they are ``reset_sampler`` and ``reset_seeds``.
 
     Args:
-        sampler: options by name, each :func:`uniform`, :func:`choice` or the same value each time;
+        sampler: options by name, each :func:`uniform`, :func:`choice` or a constant;
             or a function that takes a NumPy generator and returns options by name, always the same
             names. Numbers become columns ``("collector", "context", name)``; other options are
             JSON values, and :meth:`options_of` draws them again. A system that declares a context
-            gets that; others get ``options`` of ``env.reset``.
-        seeds: each reset has a seed, the column ``("collector", "reset_seed")``.
+            gets them as its context; others get them as ``options`` of ``env.reset``.
+        seeds: True gives each reset a seed, stored in the column ``("collector", "reset_seed")``.
 
     Raises:
-        ArgumentError: one of them cannot be right.
+        ArgumentError: an argument is not valid.
 
     Examples:
         >>> from tallyroll.collector import Resets, SyncCollector, uniform
@@ -117,16 +121,16 @@ class Resets(OptionObject):
 
     @property
     def options_vary(self) -> bool:
-        """True if options may differ from reset to reset."""
+        """True if options may differ between resets."""
         if self.sampler is None or callable(self.sampler):
             return self.sampler is not None
         return not all(isinstance(each, Constant) for each in self.sampler.values())
 
     def options_of(self, reset_seed: int) -> dict[str, Any]:
-        """Draw the options of a trajectory again, from the seed that its rows have.
+        """Draw the options of a trajectory again, from the seed in its rows.
 
         Raises:
-            ArgumentError: that is no seed; the sampler is a function, and what it returned are no
+            ArgumentError: the seed is not valid, or the sampler is a function that did not return
                 options.
         """
         seed = int(reset_seed)
@@ -135,7 +139,7 @@ class Resets(OptionObject):
         return drawn_from(self, Streams().of(seed))
 
     def columns(self) -> dict[str, np.dtype[Any]]:
-        """Return the options that become columns, and their dtypes; a function is tried out.
+        """Return the options that become columns, and their dtypes; a function is called once.
 
         Raises:
             ArgumentError: an option is neither a number nor a JSON value.
@@ -162,10 +166,10 @@ class Resets(OptionObject):
 
 
 def drawn_from(resets: Resets, rng: np.random.Generator) -> dict[str, Any]:
-    """Draw options, which are not used later than ``rng``.
+    """Draw options from ``rng``; use them before its next use.
 
     Raises:
-        ArgumentError: the sampler is a function, and what it returned are no options.
+        ArgumentError: the sampler is a function that did not return options.
     """
     if resets.sampler is None:
         return {}
@@ -184,7 +188,7 @@ def drawn_from(resets: Resets, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def dtype_of(values: Sequence[Any]) -> np.dtype[Any] | None:
-    """Return the dtype of a column of numbers; None if some of ``values`` are none."""
+    """Return the dtype of a column of ``values``; None if they are not all numbers."""
     if not all(isinstance(each, (bool, int, float)) for each in values):
         return None
     kinds = {np.asarray(each).dtype.kind for each in values}
@@ -192,16 +196,16 @@ def dtype_of(values: Sequence[Any]) -> np.dtype[Any] | None:
         return None
     if kinds == {"b"}:
         return _DTYPES["b"]
-    if "b" in kinds:  # True beside 1 is no number
+    if "b" in kinds:  # bools mixed with numbers are no column
         return None
     return _DTYPES["f" if "f" in kinds else "i"]
 
 
 def number_of(name: str, value: Any, dtype: np.dtype[Any]) -> Any:
-    """``value`` as Python's number of a column of ``dtype``.
+    """Return ``value`` as a Python number for a column of ``dtype``.
 
     Raises:
-        ArgumentError: it is no finite number, or another one there.
+        ArgumentError: it is not a finite number, or the column cannot represent it.
     """
     found = value.item() if isinstance(value, np.generic) else value
     kind: str = dtype.kind
@@ -221,16 +225,16 @@ def number_of(name: str, value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def column_draw(name: str, draw: Draw, dtype: np.dtype[Any]) -> Draw:
-    """``draw`` of an option that is a column of ``dtype``, whose values are numbers of that."""
+    """Return ``draw`` of an option that is a column, with values converted to ``dtype``."""
     if isinstance(draw, Choice):
         return Choice(tuple(number_of(name, each, dtype) for each in draw.values))
     return Constant(number_of(name, draw.value, dtype)) if isinstance(draw, Constant) else draw
 
 
 def other_of(name: str, value: Any) -> Any:
-    """``value`` of an option that is no column, a JSON value.
+    """Return ``value`` of an option that is no column, as a JSON value.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is no JSON value.
     """
     return json_value(f"reset_sampler: {name}", value)

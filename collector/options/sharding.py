@@ -1,4 +1,4 @@
-"""A shard: a part of a run that is made on its own, by the same options as the others."""
+"""Shards: parts of a run that are collected separately, with the same options."""
 
 import re
 from collections.abc import Mapping
@@ -12,17 +12,18 @@ from tallyroll.collector.options.checks import not_negative, positive
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One of the parts that a run is made in, each on its own: an argument of collectors.
+    """One part of a run that is collected in separate parts; an argument of collectors.
 
     ``num_envs``, ``total_frames``, ``init_random_frames`` and ``seed`` are those of the whole run,
-    the same in each shard. A shard has some of its lanes, their part of these transitions, their
-    seeds and ids; so all shards together are exactly ``total_frames`` transitions. They are those
-    of the one run, bit for bit by ``traj_ids`` and ``step``, where every slot is a transition,
-    ``surplus`` is ``"carry"``, lanes have seeds of their own, and actions are random or of a
-    deterministic policy that looks at a lane alone. Each is resumed by itself.
+    the same in each shard. A shard has some of its lanes, with their transitions, seeds and ids, so
+    that all shards together have exactly ``total_frames`` transitions. They equal the transitions
+    of a single run, bit for bit by ``traj_ids`` and ``step``, under these conditions: every slot is
+    a transition, ``surplus`` is ``"carry"``, lanes have separate seeds, and actions are random or
+    come from a deterministic policy that uses one lane alone. Each shard is resumed separately.
 
     Args:
-        index: from 0, as ``SLURM_ARRAY_TASK_ID`` and ``JOB_COMPLETION_INDEX`` count.
+        index: number of the shard, from 0, like ``SLURM_ARRAY_TASK_ID`` and
+            ``JOB_COMPLETION_INDEX``.
         of: number of shards.
 
     Raises:
@@ -55,7 +56,7 @@ class Shard:
 
     @classmethod
     def parsed(cls, text: str) -> "Shard":
-        """Return the shard that ``"I/N"`` names."""
+        """Parse ``"I/N"``."""
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if found is None:
             raise ArgumentError(
@@ -69,13 +70,13 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOfRun(Shard):
-    """A shard of a run that is known: :attr:`shard` of a collector.
+    """A shard with the facts about its run: :attr:`shard` of a collector.
 
     Args:
-        index, of: as of `Shard`.
+        index, of: as in `Shard`.
         asked: transitions of the whole run.
-        opening: how many of them, at the start, have random actions.
-        lanes: its own ones, numbered over the whole run.
+        opening: number of transitions at the start of the run that have random actions.
+        lanes: the lanes of the shard, numbered over the whole run.
         run_lanes: lanes of the whole run.
     """
 
@@ -85,13 +86,14 @@ class ShardOfRun(Shard):
     run_lanes: int
 
     def among_first(self, count: int) -> int:
-        """Return how many of the first ``count`` transitions of the run are this shard's."""
+        """Return the number of the first ``count`` transitions of the run that are this shard's."""
         return among_first(count, self.run_lanes, self.lanes)
 
     def described(self, run: str, weights: str | None) -> dict[str, Any]:
-        """Return what stands in a run's entry.
+        """Return the shard's description in a run's entry.
 
-        ``run`` names what all shards have in common, ``weights`` those that the shard began with.
+        ``run`` identifies the facts that all shards share, ``weights`` the initial weights of the
+        shard.
         """
         return {
             "index": self.index,
@@ -104,7 +106,7 @@ class ShardOfRun(Shard):
 
 
 def a_shard(name: str, value: Any) -> Shard:
-    """``value`` as a shard: it is one, or says ``"I/N"``."""
+    """Return ``value`` as a shard; it is a `Shard` or ``"I/N"``."""
     if isinstance(value, Shard):
         return Shard(index=value.index, of=value.of)
     if isinstance(value, str):
@@ -116,10 +118,10 @@ def a_shard(name: str, value: Any) -> Shard:
 
 
 def shard_of_run(shard: Shard, given: Mapping[str, Any], *, by_agent: bool) -> ShardOfRun:
-    """Return ``shard`` of the run that the options ``given`` are of.
+    """Return ``shard`` with the facts about the run, from its options ``given``.
 
     Raises:
-        ArgumentError: they say too little of the whole run, or what no shard can know.
+        ArgumentError: an option is missing, or has a meaning only for the whole run.
     """
     lanes, frames = given["num_envs"], given["total_frames"]
     if given["total_episodes"] is not None:

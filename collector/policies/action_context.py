@@ -1,4 +1,4 @@
-"""The context of steps and policy calls: no gradients, and the chosen exploration."""
+"""Context of steps and policy calls: no gradients, and the configured exploration type."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from tallyroll.collector.compat import ExplorationPlace, set_gradients
 
 
 class ActionContext:
-    """A context like `torch.no_grad` and `set_exploration_type`, quicker; not to be nested.
+    """Faster replacement for `torch.no_grad` with `set_exploration_type`; not to be nested.
 
     Args:
-        exploration: the type.
+        exploration: the exploration type.
     """
 
     __slots__ = ("before", "exploration", "place")
@@ -20,12 +20,12 @@ class ActionContext:
     def __init__(self, exploration: ExplorationType) -> None:
         self.exploration, self.place = exploration, ExplorationPlace()
         self.before: tuple[bool, Any] | None = None
-        """Gradients and exploration as they were; None outside."""
+        """The previous gradient mode and exploration type; None outside of the context."""
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Enter the context."""
         self.before = torch.is_grad_enabled(), self.place.get()
-        try:  # signals' handlers run after calls of compiled functions
+        try:  # signal handlers run after calls of compiled functions
             set_gradients(False)
             self.place.put(self.exploration)
         except BaseException:
@@ -33,7 +33,7 @@ class ActionContext:
             raise
 
     def __exit__(self, *_: Any) -> None:
-        """Let both be as they were. Idempotent, also after an exception in its middle."""
+        """Restore both settings. Idempotent, also after an exception in the middle."""
         if self.before is not None:
             try:
                 self.place.put(self.before[1])

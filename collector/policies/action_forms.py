@@ -1,7 +1,7 @@
-"""Other forms of an action than the environment declares, where nothing is lost by the change.
+"""Lossless conversions of actions into the form that the environment declares.
 
-The form that a policy gives is settled by its trial: an axis of one more or less, another dtype, a
-one-hot for an index or an index for a one-hot. What is stored is what the environment was handed.
+The trial of a policy determines its form: an axis more or less, another dtype, a one-hot for an
+index or an index for a one-hot. The stored action is the one that the environment received.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Form:
     """A conversion of a policy's ``key`` into the ``wanted`` form; call it on a value.
 
     Raises:
-        PolicyError: on a call, of a value that something is lost of.
+        PolicyError: on a call, if the conversion of the value would not be lossless.
     """
 
     key: Key
@@ -32,14 +32,14 @@ class Form:
     wanted: SlabColumn
     changes: tuple[Change, ...]
     note: str = ""
-    """A note for losses about the stored actions."""
+    """A note about the stored actions for users of the rows; empty if there is none."""
 
     def takes(self, value: torch.Tensor) -> bool:
-        """Return whether ``value`` has the form that the trial had."""
+        """Return True if ``value`` has the dtype and shape of the trial."""
         return (value.dtype, tuple(value.shape)) == (self.given.dtype, self.given.shape)
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` as the environment wants it."""
+        """Return ``value`` in the form that the environment takes."""
         try:
             for change in self.changes:
                 value = change(value)
@@ -107,17 +107,17 @@ def _sizes(spec: TensorSpec) -> list[int] | None:
 
 
 def _exact(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``value`` as ``dtype``.
+    """Convert ``value`` to ``dtype``.
 
     Raises:
-        ValueError: it is another number then.
+        ValueError: the conversion changes a number.
     """
     if value.dtype == dtype or value.dtype is torch.bool:
         return value.to(dtype)
     cast = value.to(dtype)
     wrong = cast.to(value.dtype) != value
     if not (dtype is torch.bool or (value.is_floating_point() and dtype.is_floating_point)):
-        # One that went round at an integer's end comes back the same.
+        # A number that overflowed an integer compares equal after the conversion back.
         ends = _ends(value.dtype), _ends(dtype)
         low, high = max(one for one, _ in ends), min(one for _, one in ends)
         wrong |= (value < low) | (value > high)
@@ -128,7 +128,7 @@ def _exact(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _ends(dtype: torch.dtype) -> tuple[int, int]:
-    """Between these ``dtype`` holds every integer."""
+    """Return the bounds between which ``dtype`` represents every integer."""
     if dtype.is_floating_point:
         most = int(2 / torch.finfo(dtype).eps)
         return -most, most

@@ -1,7 +1,8 @@
-"""Calls of a policy's network without the TensorDicts around it.
+"""Fast path that calls a policy's network without the TensorDicts around it.
 
-Around a network of one output a `TensorDictModule` takes as long as a small network itself, and
-several times as long when a gradient step has driven its code out of the processor's caches.
+For a network of one output the overhead of a `TensorDictModule` is as large as the time of a small
+network. It is several times as large after a gradient step has evicted its code from the
+processor's caches.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,10 @@ Rows = Sequence[torch.Tensor]
 def traits_of(
     policy: Policy, actions: Sequence[Key], rows: Callable[[Key], Rows | None]
 ) -> PolicyTraits:
-    """Look at ``policy`` for `run_plan.acting`; ``rows`` finds the slots of a column."""
+    """Determine the traits of ``policy`` for `run_plan.acting`.
+
+    ``rows`` returns the slots of a column, or None.
+    """
     module: Any = policy.around
     is_module = isinstance(module, TensorDictModule)
     reads = [as_key(key) for key in module.in_keys] if is_module else []
@@ -42,23 +46,26 @@ def traits_of(
 
 
 class DirectForward:
-    """A call of a `TensorDictModule`'s network with columns of a slab, without its wrapper.
+    """Calls the network of a `TensorDictModule` with columns of a slab, without its wrapper.
 
     Args:
-        module: of one output.
+        module: a module with one output.
         inputs: the slots of each column that it reads.
     """
 
     def __init__(self, module: TensorDictModule, inputs: Sequence[Rows]) -> None:
         self.network = network_of(module)
-        """Finds the network to call; None if the module itself has to be called."""
+        """Returns the network to call; None if the module itself has to be called."""
         self._inputs = inputs
         self._only = inputs[0] if len(inputs) == 1 else None
         self._out = module.out_keys[0]
 
     @classmethod
     def of(cls, policy: Policy, rows: Callable[[Key], Rows | None]) -> "DirectForward":
-        """Make a call of ``policy``, whose traits allow it; ``rows`` finds a column's slots."""
+        """Make a direct call of ``policy``, whose traits must allow it.
+
+        ``rows`` returns a column's slots.
+        """
         module: Any = policy.around
         inputs = (rows(as_key(key)) for key in module.in_keys)
         return cls(module, [each for each in inputs if each is not None])
@@ -75,7 +82,7 @@ class DirectForward:
         return out if isinstance(out, torch.Tensor) else self._one(out)
 
     def _one(self, out: Any) -> Any:
-        """The output, as the module unwraps it; None where it is not one output."""
+        """Return the output as the module would unwrap it; None if there is not exactly one."""
         if isinstance(out, (dict, TensorDictBase)) and self._out in out:
             out = out.get(self._out)
         elif isinstance(out, tuple):

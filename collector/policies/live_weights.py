@@ -15,17 +15,16 @@ from torch.nn.parameter import is_lazy
 from tallyroll.collector.compat import places_in, version_of
 
 _LEAST = 4
-"""Tensors that a call looks at, however few rows it collects: a microsecond's worth."""
+"""Minimum number of tensors that a call compares, which takes about a microsecond."""
 
 
 class LiveWeights:
     """The parameters of a policy that acts with live weights, and their versions in torch.
 
-    Detection is best effort. Writes through ``Tensor.data`` change no version of a tensor, and
-    modules are found where a policy is one, is a bound method of one, or closes over one. Buffers
-    are not looked at, because normalization statistics change by themselves. The same holds for
-    frozen parameters of one value, such as an annealed epsilon, and for all frozen ones where
-    others are trained.
+    Detection is best effort. Writes through ``Tensor.data`` change no version of a tensor. Modules
+    are found if the policy is one, is a bound method of one, or closes over one. Buffers are
+    ignored, because normalization statistics change by themselves. Frozen parameters of one value,
+    such as an annealed epsilon, are ignored too, and so are all frozen ones if others are trained.
 
     No method raises: a policy may be any object.
 
@@ -38,30 +37,30 @@ class LiveWeights:
         self._known = False
         """True if there is a state to compare with."""
         self._links: list[tuple[dict[str, Any], str, Any]] = []
-        """Places of modules and parameters in the modules above them, and the objects there."""
+        """Entries of modules and parameters in the modules above them: dictionary, name, object."""
         self._tensors: list[tuple[torch.Tensor, int, int]] = []
         """Parameters, each with its version and address."""
         self._values: list[torch.Tensor] = []
-        """Aliases of the parameters: they keep the values of one that is replaced."""
+        """Aliases of the parameters, which keep the values of a replaced one."""
         self._at = 0
 
     def forget(self) -> None:
-        """Let the next :meth:`changed` only take the state that later calls compare with."""
+        """Drop the state, so that the next :meth:`changed` only records a new one."""
         if self._known:
             self._known = False
             self._links, self._tensors, self._values = [], [], []
 
     def take(self) -> None:
-        """Compare later calls with the present state."""
+        """Record the current state, with which later calls compare."""
         try:
             if not self._known or not self._take_again():
                 self._take()
-        except Exception:  # noqa: BLE001  any object may be a policy; of this one nothing is known
+        except Exception:  # noqa: BLE001  the policy may be any object
             self.forget()
         self._known = True
 
     def changed(self) -> bool:
-        """Return True if parameters changed since the state that was taken, and take the new one.
+        """Return True if parameters changed since the recorded state, and record the new one.
 
         Exceptions of the policy's objects are ignored, so signal handlers must not run meanwhile.
         """
@@ -75,8 +74,8 @@ class LiveWeights:
     def looks_alike(self, rows: int) -> bool:
         """Return True if no version, address or place of a parameter changed.
 
-        A call that collects few ``rows`` looks at a part of many parameters; the next call looks
-        at the next part.
+        A call that collects few ``rows`` compares only a part of many parameters. The next call
+        compares the next part.
         """
         if not self._known:
             return False
@@ -99,7 +98,7 @@ class LiveWeights:
         modules = [each for root in _modules_of(self._policy) for each in root.modules()]
         for module in modules:
             for owned in places_in(module):
-                # Modules of TorchScript have views of C++ objects, which are others each time.
+                # TorchScript modules have views of C++ objects, which are new objects each time.
                 if isinstance(owned, dict):
                     self._links += [(owned, name, each) for name, each in owned.items()]
         for tensor in _parameters_of(self._policy):
@@ -107,9 +106,9 @@ class LiveWeights:
             self._values.append(tensor.detach())
 
     def _take_again(self) -> bool:
-        """Take new versions of the same parameters; return False if some are others or elsewhere.
+        """Record new versions of the same parameters; return False if some were replaced or moved.
 
-        It takes a fifth of the time, and each update of the weights calls it.
+        It takes a fifth of the time of `_take`, and each update of the weights calls it.
         """
         if any(owner.get(name) is not each for owner, name, each in self._links):
             return False
@@ -120,7 +119,7 @@ class LiveWeights:
         return True
 
     def _differs(self) -> bool:
-        """Return True if weights differ: other objects at other addresses may have the same."""
+        """Return True if values differ. Other objects at other addresses may have equal values."""
         now = _parameters_of(self._policy)
         before = [tensor for tensor, _, _ in self._tensors]
         trained = any(each.requires_grad for each in now)
@@ -142,7 +141,7 @@ class LiveWeights:
 
 
 def _counts(tensor: torch.Tensor, trained: bool) -> bool:
-    """Return True if a change of ``tensor`` is one of weights; ``trained``: some need gradients."""
+    """Return True if changes of ``tensor`` count. ``trained``: some parameters need gradients."""
     return tensor.requires_grad or (not trained and tensor.numel() > 1)
 
 
@@ -160,7 +159,7 @@ def _parameters_of(policy: object) -> list[torch.Tensor]:
 
 
 def _has_version(tensor: torch.Tensor) -> bool:
-    """Return True if torch counts the changes of a tensor; made in inference mode it has none."""
+    """Return True if torch counts the changes of a tensor, which it does not in inference mode."""
     try:
         return version_of(tensor) >= 0 and tensor.data_ptr() >= 0
     except RuntimeError:
@@ -168,7 +167,7 @@ def _has_version(tensor: torch.Tensor) -> bool:
 
 
 def _modules_of(policy: object) -> Iterator[nn.Module]:
-    """Yield the modules by which a policy of any kind acts, as far as it shows them."""
+    """Yield the modules that a policy of any kind uses, as far as they are visible."""
     if isinstance(policy, nn.Module):
         yield policy
     elif isinstance(policy, functools.partial):
@@ -183,7 +182,7 @@ def _modules_of(policy: object) -> Iterator[nn.Module]:
 
 
 def _content(cell: Any) -> Any:
-    """Return the content of a closure's cell; None: it has none yet."""
+    """Return the content of a closure's cell; None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:

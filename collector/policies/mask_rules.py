@@ -1,4 +1,4 @@
-"""Masks of legal actions beside the actions of a slab: whether they are good, and kept to."""
+"""Checks of action masks in a slab: that masks are valid, and that actions obey them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class MaskRule:
-    """An action, and the mask beside it that says which of its values are legal.
+    """An action, and the mask that marks its legal values.
 
     All arrays are ``[time, lane, ...]``.
     """
@@ -38,12 +38,16 @@ class MaskRule:
     agents: tuple[int, ...]
     """Dimensions between the lane and one action."""
     live: Key | None
-    """Says which agents act, of a group that tells it."""
+    """Key of the mask of the agents that act, if the group has one."""
     by_policy: ClassVar[bool] = False
     has_noise: ClassVar[bool] = False
 
     def wrong(self, marks: Array, live: Array | None) -> tuple[Mask, str]:
-        """Return marks ``[time, lane]`` of invalid masks, and the words for the expected values."""
+        """Find invalid masks.
+
+        Returns:
+            Marks ``[time, lane]`` of invalid masks, and a description of the expected values.
+        """
         flat = marks.reshape(*marks.shape[:2], -1)
         other = np.zeros(flat.shape[:2], np.bool_)
         if marks.dtype != np.bool_:
@@ -51,7 +55,7 @@ class MaskRule:
         if other.any():
             return other, "1 for each value that is legal and 0 for the others"
         nothing = self._by_lane(self.choices.nothing(marks, marks.shape[:2] + self.agents))
-        # An agent that does not act may have no legal action, and not every group marks the actors.
+        # An agent that does not act may have no legal action, and not every group marks its actors.
         if live is not None:
             empty = (nothing & self._by_lane(live)).any(-1)
         else:
@@ -61,10 +65,12 @@ class MaskRule:
     def quick(
         self, marks: Array, live: Array | None, *, zeros_and_ones: bool
     ) -> Callable[[], bool]:
-        """Return a quick check of memory: True if all masks in it are good for any actor.
+        """Return a fast check of memory: True if all masks in it are valid for any actor.
 
-        ``live``: only agents that it marks act; None: all of them may.
-        ``zeros_and_ones``: other values are checked elsewhere.
+        Args:
+            marks: the memory of the masks.
+            live: marks of the agents that act; None: all of them may act.
+            zeros_and_ones: True if another check covers values other than 0 and 1.
         """
         if zeros_and_ones and marks.dtype.itemsize == 1:
             marks = marks.view(np.bool_)
@@ -89,18 +95,18 @@ class MaskRule:
         )
 
     def forbids(self, actions: Array, marks: Array, live: Array | None) -> Mask:
-        """``[time, lane]`` where the mask does not allow the action of some agent that acts."""
+        """Mark ``[time, lane]`` where the mask forbids the action of some agent that acts."""
         batch = marks.shape[:2] + self.agents
         found = self._by_lane(~self.choices.allowed(actions, marks, batch))
         return np.asarray((found if live is None else found & self._by_lane(live)).any(-1))
 
     def _by_lane(self, flags: Array) -> Mask:
-        """``[time, lane, agent]``."""
+        """Reshape to ``[time, lane, agent]``."""
         return flags.reshape(*flags.shape[:2], -1)
 
 
 def rules_of(env: EnvBase) -> Iterator[MaskRule]:
-    """A rule for each action with a mask that counts its values up."""
+    """Yield a rule for each action with a mask that lists its values."""
     for key in action_keys(env):
         choices, mask = choices_of(env, key), mask_key(env, key)
         if choices is None or mask is None or _unfit(env, key, mask, choices):
@@ -114,10 +120,10 @@ def rules_of(env: EnvBase) -> Iterator[MaskRule]:
 
 
 def require_masks(env: EnvBase) -> None:
-    """Refuse masks that random actions cannot keep to.
+    """Refuse masks that random actions cannot obey.
 
     Raises:
-        SpaceError: the action has no values that a mask could count up, or others than the mask.
+        SpaceError: the action has no values that a mask could list, or their number differs.
     """
     legal = legal_of(env)
     for key in action_keys(env):
@@ -148,7 +154,7 @@ def require_masks(env: EnvBase) -> None:
 
 
 def _require_legal(env: EnvBase, key: Key, shape: tuple[int, ...]) -> None:
-    """Refuse masks in infos that random actions cannot keep to."""
+    """Refuse masks in infos that random actions cannot obey."""
     choices, spec = choices_of(env, key), env.full_action_spec[key]
     lanes = env.batch_size.numel()
     if choices is not None:

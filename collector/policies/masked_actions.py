@@ -1,4 +1,4 @@
-"""Random legal actions from a mask and uniform numbers, so that any process draws them alike."""
+"""Random legal actions from a mask and uniform numbers, which any process draws alike."""
 
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +20,7 @@ class Choices:
 
     A mask is ``[*batch, n]`` if the action is one index or a one-hot of it. For several indices
     a mask is ``[*batch, sum(sizes)]``, or ``[*batch, *sizes]``, which marks combinations,
-    or ``[*batch, index, n]`` where all have n values.
+    or ``[*batch, index, n]`` if all have n values.
     """
 
     starts: tuple[int, ...]
@@ -35,7 +35,8 @@ class Choices:
     def of(cls, spec: TensorSpec, inner: int) -> Self | None:
         """Return the choices of a spec; None if a mask cannot list its actions.
 
-        ``inner`` is the number of dimensions of one action, if the spec's class does not say it.
+        ``inner`` is the number of dimensions of one action, which is used if the spec's class does
+        not determine it.
         """
         if type(spec) is Categorical:
             return cls((0,), (int(spec.n),))
@@ -56,16 +57,16 @@ class Choices:
         return cls(low, tuple(b - a + 1 for a, b in zip(low, high, strict=True)), shape)
 
     def batch(self, action: tuple[int, ...]) -> tuple[int, ...]:
-        """The batch of actions that all together have the shape ``action``."""
+        """Return the batch shape of an array of actions of shape ``action``."""
         return action[: len(action) - len(self.shape)]
 
     def uniforms(self, action: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the uniform numbers that such actions take."""
+        """Return the shape of the uniform numbers from which such actions are drawn."""
         return self.batch(action) if self.one_hot else action
 
     @property
     def form(self) -> str:
-        """The shape of a mask, of one action."""
+        """The valid shapes of a mask of one action, for messages."""
         n, count = self.sizes[0], len(self.sizes)
         if count == 1:
             return f"[{n}]"
@@ -74,7 +75,10 @@ class Choices:
         return f"[{sum(self.sizes)}] (one part an index after the other){combinations}{alike}"
 
     def parts(self, marks: Array, batch: tuple[int, ...]) -> list[Array] | None:
-        """The marks of each index ``[*batch, n]``, or of combinations; None: another shape."""
+        """Split a mask into the marks ``[*batch, n]`` of each index, or of combinations.
+
+        Return None if the mask has another shape.
+        """
         sizes = self.sizes
         if len(sizes) == 1 and marks.size == prod(batch) * sizes[0]:
             return [marks.reshape(*batch, sizes[0])] if marks.shape[-1:] == sizes else None
@@ -87,12 +91,12 @@ class Choices:
         return None
 
     def draw(self, marks: Array, uniform: Uniform) -> Array:
-        """Actions, each legal one as likely as the others.
+        """Draw actions uniformly from the legal ones.
 
         Args:
-            marks: of a shape that :meth:`parts` takes.
-            uniform: in [0, 1), as :meth:`uniforms` shapes them. Where nothing is legal, every
-                action is: such a slot is one that an environment ignores.
+            marks: a mask of a shape that :meth:`parts` accepts.
+            uniform: numbers in [0, 1), in the shape of :meth:`uniforms`. If no action is legal, all
+                are: an environment ignores the action of such a slot.
         """
         if self.one_hot or not self.shape:
             wanted = (*uniform.shape, self.sizes[0])
@@ -100,7 +104,7 @@ class Choices:
             if self.one_hot:
                 one_hot: Array = index[..., None] == np.arange(self.sizes[0])
                 return one_hot.astype(np.int64)
-            # Of no dimensions, NumPy's sum would be a number and no array.
+            # For an array without dimensions, NumPy's sum would be a scalar.
             return np.asarray(index + self.starts[0]) if self.starts[0] else index
         batch = uniform.shape[: uniform.ndim - len(self.shape)]
         parts = self.parts(marks, batch)
@@ -114,7 +118,7 @@ class Choices:
         return counted.reshape(*batch, *self.shape)
 
     def nothing(self, marks: Array, batch: tuple[int, ...]) -> NDArray[np.bool_]:
-        """``[*batch]`` where a mask allows no action."""
+        """Mark ``[*batch]`` where a mask allows no action."""
         parts = self.parts(marks, batch)
         assert parts is not None
         found: NDArray[np.bool_] = np.asarray(~parts[0].any(-1))
@@ -123,7 +127,7 @@ class Choices:
         return found
 
     def allowed(self, actions: Array, marks: Array, batch: tuple[int, ...]) -> NDArray[np.bool_]:
-        """``[*batch]`` where a mask allows the action; also of values that no action has."""
+        """Mark ``[*batch]`` where a mask allows the action; False for values that are no action."""
         parts = self.parts(marks, batch)
         assert parts is not None
         if self.one_hot:
@@ -143,14 +147,14 @@ class Choices:
 
 
 def _alike(rows: Array) -> tuple[int, ...] | None:
-    """The one row that all are; None where they differ."""
+    """Return the row that all rows equal; None if they differ."""
     if not len(rows) or (rows != rows[0]).any():
         return None
     return tuple(int(number) for number in rows[0])
 
 
 def _nth(marks: Array, uniform: Uniform) -> NDArray[np.int64]:
-    """Index of one of the marked entries of the last axis of ``marks``."""
+    """Return the index of one of the marked entries of the last axis of ``marks``."""
     marks = marks if marks.dtype == np.bool_ else marks.astype(np.bool_)
     kernel = compiled()
     if kernel is not None and marks.flags.c_contiguous and uniform.flags.c_contiguous:

@@ -13,21 +13,21 @@ from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.storage.rows.keys import Key, format_key
 
 _NO_DATA = {"step_count", "is_init", MASK_NAME}
-"""Observations that count steps, and masks of actions: no module takes them by chance."""
+"""Observations that are never the only input of a module: step counters and masks of actions."""
 
 
 Inputs = list[Key] | dict[str, Key]
-"""Keys of a module's arguments, in order; by name where some between them are left out."""
+"""Keys of the inputs in the order of arguments, or by argument name if some are skipped."""
 
 
 def inputs_of(policy: Any, observations: Collection[Key]) -> Inputs | None:
-    """Return the inputs for the arguments of ``policy``; None: it takes a TensorDict.
+    """Return the inputs for the arguments of ``policy``; None if it takes a TensorDict.
 
     As in TorchRL, a module or a function takes the observations that its arguments are named
     after. A module of one argument takes the only observation, whatever the argument's name.
 
     Raises:
-        ArgumentError: a module whose arguments are no observations.
+        ArgumentError: the arguments of a module are not observations.
     """
     if isinstance(policy, TensorDictModuleBase) or hasattr(policy, "out_keys"):
         return None
@@ -72,9 +72,9 @@ def _is_for_tensordicts(parameter: inspect.Parameter) -> bool:
 def around(
     policy: Callable[..., Any], inputs: Inputs, actions: Sequence[Key], more: int = 0
 ) -> TensorDictModule:
-    """``policy`` as a module from TensorDict to TensorDict.
+    """Wrap ``policy`` as a module from TensorDict to TensorDict.
 
-    Of a tuple that it returns the first are the ``actions``; ``more`` that follow are called
+    The first values that it returns are the ``actions``. The ``more`` values after them are called
     ``output1``, ``output2``, …, as in TorchRL.
     """
     out_keys = [*actions, *(f"output{index + 1}" for index in range(more))]

@@ -1,4 +1,4 @@
-"""The policy as the rollout sees it: checked once on a copy, then only called."""
+"""The policy as the rollout uses it: tried once on a copy, and called without checks afterwards."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +29,9 @@ class Policy:
     Args:
         policy: a TensorDictModule, any callable from TensorDict to TensorDict, a module or a
             function of tensors, or a model of Stable-Baselines3.
-        device: where it runs; a module elsewhere is copied there, and
-            :meth:`update_weights` refreshes the copy. None: where its tensors are.
-        env_device: where actions are wanted; None: on the CPU.
+        device: the device of its calls. A module on another device is copied there, and
+            :meth:`update_weights` refreshes the copy. None: the device of its tensors.
+        env_device: the device of its actions; None: the CPU.
     """
 
     def __init__(
@@ -43,26 +43,26 @@ class Policy:
                 "policy: expected a TensorDictModule, a callable from TensorDict to TensorDict, or "
                 f"None for random actions; got {type(policy).__name__}"
             )
-        # A compiled module has the weights of the one that it was made of.
+        # A compiled module shares the weights of the original module.
         compiled, policy = policy, getattr(policy, "_orig_mod", policy)
         self.source = policy
         self.version = 0
         self._between_steps: Callable[[], None] | None = None
         self.refreshes = False
-        """True if newer weights may come while slots are filled."""
+        """True if newer weights may arrive while slots are filled."""
         self.writes: tuple[Key, ...] = ()
         """Keys that the policy adds to its input, the action among them."""
         self.batch_dims: dict[Key, int] = {}
-        """Batch dimensions after the lanes of the TensorDicts within its output."""
+        """Batch dimensions, after the lanes, of the TensorDicts in its output."""
         self.forms: dict[Key, Form] = {}
         """Conversions of actions into the form that the environment takes, by key."""
         self.notes: list[str] = []
         """Warnings for users of the rows."""
         self.device = device = _place(policy, env_device) if device is None else device
-        """The device of its calls; None: the environment's, or any."""
+        """The device of its calls; None: that of the environment, or any."""
         self._move_back = _CPU if env_device is None else env_device
         self.is_elsewhere = False
-        """True if another process acts, and says by which version."""
+        """True if another process acts, and reports the version."""
         self.inputs: tuple[Inputs, Sequence[Key], int] | None = None
         """Arguments of :meth:`takes`; None: the policy takes a TensorDict."""
         self._live = LiveWeights(policy)
@@ -70,14 +70,14 @@ class Policy:
         self.calls(module, compiled if module is policy else module)
 
     def calls(self, module: PolicyFn, called: PolicyFn | None = None) -> None:
-        """Act by ``module``, which has the weights; ``called``, if given, is called instead."""
+        """Act by ``module``, which has the weights; if given, call ``called`` instead of it."""
         self.module = module
         self._called = called = module if called is None else called
         self.around = called if self.inputs is None else around(called, *self.inputs)
         """The called policy, from TensorDict to TensorDict."""
 
     def keep_apart(self) -> None:
-        """Act by a copy of the module that was given, which changes with new versions alone."""
+        """Act by a copy of the given module, which changes only with new versions."""
         if self.module is self.source:
             called = copy_of(self._called)
             self.calls(getattr(called, "_orig_mod", called), called)
@@ -88,7 +88,7 @@ class Policy:
         self.calls(self.module, self._called)
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        """Choose actions for ``td``, of which the module gets a copy to write to and to keep."""
+        """Choose actions for ``td``. The module gets a copy, which it may write to and keep."""
         try:
             if self.device is None:
                 return self.around(own_tensors(td))
@@ -98,38 +98,38 @@ class Policy:
         return out.to(self._move_back)
 
     def refresh(self) -> bool:
-        """Take newer weights that were published elsewhere; whether there were any."""
+        """Load newer weights that were published elsewhere; return True if there were any."""
         before = self.version
         if self._between_steps is not None:
             self._between_steps()
         return self.version != before
 
     def serve_between_steps(self, serve: Callable[[], None]) -> None:
-        """Call ``serve`` before each action: another thread may give new weights then."""
+        """Call ``serve`` before each action, to let another thread update the weights."""
         self._between_steps, self.refreshes = serve, True
 
     @property
     def row_version(self) -> Any:
-        """The version for the rows of a slot: one, or of several policies by lane ``[lane]``."""
+        """Version for the rows of a slot: one, or ``[lane]`` if several policies act by lane."""
         return self.version
 
     @property
     def draws(self) -> bool:
-        """True if some actions are random, also without ``init_random_frames``."""
+        """True if some actions are random even without ``init_random_frames``."""
         return False
 
     def seed(
         self, seed: int, incarnation: int, worker: int | None = None, *, own: bool = True
     ) -> None:
-        """Begin the streams of random numbers of its own; one policy has none."""
+        """Seed the policy's own random streams; a single policy has none."""
 
     def update_weights(self, weights: Weights = None, policy_id: int | str | None = None) -> None:
-        """Take new weights and count a version up.
+        """Load new weights and increment the version.
 
         Args:
-            weights: a TensorDict of parameters, a state dict or a module; None takes those that
-                the policy given at construction has now.
-            policy_id: of several policies, which one.
+            weights: a TensorDict of parameters, a state dict or a module; None takes the current
+                weights of the policy given at construction.
+            policy_id: the policy to update, if there are several.
         """
         if policy_id is not None:
             raise ArgumentError(
@@ -150,42 +150,42 @@ class Policy:
 
     @property
     def acts_live(self) -> bool:
-        """True if the object that the caller passed acts, so that each change of it has effect."""
+        """True if the object that the caller passed acts, so that its changes have an effect."""
         return self.module is self.source and not self.is_elsewhere
 
     def looks_unchanged(self, rows: int) -> bool:
-        """Return True if live weights look as they did before the last batch; one has ``rows``."""
+        """Return True if live weights look as they did before the last batch, of ``rows`` rows."""
         return not self.acts_live or self._live.looks_alike(rows)
 
     def changed_unversioned(self) -> bool:
-        """Return True if live weights changed since the last call, and the version did not.
+        """Return True if live weights changed since the last call without a new version.
 
-        The first call only notes the weights. Signal handlers must not run meanwhile.
+        The first call only records the weights. Signal handlers must not run meanwhile.
         """
         return self.acts_live and self._live.changed()
 
     def take_back(self, policy_id: int | str | None = None) -> None:
-        """Count an update back that reached no worker."""
+        """Decrement the version, after an update that reached no worker."""
         self.version -= 1
 
     def begin_at(self, version: int) -> None:
-        """Count versions on from ``version``, where they are lower."""
+        """Raise the version to ``version`` if it is lower."""
         self.version = max(self.version, version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, buffers and version."""
+        """Return weights, buffers and version."""
         module = self.module
         weights = module.state_dict() if isinstance(module, nn.Module) else {}
         return {"version": self.version, "weights": weights}
 
     def misfit(self, state: Mapping[str, Any]) -> str | None:
-        """Say why a state is not of this policy; None: it is."""
+        """Return the reason why a state does not fit this policy; None if it fits."""
         if "parts" in state:
             return f"the state is of the policies {state['ids']}, and this collector has one"
         return None
 
     def load_newer(self, state: Mapping[str, Any]) -> None:
-        """Take over weights of an earlier state, under a version that no weights had."""
+        """Restore the weights of an earlier state, under a version that no weights had."""
         newest = self.version
         self.load_state_dict(state)
         self.version = max(newest, self.version)
@@ -202,7 +202,7 @@ class Policy:
 
 
 def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Module) -> None:
-    """Load every parameter, and the buffers that are given, by name."""
+    """Load every parameter, and any given buffers, by name."""
     state: Any = weights.state_dict() if isinstance(weights, nn.Module) else weights
     if isinstance(state, TensorDictBase):
         state = dict(state.flatten_keys(".").items())
@@ -221,7 +221,7 @@ def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Mo
             f"missing are {missing}, unknown are {unknown}"
         )
     persistent = now.keys() & state.keys()
-    # Torch would load those that fit, and raise then.
+    # Torch would load those that fit before it raises.
     if wrong := [each for name in sorted(persistent) if (each := _misfit(name, now, state))]:
         raise ArgumentError(f"weights: {'; '.join(wrong)}")
     module.load_state_dict({name: state[name] for name in persistent}, strict=False)
@@ -230,7 +230,7 @@ def _load(module: nn.Module, weights: TensorDictBase | Mapping[str, Any] | nn.Mo
 
 
 def _load_fleeting(module: nn.Module, weights: nn.Module) -> None:
-    """Load the buffers of ``weights`` that are in no state dict, where they have their shape."""
+    """Load the non-persistent buffers of ``weights`` that have the same shape."""
     persistent, given = module.state_dict().keys(), dict(weights.named_buffers())
     with torch.no_grad():
         for name, buffer in module.named_buffers():
@@ -262,7 +262,7 @@ def on_device(policy: PolicyFn, device: torch.device | None) -> PolicyFn:
 
 
 def copy_of(module: Any) -> Any:
-    """Return a deep copy; on a GPU weights of RNNs lie in one piece again, as cuDNN wants them."""
+    """Return a deep copy; weights of RNNs are contiguous again on a GPU, as cuDNN needs."""
     copied = copy.deepcopy(module)
     if isinstance(copied, nn.Module):
         for each in copied.modules():
@@ -272,9 +272,9 @@ def copy_of(module: Any) -> Any:
 
 
 def _place(policy: PolicyFn, env_device: torch.device | None) -> torch.device | None:
-    """Return the device of all tensors of a module, if that is not the environment's.
+    """Return the device of all tensors of a module; None if it is the environment's.
 
-    A model of Stable-Baselines3 takes what it is given there by itself.
+    A model of Stable-Baselines3 moves its inputs to its device by itself.
     """
     if not isinstance(policy, nn.Module) or isinstance(policy, Sb3Policy):
         return None

@@ -1,4 +1,4 @@
-"""Random actions, drawn in blocks where a spec allows it; action masks are honoured."""
+"""Random actions, drawn in blocks if the spec allows it; they obey action masks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -31,9 +31,9 @@ MASK_NAME = "action_mask"
 
 
 def block_draw(spec: TensorSpec) -> Draw | None:
-    """A function ``(generator, slots) -> [slots, *spec.shape]``, or None for other specs.
+    """Return a function ``(generator, slots) -> [slots, *spec.shape]``; None for other specs.
 
-    Uniform over discrete and bounded specs; where bounds are infinite, the distributions of
+    It is uniform over discrete and bounded specs. For infinite bounds it has the distributions of
     ``gymnasium.spaces.Box.sample``: exponential beyond one bound, normal without bounds.
     """
     shape = tuple(spec.shape)
@@ -56,7 +56,7 @@ def block_draw(spec: TensorSpec) -> Draw | None:
     if isinstance(spec, Bounded):
         low, high = spec.low.cpu().numpy(), spec.high.cpu().numpy()
         if dtype.kind in "iu":
-            # The end is included: one more than the largest int64 there is none.
+            # The endpoint is included, because the largest int64 plus one does not exist.
             return lambda rng, slots: rng.integers(
                 low.astype(np.int64), high.astype(np.int64), size=(slots, *shape), endpoint=True
             ).astype(dtype)
@@ -84,24 +84,24 @@ def _uniform(rng: np.random.Generator, low: Array, high: Array, size: tuple[int,
         span = high.astype(np.float64) - low
     if np.isfinite(span).all():
         return rng.uniform(low, high, size)
-    share = rng.random(size)  # twice the largest float is no float
+    share = rng.random(size)  # twice the largest float overflows
     return (1 - share) * low + share * high
 
 
 def action_keys(env: EnvBase) -> tuple[Key, ...]:
-    """The keys of every action of ``env``, in the order of its spec."""
+    """Return the keys of all actions of ``env``, in the order of its spec."""
     return tuple(as_key(key) for key in env.full_action_spec.keys(True, True))
 
 
 def mask_key(env: EnvBase, action: Key) -> Key | None:
-    """The key of the mask of legal actions that belongs to ``action``, if the specs have one."""
+    """Return the key of the mask that belongs to ``action``; None if the specs have none."""
     candidate = (*action[:-1], MASK_NAME)
     names = [as_key(key) for key in env.observation_spec.keys(True, True)]
     return candidate if candidate in names else None
 
 
 def choices_of(env: EnvBase, action: Key) -> Choices | None:
-    """The values that an action may have; None where a mask does not count them up."""
+    """Return the values that an action may have; None if a mask cannot list them."""
     spec, around = env.full_action_spec[action], env.full_action_spec
     for name in action[:-1]:
         around = around[name]
@@ -109,13 +109,13 @@ def choices_of(env: EnvBase, action: Key) -> Choices | None:
 
 
 def lane_actions(env: EnvBase) -> dict[Key, TensorSpec]:
-    """The specs of one lane's actions."""
+    """Return the specs of one lane's actions."""
     items = env.full_action_spec.items(True, True)
     return {as_key(key): spec[0] if env.batch_size else spec for key, spec in items}
 
 
 def all_drawn(specs: Mapping[Key, TensorSpec], lanes: int) -> dict[Key, Draw] | None:
-    """Draws ``[slots, lanes, ...]`` of every action; None where some spec has no block draw.
+    """Return draws ``[slots, lanes, ...]`` of every action; None if a spec has no block draw.
 
     ``specs`` are those of one lane.
     """
@@ -125,24 +125,24 @@ def all_drawn(specs: Mapping[Key, TensorSpec], lanes: int) -> dict[Key, Draw] | 
 
 
 Ahead = Mapping[Key, torch.Tensor]
-"""By action ``[slot, lane, ...]``: the actions of some slots, or numbers that choose them."""
+"""By action ``[slot, lane, ...]``: actions of some slots, or the numbers that choose them."""
 
 
 class RandomActions:
-    """Draws for an environment; a mask of legal actions in the observation is honoured.
+    """Draws random actions for an environment; they obey a mask of legal actions.
 
     The mask is a key named ``"action_mask"`` beside the action, or an entry of that name in infos.
-    Numbers are drawn for all ``lanes`` of the run, in slots and lanes in their order, and those of
-    the own ones are used: so processes with equal generators draw for each lane what one process
-    would. Specs that have neither a block draw nor a mask that is known here are drawn from torch's
-    generator.
+    Numbers are drawn for all ``lanes`` of the run, in the order of slots and lanes, and those of
+    other lanes are dropped. Processes with equal generators therefore draw the same numbers for
+    each lane as one process would. Specs without a block draw and without a known mask are drawn
+    from torch's generator.
 
     Args:
-        env: batch size ``[]`` or ``[lanes]``.
-        rng: what numbers are drawn with.
-        lanes: how many the run has; None: those of ``env`` alone.
-        first: the number of the first lane of ``env`` among them.
-        columns: lanes that act a slot, where it is not all of ``env``.
+        env: an environment of batch size ``[]`` or ``[lanes]``.
+        rng: the generator of the numbers.
+        lanes: number of lanes of the run; None: only those of ``env``.
+        first: number in the run of the first lane of ``env``.
+        columns: number of lanes that act per slot, if it is not all of ``env``.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class RandomActions:
         self.masking = masking(infos=bool(self._live), observations=any(self._masks.values()))
         """The decision of a `RunPlan` about masks."""
         self.acting: Callable[[], Array] | None = None
-        """Returns the lanes that act now, where these come back in any order."""
+        """Returns the lanes that act now, if lanes return in any order."""
         own = env.batch_size.numel() if columns is None else columns
         self._lanes = own if lanes is None else lanes
         self._own = slice(first, first + own) if lanes is not None else None
@@ -176,10 +176,10 @@ class RandomActions:
         self._drawers = list(self._draws.values())
         self._width = width_of(lane_actions(env).values(), self._lanes)
         self.block_drawn = not masked and len(self._draws) == len(draws)
-        """True if no action depends on an observation: :func:`all_drawn` can draw elsewhere."""
+        """True if no action depends on an observation, so that :func:`all_drawn` applies."""
 
     def _draw(self, key: Key, spec: TensorSpec) -> Draw | None:
-        """Draws actions, or the numbers that choose them where a mask is looked at."""
+        """Return the draw of actions, or of the numbers that choose them from a mask."""
         if not self._alike:
             return None
         if key not in self._choices:
@@ -192,27 +192,28 @@ class RandomActions:
 
     @property
     def drawn_keys(self) -> Iterable[Key]:
-        """Actions that :meth:`take` draws, or draws numbers for."""
+        """Actions that :meth:`take` draws, or for which it draws numbers."""
         return self._draws
 
     def take(self, slots: int) -> list[Array]:
-        """Return the draws ``[slot, lane, ...]`` of the next ``slots``, by action; read only."""
+        """Return the draws ``[slot, lane, ...]`` of the next ``slots``, by action; read-only."""
         drawn, own = self._rng.take(self._drawers, slots, self._width), self._own
         return drawn if own is None else [array[:, own] for array in drawn]
 
     @property
     def place(self) -> Mapping[str, Any]:
-        """The place in the stream of numbers; see :meth:`return_to`."""
+        """Position in the stream of random numbers; see :meth:`return_to`."""
         return self._rng.state
 
     def return_to(self, place: Mapping[str, Any], slots: int) -> None:
-        """Draw next the numbers ``slots`` slots after a :attr:`place` that was left."""
+        """Continue with the numbers ``slots`` slots after an earlier :attr:`place`."""
         self._rng.return_to(place, self._drawers, slots, self._width)
 
     def masks_in(self, arrays: Mapping[Key, Array]) -> Mapping[Key, Array | None] | None:
-        """Each action's mask among the ``arrays`` ``[slot, lane, ...]`` of a slab, or None.
+        """Return each action's mask among the ``arrays`` ``[slot, lane, ...]`` of a slab.
 
-        None where :meth:`put` would lack one of these arrays, or numbers that choose.
+        Return None if :meth:`put` would lack an array, or a draw. A mask is None if it is not in
+        the slab.
         """
         wanted = [*self._masks, *(mask for mask in self._masks.values() if mask is not None)]
         if len(self._draws) < len(self._masks) or not all(key in arrays for key in wanted):
@@ -222,9 +223,9 @@ class RandomActions:
     def put(
         self, arrays: Mapping[Key, Array], masks: Mapping[Key, Array | None], start: int, stop: int
     ) -> Iterator[int]:
-        """Write the actions of slots ``[start, stop)`` of a slab, each when it is asked for.
+        """Write the actions of slots ``[start, stop)`` of a slab, one slot per iteration.
 
-        ``masks`` are those of :meth:`masks_in`.
+        ``masks`` is the result of :meth:`masks_in`.
         """
         drawn = [
             (key, arrays[key], masks[key], numbers, self._choices.get(key))
@@ -240,10 +241,10 @@ class RandomActions:
             yield at
 
     def legal(self, key: Key) -> Array:
-        """Return the masks ``[lane, ...]`` of an action that are not among the observations.
+        """Return the masks ``[lane, ...]`` of an action that come from infos.
 
         Raises:
-            TransitionError: nothing is legal in some lane.
+            TransitionError: no action is legal in some lane.
         """
         marks, choices = legal_of(self._base)[key], self._choices[key]
         assert choices is not None
@@ -263,21 +264,24 @@ class RandomActions:
         return marks
 
     def ahead(self, slots: int) -> Ahead:
-        """Draw the actions of ``slots`` slots that can be drawn before these are stepped."""
+        """Draw the actions of ``slots`` slots as far as they do not depend on observations."""
         drawn = zip(self._draws, self.take(slots), strict=True)
         return self.of_lanes({key: torch.from_numpy(each.copy()) for key, each in drawn})
 
     def of_lanes(self, actions: Ahead) -> Ahead:
-        """``actions`` as the environment takes them: of one lane without its axis, moved."""
+        """Return ``actions`` in the shape and on the device that the environment takes.
+
+        The axis of lanes is dropped for a single environment.
+        """
         squeeze, device = not self._env.batch_size, self._env.device
         placed = {key: column[:, 0] if squeeze else column for key, column in actions.items()}
         if device is None or device.type == "cpu":
             return placed
-        # Numbers that meet a mask are used on the CPU.
+        # Numbers that choose from a mask are used on the CPU.
         return {key: c if key in self._choices else c.to(device) for key, c in placed.items()}
 
     def act(self, td: TensorDictBase, ahead: Ahead, slot: int) -> TensorDictBase:
-        """Write the action of a slot of ``ahead`` under every action key of ``td``."""
+        """Write the action of slot ``slot`` of ``ahead`` under every action key of ``td``."""
         for key, mask in self._masks.items():
             if key not in ahead:
                 td.set(key, self._by_torch(key, None if mask is None else td.get(mask)))
@@ -300,7 +304,8 @@ class RandomActions:
         if mask is not None:
             leaf = leaf.clone()
             allowed = mask.to(torch.bool)
-            # A final observation may allow nothing; what follows it in a reset slot is ignored.
+            # A final observation may allow no action; the action in the reset slot after it is
+            # ignored.
             leaf.update_mask(allowed | ~allowed.any(-1, keepdim=True))
         with user_code("the spec of a random action"):
             drawn: torch.Tensor = leaf.rand()
@@ -312,9 +317,9 @@ class RandomActions:
 
 
 def legal_of(env: EnvBase) -> Mapping[Key, Array]:
-    """Return masks of legal actions ``[lane, ...]`` by action, that an environment's infos gave.
+    """Return masks of legal actions ``[lane, ...]``, by action, from an environment's infos.
 
-    They are as of the last step or reset of each lane. See `System.legal`.
+    They are from the last step or reset of each lane. See `System.legal`.
     """
     system = _system_of(env)
     legal: Mapping[Key, Array] = {} if system is None else system.legal
@@ -322,9 +327,9 @@ def legal_of(env: EnvBase) -> Mapping[Key, Array]:
 
 
 def _system_of(env: EnvBase) -> Any:
-    """Return the system that an environment drives itself; None: it drives none.
+    """Return the system that an environment drives itself; None if there is none.
 
-    A `ParallelEnv` would look for other attributes in its processes.
+    A `ParallelEnv` would look up other attributes in its processes.
     """
     stepper = vars(_bare(env)).get("stepper")
     return getattr(stepper, "system", None)
@@ -337,7 +342,7 @@ def _bare(env: EnvBase) -> EnvBase:
 
 
 def _masks_by_spec(env: EnvBase) -> bool:
-    """Some transform keeps the mask of the last observation in the action spec."""
+    """Return True if a transform keeps the mask of the last observation in the action spec."""
     while isinstance(env, TransformedEnv):
         transforms = env.transform if isinstance(env.transform, Compose) else [env.transform]
         if any(isinstance(each, ActionMask) for each in transforms):
@@ -347,7 +352,7 @@ def _masks_by_spec(env: EnvBase) -> bool:
 
 
 def lanes_alike(env: EnvBase) -> bool:
-    """Return whether all lanes of ``env`` have the same actions."""
+    """Return True if all lanes of ``env`` have the same action specs."""
     if not env.batch_size:
         return True
     items = env.full_action_spec.items(True, True)

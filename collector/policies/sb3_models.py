@@ -1,4 +1,4 @@
-"""Trained Stable-Baselines3 models as policies: they choose actions by ``predict``."""
+"""Adapter for trained Stable-Baselines3 models, which choose actions by ``predict``."""
 
 import inspect
 import sys
@@ -19,13 +19,13 @@ _DETERMINISTIC = {ExplorationType.MODE, ExplorationType.MEAN, ExplorationType.DE
 
 
 def as_policy(policy: Any) -> Any:
-    """Return ``policy``, or an equal module if it is a model of Stable-Baselines3.
+    """Return ``policy``, or an adapter if it is a model of Stable-Baselines3.
 
     Raises:
         PolicyError: a recurrent model.
     """
     for name, base in _BASES.items():
-        # Without an import of the package there is no model of it.
+        # If the package was not imported, the policy cannot be one of its models.
         module = sys.modules.get(f"stable_baselines3.common.{name}")
         if module is not None and isinstance(policy, getattr(module, base)):
             return Sb3Policy(policy)
@@ -33,11 +33,11 @@ def as_policy(policy: Any) -> Any:
 
 
 class Sb3Policy(TensorDictModuleBase):
-    """A model of Stable-Baselines3 as a policy; it shares the model's weights.
+    """Policy that acts by a model of Stable-Baselines3, with which it shares weights.
 
-    Reads ``"observation"``, or of a Dict space its names, and writes ``"action"``. Deterministic
-    under the exploration types MODE, MEAN and DETERMINISTIC. The random actions of a DQN are drawn
-    lane by lane from torch's generator, so that a seed repeats them.
+    It reads ``"observation"``, or the keys of a Dict space, and writes ``"action"``. It is
+    deterministic under the exploration types MODE, MEAN and DETERMINISTIC. The random actions of a
+    DQN are drawn lane by lane from torch's generator, so that a seed repeats them.
 
     Args:
         model: a ``BaseAlgorithm`` or a ``BasePolicy``.
@@ -62,7 +62,7 @@ class Sb3Policy(TensorDictModuleBase):
         self.out_keys = ["action"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set ``"action"``."""
+        """Write ``"action"``."""
         seen = {name: tensordict.get(name).cpu().numpy() for name in self.in_keys}
         more = {"action_masks": tensordict.get(MASK_NAME).cpu().numpy()} if self._masked else {}
         observation = seen if self._composite else seen["observation"]

@@ -1,8 +1,8 @@
-"""Numbers for slots, drawn many slots at a time.
+"""Random numbers for slots, drawn for many slots at a time.
 
-A generator's call costs as much as a step of a small environment, whether it draws for one slot or
-for many. So it draws for many, always for as many: what a slot gets does not depend on how many
-slots are asked for at once.
+A call of a generator takes as long as a step of a small environment, for one slot or for many. The
+numbers are therefore drawn in blocks of constant size, so that the numbers of a slot do not depend
+on how many slots are requested at once.
 """
 
 import math
@@ -15,22 +15,22 @@ from torchrl.data import TensorSpec
 
 Array = NDArray[Any]
 Draw = Callable[[np.random.Generator, int], Array]
-"""Draws ``[slots, ...]`` for so many slots."""
+"""Draws an array ``[slots, ...]`` for the given number of slots."""
 
 _NUMBERS = 4096
 _MOST_SLOTS = 256
 
 
 def width_of(specs: Iterable[TensorSpec], lanes: int) -> int:
-    """Numbers of a slot, of the ``specs`` of one lane's actions."""
+    """Return the number of values per slot, given the ``specs`` of one lane's actions."""
     return lanes * sum(int(math.prod(spec.shape)) for spec in specs)
 
 
 class SlotRng:
-    """A generator for one user, whose draws do not change.
+    """A random generator with one user, which always calls it with the same draws.
 
     Args:
-        seed: as ``numpy.random.default_rng`` takes it.
+        seed: a seed for ``numpy.random.default_rng``.
     """
 
     def __init__(self, seed: Any = None) -> None:
@@ -38,18 +38,21 @@ class SlotRng:
         self._drop()
 
     def _drop(self, taken: int = 0) -> None:
-        """Drop the stock; ``taken`` slots of the next one count as taken."""
+        """Drop the block of drawn numbers; skip ``taken`` slots of the next block."""
         self._stock: list[Array] = []
         self._size, self._taken = 0, taken
         self._before = self._generator.bit_generator.state
 
     def seed(self, seed: Any) -> None:
-        """Start from ``seed``."""
+        """Restart from ``seed``."""
         self._generator = np.random.default_rng(seed)
         self._drop()
 
     def take(self, draws: Sequence[Draw], slots: int, width: int) -> list[Array]:
-        """Return the numbers of each of ``draws`` for the next slots, ``width`` each; read only."""
+        """Return the numbers of each of ``draws`` for the next slots.
+
+        The arrays are read-only. ``width`` is the number of values per slot.
+        """
         stop = self._taken + slots
         if stop <= self._size:
             at, self._taken = self._taken, stop
@@ -66,8 +69,8 @@ class SlotRng:
         return [np.concatenate(piece) for piece in pieces]
 
     def _refill(self, draws: Sequence[Draw], slots: int) -> None:
-        taken = 0 if self._size else self._taken  # a stock that was begun before a state was saved
-        while taken >= slots:  # by a run of fewer lanes
+        taken = 0 if self._size else self._taken  # a block that was in use when a state was saved
+        while taken >= slots:  # saved by a run of fewer lanes
             for draw in draws:
                 draw(self._generator, slots)
             taken -= slots
@@ -77,7 +80,7 @@ class SlotRng:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state; set on another generator, it makes that one go on from the same place."""
+        """The state. A generator on which it is set continues from the same place."""
         if self._taken and self._taken == self._size:
             return {"generator": self._generator.bit_generator.state, "taken": 0}
         return {"generator": self._before, "taken": self._taken}
@@ -86,7 +89,7 @@ class SlotRng:
     def state(self, state: dict[str, Any]) -> None:
         plain = "generator" not in state  # as earlier versions saved it
         taken = 0 if plain else int(state["taken"])
-        if not 0 <= taken <= _MOST_SLOTS:  # as many would be drawn
+        if not 0 <= taken <= _MOST_SLOTS:  # that many slots would be drawn
             raise ValueError(f"taken: expected 0 to {_MOST_SLOTS} slots, got {taken}.")
         self._generator.bit_generator.state = state if plain else state["generator"]
         self._drop(taken)
@@ -94,7 +97,7 @@ class SlotRng:
     def return_to(
         self, state: Mapping[str, Any], draws: Sequence[Draw], slots: int, width: int
     ) -> None:
-        """Go on ``slots`` slots after the place at which :attr:`state` was ``state``."""
+        """Continue ``slots`` slots after the place at which :attr:`state` was ``state``."""
         self.state = dict(state)
         if slots:
             self.take(draws, slots, width)

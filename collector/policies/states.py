@@ -1,4 +1,4 @@
-"""States that a policy keeps in its tensordict: it writes them and reads them a step later."""
+"""Detection of states that a policy writes to its tensordict and reads in the next step."""
 
 import warnings
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from tallyroll.storage.rows.keys import IS_INIT, NEXT, Key, as_key, format_key
 def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
     """Return keys that the policy adds to ``td`` and whose values change its next output.
 
-    A key under ``"next"`` is one where the policy reads it at the root. Found by calling copies of
-    it on copies of ``td``, generators restored: twice alike, and with what it wrote put back. Of
-    one that cannot be copied, one that is not repeatable, and one that refuses its own output,
-    none is found.
+    A key under ``"next"`` is returned if the policy reads it at the root. The test calls copies of
+    the policy on copies of ``td`` with restored generators: twice on the same input, and once with
+    its output added. No states are found if the policy cannot be copied, is not repeatable, or
+    refuses its own output.
     """
     apart = {*action_keys(env), *map(as_key, td.keys(True, True))}
     places = {key: _place(key) for key in policy.writes if _place(key) not in apart}
@@ -30,7 +30,7 @@ def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
         return ()
     given = own_tensors(td)
     for name in list(given.keys(True, True)):
-        if as_key(name)[-1] == IS_INIT:  # else its state would be reset
+        if as_key(name)[-1] == IS_INIT:  # otherwise the policy would reset its state
             given.set(name, torch.zeros_like(given.get(name)))
     try:
         first = _called(policy, given, {})
@@ -38,7 +38,7 @@ def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
         if not _same(first, _called(policy, given, {})):
             return ()
         after = _called(policy, given, kept)
-    except Exception:  # noqa: BLE001  what it does with its own output the run will show
+    except Exception:  # noqa: BLE001  the run will report errors of the policy
         return ()
     if _same(first, after):
         return ()
@@ -47,7 +47,10 @@ def states(policy: Policy, td: TensorDictBase, env: EnvBase) -> tuple[Key, ...]:
 
 
 def _leaves_no_trace(policy: Policy) -> bool:
-    """Return whether extra calls do no harm: a copy is called, or a function of its input."""
+    """Return True if extra calls have no side effects.
+
+    This holds for a copy, and for a function without a closure.
+    """
     module = policy.module
     return for_trial(policy).module is not module or (
         isinstance(module, FunctionType) and module.__closure__ is None
@@ -61,16 +64,16 @@ def _matters(
     place: Key,
     after: Mapping[Key, torch.Tensor],
 ) -> bool:
-    """Return whether the policy acts differently, or fails, without its value at ``place``."""
+    """Return True if the policy acts differently, or fails, without its value at ``place``."""
     others = {key: value for key, value in kept.items() if key != place}
     try:
         return not _same(after, _called(policy, given, others))
-    except Exception:  # noqa: BLE001  it was looked for
+    except Exception:  # noqa: BLE001  the policy looked for the value
         return True
 
 
 def _place(key: Key) -> Key:
-    """Return the key by which the next step finds a value that was written under ``key``."""
+    """Return the key under which the next step finds a value that was written under ``key``."""
     return key[1:] if key[0] == NEXT else key
 
 
@@ -81,7 +84,7 @@ def _called(
     for key, value in kept.items():
         td.set(key, value.clone())
     with generators_restored(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first trial gave them
+        warnings.simplefilter("ignore")  # the first trial issued these warnings
         out = for_trial(policy)(td)
     found = {key: out.get(key, None) for key in policy.writes}
     return {key: value.clone() for key, value in found.items() if isinstance(value, torch.Tensor)}
@@ -97,10 +100,10 @@ def _same(one: Mapping[Key, torch.Tensor], other: Mapping[Key, torch.Tensor]) ->
 
 
 def refuse_states(policy: Policy, td: TensorDictBase, env: EnvBase, in_place: bool) -> None:
-    """Raise where states that ``policy`` keeps would not go from step to step, lane by lane.
+    """Raise an error if states of ``policy`` would not be carried from step to step, by lane.
 
     Raises:
-        PolicyError: the environment drops them, or does not say where a trajectory begins.
+        PolicyError: the environment drops them, or does not mark where a trajectory begins.
     """
     found = states(policy, td, env)
     known = {as_key(key)[-1] for key in env.observation_spec.keys(True, True)}

@@ -1,4 +1,4 @@
-"""The trial of a policy: a copy is called once on a first observation, and leaves no trace."""
+"""Trial of a policy: a copy is called once on a first observation, without side effects."""
 
 import copy
 import random
@@ -23,7 +23,7 @@ from tallyroll.storage.rows.keys import NEXT, Key, as_key, format_key
 
 
 class Acts(Protocol):
-    """The actions that a policy is tried out for: of an environment, or of a part of one."""
+    """The actions for which a policy is tried: those of an environment, or of a part of one."""
 
     @property
     def full_action_spec(self) -> Any:
@@ -35,11 +35,11 @@ class Acts(Protocol):
 
 
 def for_trial(policy: Policy) -> Policy:
-    """A copy of ``policy`` that can be called without a trace, where it can be copied."""
+    """Return a copy of ``policy`` that can be called without side effects, if it can be copied."""
     probe = copy.copy(policy)
     try:
         module = copy_of(policy.module)
-    except Exception:  # noqa: BLE001  a policy may hold anything; then it is tried out itself
+    except Exception:  # noqa: BLE001  without a copy, the policy itself is called
         return probe
     probe.calls(module)
     return probe
@@ -48,12 +48,12 @@ def for_trial(policy: Policy) -> Policy:
 def settle_inputs(
     policy: Policy, td: TensorDictBase, env: Acts, observations: Collection[Key]
 ) -> None:
-    """Settle the inputs of ``policy``, and its number of outputs, if it takes tensors.
+    """Determine the inputs of ``policy``, and its number of outputs, if it takes tensors.
 
-    ``observations`` are those of ``env`` that it may be given.
+    ``observations`` are the keys of ``env`` that it may use.
 
     Raises:
-        ArgumentError: a module whose arguments are no observations.
+        ArgumentError: the arguments of a module are not observations.
         PolicyError: it returns fewer values than there are actions.
     """
     inputs = inputs_of(policy.module, observations)
@@ -73,17 +73,17 @@ def settle_inputs(
 def try_out(
     policy: Policy, td: TensorDictBase, env: Acts, *, strict: bool = False
 ) -> dict[Key, SlabColumn]:
-    """Call a copy of ``policy`` once on ``td``, and check what it returns.
+    """Call a copy of ``policy`` once on ``td``, and check its output.
 
-    Random generators are restored, so that the trial leaves no trace in the data. ``strict``:
-    numbers outside an action's box are refused as well.
+    Random generators are restored, so that the trial does not change the data. With ``strict``,
+    numbers outside an action's box are refused too.
 
     Returns:
-        The columns that the policy writes beside the action, in its order; not those whose names
-        begin with an underscore, which are its own.
+        The columns that the policy writes in addition to the action, in its order. Names that begin
+        with an underscore are private to the policy and are not included.
 
     Raises:
-        PolicyError: a missing action, or one of another shape, dtype, device or range.
+        PolicyError: the action is missing, or has another shape, dtype, device or range.
     """
     probe = for_trial(policy)
     try:
@@ -113,7 +113,7 @@ def try_out(
     extra: dict[Key, SlabColumn] = {}
     for key in policy.writes:
         value = found[key]
-        private = any(part.startswith("_") for part in key)  # as TorchRL has it
+        private = any(part.startswith("_") for part in key)  # as in TorchRL
         if key in actions or private or not isinstance(value, torch.Tensor):
             continue
         if value.shape[:lead] != env.batch_size:
@@ -126,7 +126,7 @@ def try_out(
 
 
 def no_tensordict(got: object, given: Collection[Key] = ()) -> PolicyError:
-    """The error for a policy that returns something else; ``given`` are its observations."""
+    """Return the error for an output that is no TensorDict; ``given`` are the observations."""
     named = (
         ", or, for a function of tensors, name its arguments like observations: "
         f"{', '.join(map(format_key, given))}"
@@ -141,7 +141,7 @@ _FLAGS = {"done", "terminated", "truncated"}
 
 
 def _given(td: TensorDictBase) -> dict[Key, torch.Tensor]:
-    """The tensors in ``td`` that a policy may learn from."""
+    """Return the tensors in ``td`` that a policy may use."""
     found = {as_key(key): value for key, value in td.items(True, True)}
     return {
         key: value
@@ -152,7 +152,7 @@ def _given(td: TensorDictBase) -> dict[Key, torch.Tensor]:
 
 @contextmanager
 def _noting_what_it_got(td: TensorDictBase) -> Iterator[None]:
-    """A context in which a policy is called; its errors get a note of the observations."""
+    """Add a note with the observations to errors of a policy that is called in the context."""
     try:
         yield
     except Exception as error:
@@ -171,7 +171,10 @@ def _noting_what_it_got(td: TensorDictBase) -> Iterator[None]:
 def _action_of(
     policy: Policy, key: Key, spec: Any, out: TensorDictBase, td: TensorDictBase, lead: int
 ) -> torch.Tensor:
-    """The action in ``out`` as the environment takes it; ``policy`` learns how it becomes so."""
+    """Return the action in ``out`` as the environment takes it.
+
+    A conversion that this needs is added to ``policy``.
+    """
     action: Any = out.get(key, None)
     if action is None:
         got = sorted(format_key(name) for name in out.keys(True, True) if name not in td.keys(True))
@@ -215,7 +218,7 @@ def _check_action(key: Key, spec: Any, action: torch.Tensor, strict: bool) -> No
 
 
 def describe(spec: Any) -> str:
-    """The range of a spec, in a few words."""
+    """Describe the range of a spec for messages."""
     if hasattr(spec, "n") and spec.shape[-1:] != (spec.n,):
         return f"0..{int(spec.n) - 1}"
     low, high = getattr(spec, "low", None), getattr(spec, "high", None)
@@ -226,7 +229,7 @@ def describe(spec: Any) -> str:
 
 
 def next_keys(columns: Mapping[Key, SlabColumn]) -> list[Key]:
-    """Columns that the policy writes under ``"next"``: recurrent states."""
+    """Return the columns that the policy writes under ``"next"``: recurrent states."""
     return [key for key in columns if key[0] == NEXT]
 
 
@@ -234,15 +237,15 @@ _here = threading.local()
 
 
 def leave_generators() -> None:
-    """In this thread restore no generators from now on: others draw from them meanwhile."""
+    """Stop restoring generators in this thread, because other threads draw from them."""
     _here.left = True
 
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """A context that leaves torch's, NumPy's and Python's global generators as they were.
+    """Restore the global generators of torch, NumPy and Python after the context.
 
-    Not in a thread that called :func:`leave_generators`.
+    It does nothing in a thread that called :func:`leave_generators`.
     """
     if getattr(_here, "left", False):
         yield
@@ -256,7 +259,7 @@ def generators_restored() -> Iterator[None]:
         torch.set_rng_state(own)
         for device, state in zip(devices, of_devices, strict=True):
             torch.cuda.set_rng_state(state, device)
-        if not devices:  # those that came into use meanwhile begin as they would have begun
+        if not devices:  # generators that came into use meanwhile return to their initial state
             for generator in map(torch.cuda.default_generators.__getitem__, gpus_in_use()):
                 generator.manual_seed(generator.initial_seed())
         np.random.set_state(saved[0])

@@ -16,9 +16,9 @@ from tallyroll.storage.rows.dtypes import NUMPY, TORCH
 from tallyroll.storage.rows.keys import Key
 
 GIVEN = "_given"
-"""Suffix of the column that says where an info with ``fill`` was given."""
+"""Suffix of the column that marks where an info with ``fill`` was given."""
 
-# Torch can hardly compute with wider unsigned integers.
+# Torch supports few operations on wider unsigned integers.
 _DTYPES = {each: TORCH[each] for each in TORCH if each.kind != "u" or each.itemsize == 1}
 _SPELLING = re.compile(
     r"(?P<name>[^:=\[\]]+)(?::(?P<dtype>\w+))?(?:\[(?P<shape>\d+(?:x\d+)*)\])?(?:=(?P<fill>.+))?"
@@ -29,20 +29,20 @@ _SPELLING = re.compile(
 class Info:
     """An entry of an environment's infos that becomes a column.
 
-    A value must be of this shape, and fit into this dtype without loss; another is a
+    A value must have this shape, and fit into this dtype without loss. Any other value raises
     :class:`~tallyroll.collector.errors.TransitionError`.
 
     Args:
-        name: its name; of one in a nested dictionary a tuple of names, or ``"episode/r"``.
-        dtype: a NumPy or torch dtype, or its name. None takes that of ``fill``, or what the first
-            infos have: int64 for Python's integers, float64 for its floats.
-        shape: of one lane's value; with a dtype only.
-        fill: a number, the value if a step or a reset does not give one. A bool column
-            ``<name>_given`` beside it is True where it was given. None: every step and every
-            reset has to give it.
+        name: name of the entry; a tuple of names, or ``"episode/r"``, if it is nested.
+        dtype: a NumPy or torch dtype, or its name. None uses the dtype of ``fill``, or that of the
+            first infos: int64 for Python's integers, float64 for its floats.
+        shape: shape of one lane's value; requires a dtype.
+        fill: a number, the value if a step or a reset does not give one. An additional bool column
+            ``<name>_given`` is True where the value was given. None: every step and every
+            reset must give the value.
 
     Raises:
-        ArgumentError: one of them cannot be right.
+        ArgumentError: an argument is not valid.
     """
 
     name: str | tuple[str, ...]
@@ -97,16 +97,16 @@ class Info:
 
     @cached_property
     def key(self) -> Key:
-        """The names from the root of ``info`` on."""
+        """Names from the root of ``info`` to the entry."""
         return split(self.name)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of the column; only where one is declared."""
+        """Dtype of the column; requires a declared dtype."""
         return _DTYPES[self.dtype]
 
     def __str__(self) -> str:
-        """Its spelling, which :func:`parsed` reads back."""
+        """Return the text form, which :func:`parsed` parses."""
         dtype = "" if self.dtype is None else f":{self.dtype}"
         shape = f"[{'x'.join(map(str, self.shape))}]" if self.shape else ""
         fill = "" if self.fill is None else f"={self.fill!r}"
@@ -127,10 +127,10 @@ def _checked_dtype(dtype: Any, key: Key) -> np.dtype[Any]:
 
 
 def infos_of(info_keys: Any) -> tuple[Info, ...]:
-    """``info_keys`` as they were declared.
+    """Return ``info_keys`` as declarations.
 
     Raises:
-        ArgumentError: something else than names and :class:`Info`, or one of them twice.
+        ArgumentError: an element is neither a name nor :class:`Info`, or occurs twice.
     """
     if isinstance(info_keys, (str, Info)) or not isinstance(info_keys, Iterable):
         raise ArgumentError(f"info_keys: expected a sequence of names, got {info_keys!r}")
@@ -144,10 +144,12 @@ def infos_of(info_keys: Any) -> tuple[Info, ...]:
 
 
 def parsed(text: str) -> Info:
-    """An :class:`Info` of its spelling: ``lives``, ``pos:float32[3]``, ``is_success:bool=False``.
+    """Parse the text form of an :class:`Info`.
+
+    Examples are ``lives``, ``pos:float32[3]`` and ``is_success:bool=False``.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the text is not valid.
     """
     match = _SPELLING.fullmatch(text)
     if match is None:

@@ -1,4 +1,4 @@
-"""Casting without loss: a value arrives as it is, or not at all. Pure."""
+"""Lossless casts of arrays, which report the values that they would change. Pure functions."""
 
 from functools import cache
 from typing import Any
@@ -13,17 +13,20 @@ _WHOLE = "biu"
 
 
 def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
-    """``values`` of a numeric dtype in ``dtype``, and where that changed them (None: nowhere).
+    """Cast ``values`` of a numeric dtype to ``dtype``.
 
-    NaN stays NaN. An integer is a float of its value, ``True`` is 1, and the reverse.
+    NaN stays NaN. An integer equals the float of its value and ``True`` equals 1, and the reverse.
+
+    Returns:
+        The cast values, and marks of those that changed; None if none did.
     """
     if values.dtype == dtype:
         return values, None
     if _always(values.dtype, dtype):
-        with np.errstate(invalid="ignore"):  # of signalling NaNs
+        with np.errstate(invalid="ignore"):  # raised by signaling NaNs
             return values.astype(dtype), None
     if values.dtype.kind in _WHOLE and dtype.kind in _WHOLE:
-        found = values.astype(dtype)  # of integers nothing warns
+        found = values.astype(dtype)  # casts of integers do not warn
         if (found == values).all():
             return found, None
     lost = np.zeros(values.shape, np.bool_)
@@ -39,7 +42,7 @@ def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, Mask | None]:
 
 @cache
 def _always(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Return whether every value fits. NumPy calls casts of int64 to floats safe; they are not."""
+    """Return True if every value fits. NumPy calls casts of int64 to floats safe; they are not."""
     wide = source.kind in "iu" and source.itemsize == 8 and target.kind in "fc"
     return not wide and np.can_cast(source, target, "safe")
 
@@ -51,7 +54,7 @@ def _fits(values: Array, dtype: np.dtype[Any]) -> Mask:
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         if kind == "f":
-            # Powers of two, which floats hold: the largest int64 they do not.
+            # Powers of two, which floats represent exactly, unlike the largest int64.
             low, beyond = np.float64(limits.min), _beyond(dtype)
             wide = values if values.dtype.itemsize > 8 else values.astype(np.float64)
             return np.asarray((wide >= low) & (wide < beyond) & (np.trunc(wide) == wide))
@@ -68,7 +71,7 @@ def _fits(values: Array, dtype: np.dtype[Any]) -> Mask:
 
 
 def _beyond(dtype: np.dtype[Any]) -> np.float64:
-    """The power of two that is above all integers of ``dtype``."""
+    """Return the power of two above all integers of ``dtype``."""
     return np.float64(np.iinfo(dtype).max) + np.float64(1)
 
 

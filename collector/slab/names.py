@@ -1,4 +1,4 @@
-"""Names of columns: which are taken, which collide, and how ``rename=`` settles it. Pure."""
+"""Names of columns: reserved names, collisions, and ``rename=``. Pure functions."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,27 +24,27 @@ Rename = Mapping[Any, str | tuple[str, ...]]
 _KEPT = (NEXT, COLLECTOR)
 _FLAGS = (REWARD, DONE, TERMINATED, TRUNCATED)
 _MASKS = {"_reset", "_step"}
-"""At any level TorchRL takes them for masks of lanes that are reset or stepped."""
+"""Names that TorchRL interprets, at any level, as masks of lanes to reset or step."""
 
 
 @dataclass(frozen=True)
 class NamedColumn:
-    """A column of an environment, as it is called before ``rename`` is applied."""
+    """A column of an environment, with its name before ``rename`` is applied."""
 
     key: Key
     path: tuple[Hashable, ...]
-    """The environment's name for it; a Dict space may have names that are no strings."""
+    """The environment's name for it; keys of a Dict space need not be strings."""
     what: str = "observation"
 
 
 def spelled(key: Sequence[Any]) -> str:
-    """Return a key as ``rename`` takes it: ``next/observation``; a tuple if that misleads."""
+    """Return a key in the form of ``rename``: ``next/observation``, or a tuple if ambiguous."""
     plain = all(isinstance(part, str) and "/" not in part for part in key)
     return repr("/".join(key)) if plain else repr(key[0] if len(key) == 1 else tuple(key))
 
 
 def split(name: Any) -> tuple[Any, ...]:
-    """``"a/b"`` as ``("a", "b")``; a tuple as it is."""
+    """Return ``"a/b"`` as ``("a", "b")``; return a tuple unchanged."""
     if isinstance(name, tuple):
         return name
     return tuple(name.split("/")) if isinstance(name, str) else (name,)
@@ -54,7 +54,7 @@ def split(name: Any) -> tuple[Any, ...]:
 
 
 def checked_rename(rename: Any) -> dict[Any, Key]:
-    """``rename`` with its new names as tuples.
+    """Return ``rename`` with its new names as tuples.
 
     Raises:
         ArgumentError: it is no mapping of names to names.
@@ -79,17 +79,17 @@ def checked_rename(rename: Any) -> dict[Any, Key]:
 
 
 def spelled_rename(rename: Mapping[Any, Key]) -> list[str]:
-    """Return the result of :func:`checked_rename` as a command line spells it: ``old=new``."""
+    """Return the result of :func:`checked_rename` in the form of a command line: ``old=new``."""
     return [f"{'/'.join(map(str, split(old)))}={'/'.join(new)}" for old, new in rename.items()]
 
 
 def renamed(columns: Sequence[NamedColumn], rename: Rename) -> list[Key]:
-    """Return the keys of ``columns`` after all of ``rename`` at once; a group includes its keys.
+    """Return the keys of ``columns`` after all renames at once; a group includes its keys.
 
-    An old name is that of an observation, or else of an info.
+    An old name is looked up among observations first, and then among infos.
 
     Raises:
-        ArgumentError: an old name that no column has, or a column that is named twice.
+        ArgumentError: no column has an old name, or a column is renamed twice.
     """
     keys = [column.key for column in columns]
     by: dict[int, Any] = {}
@@ -113,7 +113,7 @@ def renamed(columns: Sequence[NamedColumn], rename: Rename) -> list[Key]:
 
 
 def _matches(columns: Sequence[NamedColumn], old: Any) -> list[tuple[int, int]]:
-    """Columns that ``old`` names, and how many parts of their path it takes."""
+    """Return the columns that ``old`` names, and how many parts of their paths it covers."""
     forms = [(old,), split(old)] if isinstance(old, str) else [split(old)]
     for what in dict.fromkeys(column.what for column in columns):
         for form in forms:
@@ -130,12 +130,12 @@ def _named(
     for index, column in enumerate(columns):
         name = column.path if by_path else column.key
         if column.what == what and name[:size] == form:
-            # A key may have one part more in front: a Tuple space is under "observation".
+            # A key may have one more part in front: a Tuple space is under "observation".
             yield index, max(0, size - len(name) + len(column.path))
 
 
 def new_name(key: Key, rename: Rename, columns: Iterable[Key]) -> Key:
-    """The name of the info ``key``: its own, or the new one."""
+    """Return the name of the info ``key`` after ``rename``."""
     for old, new in checked_rename(rename).items():
         size = len(split(old))
         if key[:size] == split(old) and key not in columns:
@@ -150,9 +150,9 @@ def new_name(key: Key, rename: Rename, columns: Iterable[Key]) -> Key:
 class _Entry:
     key: Key
     what: str
-    """The kind of thing that has this name, for messages."""
+    """Why the name is reserved, for messages."""
     settle: str = ""
-    """The way to give it another name; empty if there is none."""
+    """How to give it another name; empty if that is not possible."""
 
 
 def require_names(
@@ -163,18 +163,18 @@ def require_names(
     written: Iterable[Key] = (),
     given: Sequence[Key] | None = None,
 ) -> None:
-    """Raise unless every column has a name of its own.
+    """Raise an error unless every column has a unique name.
 
     Args:
-        observations: what the environment calls them.
-        actions: their keys.
-        rewards: their keys, without ``"next"``.
-        flags: done keys, without ``"next"``.
-        written: what the policy writes beside the action.
-        given: the keys that ``observations`` have, where they were renamed.
+        observations: the columns, with the environment's names.
+        actions: keys of actions.
+        rewards: keys of rewards, without ``"next"``.
+        flags: keys of done flags, without ``"next"``.
+        written: keys that the policy writes in addition to the action.
+        given: the keys of ``observations`` if they were renamed.
 
     Raises:
-        NameRefused: a name is taken, empty or a mask's; says which, and how it is settled.
+        NameRefused: a name is taken, empty or that of a mask; the message names it and a remedy.
     """
     keys = [column.key for column in observations] if given is None else list(given)
     own = (VALID, *next_valid_keys(keys))
@@ -207,10 +207,11 @@ def require_names(
 
 
 def require_storable(keys: Iterable[Key]) -> None:
-    """Raise where a storage cannot hold a column of this name.
+    """Raise an error if a storage cannot hold a column of one of these names.
 
     Raises:
-        NameRefused: a part of it is empty, ``.`` or ``..``, or holds ``/`` or NUL.
+        NameRefused: a part of a name is empty, ``.`` or ``..``, holds ``/`` or NUL, or is no valid
+            Unicode.
     """
     for key in keys:
         wrong = [part for part in key if not can_be_stored(part)]
@@ -247,9 +248,9 @@ def _cleaned(part: str) -> str:
 
 
 def _require_apart(entries: Sequence[_Entry], under: int = 0) -> None:
-    """Raise if two keys are equal, or one is a group that contains the other.
+    """Raise an error if two keys are equal, or one is a group that contains the other.
 
-    The first ``under`` parts of all keys are left out of messages.
+    Messages omit the first ``under`` parts of all keys.
     """
     have: dict[Key, _Entry] = {}
     for entry in entries:

@@ -1,9 +1,9 @@
 """A preallocated block of slots that a rollout fills in place.
 
 Every column is one tensor ``[time, lane, ...]``. A key that flows from one step to the next
-(an observation) has one slot more: what the step returned in slot ``t`` is what the policy
-sees in slot ``t + 1``. Where the two never differ (``shared``), the root column and the
-``"next"`` column are the same memory, one slot apart, so that a step writes each byte once.
+(an observation) has one more slot: the value that the step returned in slot ``t`` is the one that
+the policy sees in slot ``t + 1``. If the two never differ (``shared``), the root column and the
+``"next"`` column use the same memory, one slot apart, so that a step writes each byte once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,12 +53,13 @@ class Cursor:
     """Arrays of a slab that an environment reads actions from and writes results to.
 
     All arrays are ``[time, lane, ...]``; the slot is ``at``. An environment reads ``actions`` and
-    fills ``rewards``, ``terminated``, ``truncated``, ``next_obs`` with what the step led to (the
-    final observation where an episode ended) and ``root_obs`` with what the policy sees in the
-    slot after. Actions, rewards and observations are listed in the order of the environment's
-    columns; where the slab shares the memory of observations, ``root_obs`` is empty. Whole arrays
-    and one index, for as many views as there are slots would be cold in the cache when their turn
-    comes.
+    writes the results of the step to ``rewards``, ``terminated``, ``truncated`` and ``next_obs``
+    (the final observation where an episode ended). It writes the observation that the policy sees
+    in the next slot to ``root_obs``, which is empty if the slab shares the memory of observations.
+    Actions, rewards and observations are in the order of the environment's columns.
+
+    There is one index into whole arrays, because views of every slot would not stay in the cache
+    until their turn.
     """
 
     actions: tuple[Array, ...]
@@ -77,14 +78,14 @@ class Cursor:
     next_valid: Array | None
     """Marks of final observations that are not lost; None if none is ever lost."""
     board: memoryview
-    """Words in which the adapter says how many slots are complete, and reads whether to halt."""
+    """Board with the number of complete slots, by the adapter, and with requests to halt."""
     at: int = 0
 
     def slot(self, at: int) -> tuple[Arrays, Array, Array, Array, Arrays]:
-        """Return views of a slot ``[lane, ...]`` that has one column of rewards.
+        """Return views ``[lane, ...]`` of a slot, for a slab with one column of rewards.
 
-        These are next observations, reward, terminated, truncated, and the observations that the
-        policy sees in the slot after; in shared memory these are the next observations again.
+        They are next observations, reward, terminated, truncated, and the observations that the
+        policy sees in the next slot. In shared memory the last are the next observations again.
         """
         rows = tuple(column[at] for column in self.next_obs)
         roots = tuple(column[at] for column in self.root_obs or self.next_obs)
@@ -99,7 +100,7 @@ def memory_of(
     shared: bool,
     arrivals: bool = False,
 ) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every piece of memory of a slab; its columns are views of them."""
+    """Return shape and dtype of each piece of memory of a slab, of which columns are views."""
     pieces: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
     flowing = set(flowing)
     for key, column in layout.items():
@@ -122,12 +123,13 @@ class Slab:
         lanes: number of lanes.
         layout: every column, root and ``"next"``.
         flowing: keys that flow from step to step; each is in ``layout`` at the root and
-            under ``"next"``. Only an environment that writes in place names any.
-        shared: root and ``"next"`` observations are one memory (see the module).
-        device: the device of the memory; marks of transitions and versions are on the CPU.
-        first_lane: the number of the first lane in the run.
-        arrivals: a slot's rows are of any lanes, which ``lane`` names; ``lanes`` is their number.
-        memory: what :func:`memory_of` describes, or views of it; None makes it.
+            under ``"next"``. Only an environment that writes in place has any.
+        shared: True if root and ``"next"`` observations share memory (see the module).
+        device: device of the memory; marks of transitions and versions are on the CPU.
+        first_lane: number of the first lane in the run.
+        arrivals: True if the rows of a slot belong to any lanes, which ``lane`` names; ``lanes`` is
+            then the number of rows per slot.
+        memory: the pieces that :func:`memory_of` describes, or views of them; None allocates them.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class Slab:
                 for key, (shape, dtype) in pieces.items()
             }
         self._flow = {key: memory[key] for key in self.flowing}
-        # NumPy moves a few bytes in a tenth of the time that torch takes.
+        # NumPy copies a few bytes in a tenth of the time that torch takes.
         self._moved = [
             m.numpy() if m.device.type == "cpu" and m.dtype is not torch.bfloat16 else m
             for m in self._flow.values()
@@ -167,23 +169,23 @@ class Slab:
             for key, column in self.columns.items()
             if column.device.type == "cpu" and column.dtype is not torch.bfloat16
         }
-        """Columns as NumPy views ``[time, lane, ...]``, where NumPy can hold them."""
+        """Columns as NumPy views ``[time, lane, ...]``, if NumPy can represent them."""
         self._carried = [
             self.arrays.get(key, column)
             for key, column in self.columns.items()
             if key not in self._flow and not (shared and key[1:] in self._flow)
         ]
-        """Columns that are not carried from slot to slot."""
+        """Columns that do not flow from slot to slot."""
         self.flat = {
             key: array.reshape(slots * lanes, *array.shape[2:])
             for key, array in self.arrays.items()
             if array.flags.c_contiguous
         }
-        """The same as ``[time * lane, ...]``, where their memory is contiguous."""
+        """The same as ``[time * lane, ...]``, if their memory is contiguous."""
         self.transitions: NDArray[np.bool_] = memory[VALID].numpy()
         self.version: NDArray[np.int64] = memory[POLICY_VERSION].numpy()
         self.lane: NDArray[np.int32] | None = memory[LANE].numpy() if arrivals else None
-        """``[time, arrival]``, the lane of each row, from 0 on; None where columns are lanes."""
+        """``[time, arrival]``, the lane of each row, from 0; None if columns are lanes."""
 
     def lane_at(self, slot: int, column: int) -> int:
         """Return the number in the run of the lane whose row is at ``slot`` and ``column``."""
@@ -201,11 +203,11 @@ class Slab:
         return self.arrays[key]
 
     def keep_last(self, used: int, lanes: NDArray[np.bool_] | None) -> None:
-        """Make room for the next block after ``used`` slots were filled.
+        """Prepare for the next block after ``used`` slots were filled.
 
         Args:
-            used: slots that were filled.
-            lanes: lanes of the last slot whose transition opens the next block, or None. They
+            used: number of slots that were filled.
+            lanes: lanes of the last slot whose transition starts the next block, or None. They
                 are moved to slot 0.
         """
         if used == 0:
@@ -227,9 +229,9 @@ class Slab:
 
     @property
     def carry_words(self) -> list[Any]:
-        """The pieces of memory that :meth:`keep_last` moves, as the extension reads them.
+        """The pieces of memory that :meth:`keep_last` moves, in the form for the extension.
 
-        Those that flow come first; all are contiguous if every column is in ``flat``.
+        Pieces that flow come first; all are contiguous if every column is in ``flat``.
         """
         flowing = [(memory.numpy(), memory[0].nbytes) for memory in self._flow.values()]
         others = [(array, array[0].nbytes) for array in (*self._own, self.version)]
@@ -241,7 +243,7 @@ class Slab:
         return [column for column in self._carried if isinstance(column, np.ndarray)]
 
     def carry_root(self, used: int, to: int) -> None:
-        """Let slot ``to`` begin with the observations after the first ``used`` slots."""
+        """Copy the observations after the first ``used`` slots to the start of slot ``to``."""
         if used != to:
             for memory in self._flow.values():
                 memory[to] = memory[used]
@@ -289,9 +291,9 @@ class Slab:
         return array[..., 0] if array.ndim > 2 and array.shape[-1] == 1 else array
 
     def tensordicts(self, groups: Mapping[str, int]) -> list[TensorDict]:
-        """Make the TensorDicts of each slot for the policy: views.
+        """Return a TensorDict of views for the policy, for each slot.
 
-        ``groups`` of agents have one batch dimension more.
+        ``groups`` of agents have one more batch dimension.
         """
         batch = torch.Size([self.lanes])
         views = {key: memory.unbind(0) for key, memory in self._flow.items()}

@@ -1,29 +1,31 @@
-"""Workers of the multiprocess collector: started, asked, watched, and replaced.
+"""Workers of the multiprocess collector: starting, asking, supervising and replacing them.
 
-A worker may end, hang or raise at any instruction. From there on, in this order:
+A worker may end, hang or raise at any instruction. The parent then does the following, in order:
 
-1. `local/processes.py` and `local/threads.py` see its end, which `Link.hear` returns as `Gone`
-   (`transport.py`); an exception travels as `Raised` (`messages.py`). A worker that hangs says
-   nothing: `pool.py` sees that its board (`collector/slab/progress.py`) does not go on, and ends
-   it.
-2. `failures.py` makes an error of that, which says what is known: the cause, the lanes, their seeds
-   and last actions. `pool.py` notes it in `Member.failed` (`member.py`), and `WorkerPool.events`
-   returns it in the place of an answer.
-3. The source that asked counts as lost what the worker had executed and not handed over, and cuts
-   the trajectories of its lanes: `lockstep.py` in the slots under way (`_mend`, `account`),
-   `leases/source.py` in its leases, which `leases/budget.py` gives to others (`lose`).
-4. `WorkerStartup.allowed` (`startup/worker_startup.py`) says whether another may take its place,
-   by the options in `worker_options.py`; else it raises the error, and the run ends: rows that are
-   complete are stored (`collector/batches/run_loop.py`).
-5. `WorkerStartup.replace` counts the new worker in the ledger, and with it an incarnation, from
-   which its lanes get seeds that none had before; the steps to its readiness are a generator
-   (`_getting_ready`): made, called as the one before it was by `env_call` and `env_set`
-   (`envs/calls/replay_calls.py`), seeded, checked against the others, given the state of the
-   transforms, bound to the memory of the one before it.
-6. `startup/worker_startup.py` leads it through these, answer by answer, as the pool hears them.
-   Lockstep waits for that (`finish`), for none advances without the others; leases go on with the
-   others, and the new worker gets one when it is ready. If it fails in turn, all begins again at 4.
+1. `local/processes.py` and `local/threads.py` detect that a worker ended, and `Link.hear` returns
+   `Gone` (`transport.py`). An exception arrives as an `ExceptionReport` (`messages.py`). A worker
+   that hangs sends nothing: `pool.py` detects that its board (`collector/slab/progress.py`) makes
+   no progress, and ends it.
+2. `failures.py` makes an error that reports the cause, the lanes, their seeds and their last
+   actions. `pool.py` stores it in `Member.failed` (`member.py`), and `WorkerPool.events` returns
+   it instead of an answer.
+3. The source that asked counts the transitions that the worker executed but did not deliver as
+   lost, and cuts the trajectories of its lanes. `lockstep.py` does so for the slots in progress
+   (`_mend`, `account`). `leases/source.py` does so for the worker's leases, which
+   `leases/budget.py` returns to the budget (`lose`).
+4. `WorkerStartup.allowed` (`startup/worker_startup.py`) decides by the options in
+   `worker_options.py` whether a replacement may start. Otherwise it raises the error and the run
+   ends: complete rows are stored (`collector/batches/run_loop.py`).
+5. `WorkerStartup.replace` counts the new worker in the ledger. The count gives the worker a new
+   incarnation, from which its lanes get seeds that no lane had before. The generator
+   `_getting_ready` yields the steps until the worker is ready: create the environment, replay the
+   calls of `env_call` and `env_set` (`envs/calls/replay_calls.py`), seed it, check it against the
+   other workers, restore the state of the transforms, and attach the memory of its predecessor.
+6. `startup/worker_startup.py` advances that generator by one answer at a time, as the pool
+   receives them. Lockstep waits for the end (`finish`), because no worker advances without the
+   others. Leases continue with the other workers, and the new worker gets a lease when it is
+   ready. If it fails too, the procedure starts again at step 4.
 
-One that fails before the run has begun is replaced with the same seeds (`_start_again`): nothing
-was made of them.
+A worker that fails before the run has begun is replaced with the same seeds (`_start_again`),
+because no data was made from them.
 """

@@ -30,29 +30,29 @@ from tallyroll.storage.rows.keys import Key, as_key
 
 
 class NoActions(Exception):
-    """The parent wants no more steps now."""
+    """The parent requests no further steps now."""
 
 
 # --- the worker's side ----------------------------------------------------------------------------
 
 
 class AskingPolicy(Policy):
-    """A policy that acts in the parent, once :meth:`ask_by` was called; before that it acts here.
+    """Policy that acts in the parent after :meth:`ask_by` was called, and in the worker before.
 
-    So a trial of it finds what it writes.
+    A trial before :meth:`ask_by` therefore discovers the keys that the policy writes.
     """
 
     _channel: Channel | None = None
 
     def ask_by(self, channel: Channel) -> None:
-        """Ask the parent from now on."""
+        """Send requests to the parent through ``channel`` from now on."""
         self._channel, self.is_elsewhere = channel, True
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        """Return the actions for ``td``, and what else the policy writes.
+        """Return the actions for ``td``, and the other values that the policy writes.
 
         Raises:
-            NoActions: the parent wants no more steps now.
+            NoActions: the parent requests no further steps now.
         """
         if self._channel is None:
             return super().__call__(td)
@@ -71,7 +71,7 @@ class AskingPolicy(Policy):
 
 
 def _seen(td: TensorDictBase) -> m.Values:
-    """Tensors of a policy's input ``[lane, ...]``."""
+    """Return the tensors of a policy's input, each ``[lane, ...]``."""
     found = {as_key(key): value for key, value in td.items(True, True)}
     tensors = {key: each for key, each in found.items() if isinstance(each, torch.Tensor)}
     lead = len(td.batch_size)
@@ -79,7 +79,7 @@ def _seen(td: TensorDictBase) -> m.Values:
 
 
 def _levels(td: TensorDictBase) -> Mapping[Key, Sequence[int]]:
-    """Batch dimensions after the lanes of the TensorDicts within a policy's input."""
+    """Return the batch dimensions, after the lanes, of the TensorDicts in a policy's input."""
     lead = len(td.batch_size)
     return {
         as_key(key): tuple(value.batch_size[lead:])
@@ -89,7 +89,10 @@ def _levels(td: TensorDictBase) -> Mapping[Key, Sequence[int]]:
 
 
 def _value(tensor: torch.Tensor) -> m.Value:
-    """A tensor as it travels: an array, and the dtype where NumPy has none like it."""
+    """Return a tensor in the form that is sent: an array, and the dtype.
+
+    NumPy has no bfloat16, so that the array of such a tensor is a view as int16.
+    """
     plain = tensor.detach().cpu()
     array = plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain
     return array.numpy(), plain.dtype
@@ -103,13 +106,14 @@ def _tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 class CentralPolicy:
-    """Acts in this process for lanes of workers, all that wait in one call.
+    """Chooses actions in this process for the lanes of workers, many workers in one call.
 
     Args:
-        policy: of the collector.
-        called: the way a worker found to call it.
-        exploration: while it acts.
-        in_step: workers that step wait for each other, so that all lanes act in one call.
+        policy: the policy of the collector.
+        called: the way to call it, as a worker's trial found it.
+        exploration: the exploration type while it acts.
+        in_step: True if workers step in lockstep: the policy then acts only when every busy worker
+            waits, so that one call serves all lanes.
     """
 
     def __init__(
@@ -117,18 +121,19 @@ class CentralPolicy:
     ) -> None:
         self.in_step = in_step
         self.calls = 0
-        """Calls of the policy so far."""
+        """Number of calls of the policy so far."""
         self.turn = threading.RLock()
-        """Held while it acts, and by a thread that gives new weights."""
+        """Lock held while the policy acts, and by a thread that updates its weights."""
         self._policy, self._writes = policy, called.writes
         self._acting = ActionContext(exploration)
         if called.inputs is not None:
             policy.takes(*called.inputs)
 
     def choose(self, wanted: Sequence[m.ActionRequest]) -> list[m.ActionReply]:
-        """Return the actions for the lanes of each of ``wanted``; all are chosen in one call.
+        """Return the actions for each of ``wanted``, chosen in as few calls as possible.
 
-        But for workers that begin, whose lanes see nothing yet that the policy wrote before.
+        Requests with the same input keys share a call. Those of workers that begin may lack keys
+        that the policy wrote before, and need a call of their own.
         """
         found: dict[int, m.ActionReply] = {}
         for keys in {frozenset(each.seen): None for each in wanted}:
@@ -146,20 +151,20 @@ class CentralPolicy:
         chosen, start = [], 0
         for size in sizes:
             lanes = slice(start, start := start + size)
-            # Copied, for it may be sent when the policy has acted again.
+            # Copied, because the policy may act again before it is sent.
             own = {key: (array[lanes].copy(), dtype) for key, (array, dtype) in arrays.items()}
             chosen.append(m.ActionReply(version, own))
         return chosen
 
     def _called(self, td: TensorDictBase) -> dict[Key, torch.Tensor]:
-        """Call the policy, and return what it writes, each ``[lane, ...]``."""
+        """Call the policy, and return the values that it writes, each ``[lane, ...]``."""
         try:
             with self._acting:
                 out = self._policy(td)
             if not isinstance(out, TensorDictBase):
                 raise no_tensordict(out)
             values = {key: out.get(key, None) for key in self._writes}
-            # The worker says which key is missing, or has another shape otherwise.
+            # The worker reports a missing key or a wrong shape after the lanes.
             found = {k: each for k, each in values.items() if isinstance(each, torch.Tensor)}
             lanes = tuple(td.batch_size)
             for key, each in found.items():
@@ -172,7 +177,7 @@ class CentralPolicy:
 
 
 def _joined(wanted: Sequence[m.ActionRequest], lanes: int) -> TensorDict:
-    """Inputs of the policy ``[lane, ...]`` of all that wait, in memory of its own."""
+    """Concatenate the policy inputs of all waiting workers, ``[lane, ...]``, in new memory."""
     td = TensorDict({}, [lanes])
     for level, dims in wanted[0].levels.items():
         td.set(level, TensorDict({}, [lanes, *dims]))
@@ -182,10 +187,10 @@ def _joined(wanted: Sequence[m.ActionRequest], lanes: int) -> TensorDict:
 
 
 def settle_here(policy: Policy) -> None:
-    """Give ``policy`` weights of its own, which change with new versions alone.
+    """Give ``policy`` its own copy of the weights, which changes only with new versions.
 
     Raises:
-        ArgumentError: it cannot act for all workers.
+        ArgumentError: the policy cannot act for all workers.
     """
     if isinstance(policy, SeveralPolicies):
         raise ArgumentError(

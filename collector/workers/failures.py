@@ -1,4 +1,4 @@
-"""Errors for workers that failed: the cause, the lanes, the remedy."""
+"""Errors for failed workers, with the cause, the lanes and the remedy."""
 
 import pickle
 from typing import Any
@@ -20,11 +20,11 @@ from tallyroll.collector.workers.transport import Gone
 
 _PROCESS = 'transport="process", whose workers can be ended and replaced'
 _SHOWN = 16
-"""Lanes whose seeds and actions a message shows."""
+"""Maximum number of lanes whose seeds a message shows."""
 
 
 def worker_error(member: Member, report: ExceptionReport) -> Exception:
-    """The error for an exception in a worker."""
+    """Return the error for an exception in a worker."""
     original = _unpickled(report.error)
     if isinstance(original, CollectorError):
         setattr(original, WHILE_ACTING, report.acting)
@@ -45,7 +45,7 @@ def worker_error(member: Member, report: ExceptionReport) -> Exception:
 
 
 def died(member: Member, gone: Gone) -> WorkerError:
-    """The error for a worker that ended."""
+    """Return the error for a worker that ended."""
     if gone.mistake:
         text = gone.mistake.format(who=member.who)
     elif not member.ready:
@@ -59,9 +59,9 @@ def died(member: Member, gone: Gone) -> WorkerError:
 
 
 def hung(member: Member, seconds: float, ended: bool) -> WorkerError:
-    """The error for a worker that made no progress for so many seconds.
+    """Return the error for a worker that made no progress for ``seconds`` seconds.
 
-    ``ended``: it could be ended, as a thread cannot.
+    ``ended`` is True if the worker was ended; a thread cannot be.
     """
     end = (
         "and was ended" if ended else "and a thread cannot be ended: it goes on in its environment"
@@ -79,7 +79,7 @@ def hung(member: Member, seconds: float, ended: bool) -> WorkerError:
 
 
 def _details(member: Member, lane: int | None) -> str:
-    """Lane, seed and last action, as far as they are known."""
+    """Return the lane, seed and last action as text, as far as they are known."""
     facts = _facts(member, lane)
     seeds, last = facts["seeds"], facts["action"]
     if lane is not None:
@@ -110,7 +110,7 @@ def _facts(member: Member, lane: int | None) -> dict[str, Any]:
 
 
 def _unpickled(error: bytes | None) -> BaseException | None:
-    """The exception as it was raised, or None where it does not travel."""
+    """Return the original exception, or None if it cannot be unpickled."""
     if error is None:
         return None
     try:

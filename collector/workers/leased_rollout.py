@@ -1,4 +1,4 @@
-"""Fill a segment of a worker's slab, as a lease asks for."""
+"""Rollout that fills segments of a worker's slab, one for each lease."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,15 +16,16 @@ from tallyroll.storage.rows.keys import Key
 
 
 class LeasedRollout:
-    """Fills segments of a slab; what is in them is the parent's then, and nothing is carried.
+    """Fills segments of a slab.
+
+    The parent owns a filled segment, and no transition is carried over.
 
     Args:
-        driver: one of this process, so that others may read the board that it writes.
-        policy: None draws random actions.
-        extra: keys that the policy writes beside the action.
-        surplus: the fate of transitions of the last step beyond those asked for.
-        episodes: whether the budget is one of episodes. It begins with none: each lease brings
-            more.
+        driver: a driver in this process. The parent reads the board that it writes.
+        policy: the policy; None draws random actions.
+        extra: keys that the policy writes in addition to the action.
+        surplus: the fate of transitions of the last step beyond those requested.
+        episodes: True if the budget counts episodes. It begins with none; each lease adds some.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class LeasedRollout:
 
     @property
     def random_frames(self) -> Sequence[int]:
-        """Transitions of the last lease that were to have random actions, and were not made."""
+        """Transitions with random actions that the last lease asked for and that were not made."""
         if self._openings is None:
             return [self._filling.random_frames]
         left: list[int] = self._openings.left.tolist()
@@ -89,9 +90,9 @@ class LeasedRollout:
         self._fill(lease, base + slots)
 
     def take_filled(self) -> LeaseResult | None:
-        """Return what the lease brought, once; None if not all slots that it filled are counted.
+        """Return the result of the lease, once; None if some slots that it filled are not counted.
 
-        After an error these are the slots that were complete before it.
+        After an error the result covers the slots that were complete before it.
         """
         driver, filling, lease = self._driver, self._filling, self._lease
         entry, self._lease = filling.take_entry(), None
@@ -101,14 +102,14 @@ class LeasedRollout:
         return LeaseResult(driver.used - lease.base, entry, self.random_frames, completed)
 
     def _fill(self, lease: Lease, limit: int) -> None:
-        """Fill slots up to ``limit``, until there are as many transitions as the lease is for."""
+        """Fill slots up to ``limit``, until the lease has its number of transitions."""
         driver, filling, have = self._driver, self._filling, 0
         while have < lease.frames and driver.used < limit and not self._ends(lease):
             if self._policy is not None:  # also for slots in which only some lanes ask it
                 self._policy.refresh()
             try:
                 have += filling.advance(lease.frames - have, limit)
-            except NoActions:  # what was filled before is counted
+            except NoActions:  # slots filled before are counted
                 return
 
     def _ends(self, lease: Lease) -> bool:
@@ -117,12 +118,12 @@ class LeasedRollout:
             return True
         if gate is None or lease.last:
             return False
-        # An episode that starts without a ticket would be for nothing, its lane out of turn.
+        # An episode that starts without a ticket would be wasted, and its lane out of order.
         return gate.starting(self._driver.upcoming()) > gate.total - gate.started
 
 
 def _with_tickets(gate: EpisodeBudget) -> int:
-    """Return so few slots that no lane can start an episode for which there is no ticket."""
+    """Return a number of slots so small that no lane can start an episode without a ticket."""
     return max(1, min(SLOTS_AT_ONCE, (gate.total - gate.started) // gate.lanes))
 
 

@@ -1,4 +1,4 @@
-"""Slots that workers fill, all by the same number (``mode="sync"``)."""
+"""Driver of workers that all fill the same slots (``mode="sync"``)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,15 +23,15 @@ from tallyroll.storage.rows.keys import RANDOM_VERSION, Key
 
 
 class Turns:
-    """Asks all workers for the same slots, and knows which ones the lanes of each completed.
+    """Asks all workers to fill the same slots, and tracks the slots that each completed.
 
-    While they fill slots, their boards say that. After it the board of this process does, which a
-    call of the extension changes too.
+    While workers fill slots, their boards hold the number of complete slots. Afterwards the board
+    of this process holds it, which a call of the extension also changes.
 
     Args:
         pool: the workers.
-        startup: puts others in the place of workers that failed.
-        lanes: of the run.
+        startup: replaces workers that failed.
+        lanes: number of lanes of the run.
     """
 
     def __init__(self, pool: WorkerPool, startup: WorkerStartup, lanes: int) -> None:
@@ -39,17 +39,17 @@ class Turns:
         self._pausable = pausable(pool.pause)
         self.board = new_board()
         self._by_workers = False
-        """True if the boards of workers say which slots are complete, and not the one here."""
+        """True if the boards of workers hold the number of complete slots, not the one here."""
         self.start = 0
-        """The first slot of those that workers were asked for last."""
+        """The first slot of the last question to the workers."""
         self.died: dict[int, int] = {}
-        """Slots that a worker which died in this call had filled, by its index."""
+        """Slots that each worker which died in this call had filled, by the worker's index."""
         self.cuts: NDArray[np.bool_] | None = None
-        """Lanes that had to be reset; None: no lane had."""
+        """Lanes that had to be reset; None if there were none."""
 
     @property
     def used(self) -> int:
-        """Slots that every lane completed."""
+        """Number of slots that every lane completed."""
         return min(self.filled) if self._by_workers else self.board[FILLED]
 
     @used.setter
@@ -60,23 +60,23 @@ class Turns:
 
     @property
     def filled(self) -> list[int]:
-        """Slots that the lanes of each worker completed."""
+        """Number of slots that the lanes of each worker completed."""
         if not self._by_workers:
             return [self.board[FILLED]] * len(self._worker_pool.members)
         return [member.board[FILLED] for member in self._worker_pool.members]
 
     @property
     def stopping(self) -> bool:
-        """True if they are to end after the step under way."""
+        """True if the workers have to end after the step in progress."""
         return any(member.board[HALT] == STOP for member in self._worker_pool.members)
 
     @property
     def paused(self) -> bool:
-        """True if a signal's handler waits."""
+        """True if a signal handler waits."""
         return any(member.board[HALT] == PAUSE for member in self._worker_pool.members)
 
     def fill(self, start: int, stop: int, by: m.Actor) -> None:
-        """Let all fill slots ``[start, stop)``, or as many of these as there are when all halt."""
+        """Let all workers fill slots ``[start, stop)``, or fewer if they halt."""
         self.used = self.start = start
         self.died.clear()
         self._by_workers = True
@@ -97,12 +97,15 @@ class Turns:
             self._even_out(filled, by)
 
     def ask(self, questions: Sequence[object], empty: int = 1) -> None:
-        """Ask all that have a question, and hear all.
+        """Send each worker its question, if it has one, and wait for all answers.
 
-        A worker that fails is replaced, or else all stop and its error is raised.
+        A worker that fails is replaced. If that is not allowed, all workers stop and its error is
+        raised.
 
-        ``empty``: slots that are left empty where no worker filled any. What a lane begins with may
-        lie where the slot before has its next observation.
+        Args:
+            questions: one per worker; None: no question.
+            empty: number of slots that stay empty if no worker filled any. The first observation of
+                a lane may share memory with the next observation of the slot before.
         """
         pool, start = self._worker_pool, self.used
         self.start = start
@@ -118,12 +121,12 @@ class Turns:
             raise
 
     def _settle(self) -> None:
-        """Let workers rest, after something was raised."""
-        self._startup.replacements.give_up()  # slots will be others when it goes on
+        """Let all workers finish after an exception."""
+        self._startup.replacements.give_up()  # the slots will differ when the run continues
         self._worker_pool.settle()
 
     def _hear(self, at_least: int) -> None:
-        """Hear all that were asked."""
+        """Wait for the answers of all workers that were asked."""
         pool, failed = self._worker_pool, []
         while any(member.asked for member in pool.members):
             for member, answer in pool.events(during=self._pausable):
@@ -133,22 +136,22 @@ class Turns:
             self._mend(failed, at_least)
 
     def _mend(self, failed: Sequence[tuple[Member, WorkerError]], at_least: int) -> None:
-        """Put others in the place of workers that failed; what these did in this call is lost."""
+        """Replace workers that failed; the transitions that they made in this call are lost."""
         self.cuts = np.zeros(self._lanes, np.bool_)
-        for member, _ in failed:  # whether others take their places or not
+        for member, _ in failed:  # whether they are replaced or not
             self.died[member.index] = member.board[FILLED]
             self.cuts[member.columns.start : member.columns.stop] = True
         alive = [each for each in self._worker_pool.members if each.index not in self.died]
         begin_at = min((member.board[FILLED] for member in alive), default=at_least)
         for member, error in failed:
-            if self.stopping:  # no worker is going to step any more
+            if self.stopping:  # no worker will step again
                 member.board[FILLED] = begin_at
             else:
                 self._startup.replace(member, error, begin_at)
-        self._startup.replacements.finish()  # none advances without the others
+        self._startup.replacements.finish()  # no worker advances without the others
 
     def _even_out(self, filled: Sequence[int], by: m.Actor) -> None:
-        """Let workers that are behind others fill as many slots as these, before all pause."""
+        """Let workers that are behind catch up with the others, before all pause."""
         pool, top = self._worker_pool, max(filled)
         pool.go_on()
         self.ask([None if slots == top else m.Steps(slots, top, by) for slots in filled])
@@ -160,17 +163,17 @@ class LockstepDriver(Driver):
 
     Args:
         pool: the workers.
-        slab: of all lanes.
-        plan: what it looks like.
-        draws: of each action of all lanes of the run, as one process would draw them; None:
-            workers draw.
-        width: numbers of a slot's actions.
-        rng: what they are drawn with.
-        startup: puts others in the place of workers that failed.
+        slab: the slab of all lanes.
+        plan: the layout of the slab.
+        draws: a function per action key that draws the random actions of all lanes of the run, as
+            one process would; None: workers draw.
+        width: numbers drawn for the actions of one slot.
+        rng: the generator of random actions.
+        startup: replaces workers that failed.
     """
 
     board: memoryview
-    """Words of this process: the boards of workers say what they fill while they do."""
+    """Board of this process; while workers fill slots, theirs show the progress."""
 
     def __init__(
         self,
@@ -200,12 +203,12 @@ class LockstepDriver(Driver):
 
     @property
     def boards(self) -> list[Any]:
-        """The words of each worker."""
+        """The board of each worker."""
         return [member.board for member in self._worker_pool.members]
 
     @property
     def used(self) -> int:
-        """Slots that every lane completed."""
+        """Number of slots that every lane completed."""
         return self._turns.used
 
     @used.setter
@@ -214,38 +217,38 @@ class LockstepDriver(Driver):
 
     @property
     def mended(self) -> bool:
-        """A worker failed when slots were filled last, and another one is in its place."""
+        """True if a worker failed when slots were last filled, and was replaced."""
         return bool(self._turns.died)
 
     @property
     def stopping(self) -> bool:
-        """:meth:`stop` was called."""
+        """True if :meth:`stop` was called."""
         return self._turns.stopping
 
     def stop(self) -> None:
-        """End after the step under way."""
+        """End after the step in progress."""
         self._worker_pool.halt()
 
     @property
     def paused(self) -> bool:
-        """True if a signal's handler waits."""
+        """True if a signal handler waits."""
         return self._turns.paused
 
     def go_on(self) -> None:
-        """None does."""
+        """Continue after the signal handler was called; this undoes :meth:`stop`, too."""
         self._worker_pool.go_on()
 
-    # --- asking -----------------------------------------------------------------------------------
+    # --- stepping ---------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """The next :meth:`begin` resets, whatever was reset before."""
+        """Make the next :meth:`begin` reset all lanes, even those that were reset before."""
         self._fresh = True
 
     def begin(self) -> None:
         """Start every lane's next trajectory."""
         fresh, self._fresh = self._fresh, False
         self._pending[:] = False
-        # All are reset: at the same slot, for none is behind it.
+        # All lanes are reset at the same slot, because no lane is behind.
         self.used = self.used
         self._turns.ask([m.Begin(fresh)] * len(self._worker_pool.members), empty=0)
 
@@ -255,11 +258,12 @@ class LockstepDriver(Driver):
         for actions, drawn in zip(self._actions, self._take(stop - start), strict=True):
             actions[start:stop] = drawn
         self._turns.fill(start, stop, "random" if self._draws is None else "given")
-        if self._draws and (filled := self.used) < stop:  # what comes is drawn again
+        # The actions of the other slots are drawn again.
+        if self._draws and (filled := self.used) < stop:
             self._rng.return_to(place, self._drawers, filled - start, self._width)
 
     def _take(self, slots: int) -> Sequence[Array]:
-        """The actions of the next slots ``[slot, lane, ...]``, if they are drawn here."""
+        """Return the actions of the next slots ``[slot, lane, ...]``, if they are drawn here."""
         if not self._drawers:
             return ()
         drawn, first = self._rng.take(self._drawers, slots, self._width), self.slab.first_lane
@@ -275,7 +279,7 @@ class LockstepDriver(Driver):
             self.part(start, self.slab.lanes, random_lanes)
 
     def part(self, at: int, lanes: int, random_lanes: Mask | None) -> None:
-        """Fill one slot, stepping the first ``lanes`` lanes only."""
+        """Fill one slot, stepping only the first ``lanes`` lanes."""
         by: m.Actor = "policy"
         if random_lanes is None and self.slab.version[at, 0] == RANDOM_VERSION:
             by = "random"
@@ -302,10 +306,10 @@ class LockstepDriver(Driver):
             )
         self._turns.ask(questions)
 
-    # --- what came of it --------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     def account(self, start: int, stop: int, stepped: int) -> Account:
-        """The outcome of the slots ``[start, stop)``."""
+        """Return the outcome of the slots ``[start, stop)``."""
         members = self._worker_pool.members
         turns = self._turns
         filled = [
@@ -345,6 +349,6 @@ class LockstepDriver(Driver):
         return ~self._pending
 
     def take_cuts(self) -> NDArray[np.bool_] | None:
-        """Lanes that had to be reset since this was last asked, or None."""
+        """Return the lanes that had to be reset since the last call, or None."""
         cuts, self._turns.cuts = self._turns.cuts, None
         return cuts

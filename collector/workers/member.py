@@ -1,4 +1,4 @@
-"""One worker, and the facts about it that its parent knows."""
+"""The parent's record of one worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,40 +13,40 @@ from tallyroll.collector.workers.transport import Board, Link
 
 @dataclass(eq=False)
 class Member:
-    """One worker, and what was heard of it last."""
+    """One worker, and its state as the parent last observed it."""
 
     index: int
     link: Link
     lanes: range = range(0)
     """Its lanes, numbered over the run."""
     columns: range = range(0)
-    """Its lanes among those of a slab of all that are made here."""
+    """Its columns in a slab of all lanes that are made here."""
     board: Board = field(default_factory=new_board, repr=False)
-    """One of its own until it has got that of the place."""
+    """Its progress board: a private one until the board of the place replaces it."""
     actions: NDArray[Any] | None = field(default=None, repr=False)
-    """``[slot, lane, ...]``, those of its slab."""
+    """Actions in its slab, ``[slot, lane, ...]``."""
     seeds: Sequence[int] = ()
     state: bytes | None = None
     """The state of its environment's transforms."""
     ended: bool = False
-    """Whether it is no more."""
+    """True if the worker was ended."""
     ready: bool = False
-    """Whether it has all it needs to step."""
+    """True if the worker can step."""
     failed: Exception | None = None
-    """Why it will never answer again."""
+    """The error after which the worker never answers again."""
     complete: LeaseResult | None = field(default=None, repr=False)
-    """The complete part of the lease in which it raised, until that is counted."""
+    """The complete part of the lease in which it raised, until that part is counted."""
     asked: int = 0
-    """Questions that it has not answered yet."""
+    """Number of questions that it has not answered yet."""
     since: float = 0.0
-    """When it was asked, or made progress last."""
+    """Monotonic time at which it was asked, or last made progress."""
     wants: ActionRequest | None = field(default=None, repr=False)
-    """The lanes that wait for actions, before its answer."""
+    """Its pending request for actions, which precedes its answer."""
     filled: tuple[int, int] = field(default=(0, 0), repr=False)
 
     @property
     def who(self) -> str:
-        """For messages."""
+        """Description of the worker for messages."""
         lanes = self.lanes
         if not lanes:
             return f"worker {self.index}"
@@ -55,7 +55,7 @@ class Member:
 
     @property
     def last_action(self) -> NDArray[Any] | None:
-        """The last actions of its lanes, or the ones under way, ``[lane, ...]``."""
+        """Last actions of its lanes, or those in progress, ``[lane, ...]``; None if not known."""
         if self.actions is None or not self.ready:
             return None
         last: NDArray[Any] = self.actions[min(self.board[FILLED], len(self.actions) - 1)]

@@ -16,8 +16,8 @@ The parent asks; a worker answers each question once, in order::
     Close       ->                exit
 
 A worker may answer any question with an :class:`ExceptionReport`, and answers none after that. For
-a :class:`Lease` the report carries what was filled before the exception; those rows are in their
-place. Where the parent acts (``policy_placement="central"``), :class:`Steps` and :class:`Lease`
+a :class:`Lease` the report carries the slots filled before the exception, whose rows are already in
+the segment. If the parent acts (``policy_placement="central"``), :class:`Steps` and :class:`Lease`
 have intermediate answers, and the parent asks nothing else meanwhile::
 
     Steps, Lease -> ActionRequest                        these lanes need actions
@@ -46,25 +46,25 @@ from tallyroll.storage.rows.keys import Key
 
 Action = NDArray[Any]
 Actor = Literal["policy", "random", "given"]
-"""Actor of a step; ``"given"``: the actions are there."""
+"""Source of a step's actions; ``"given"``: they are already in the slab."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a worker; it travels by cloudpickle."""
+    """The job of a worker, serialized with cloudpickle."""
 
     create_env_fn: Any
     policy: Any
     options: Options
     threads: int | None
-    """Threads of torch, in a process of its own; None: the worker is a thread, and sets none."""
+    """Threads of torch in a worker process; None: the worker is a thread, and sets none."""
     off: frozenset[str]
-    """Ways that are switched off."""
+    """Names of fast paths that are disabled."""
 
 
 @dataclass(frozen=True)
 class EnvReady:
-    """The environment stands."""
+    """The environment was created."""
 
     lanes: int
     description: dict[str, Any]
@@ -78,10 +78,10 @@ class Seed:
     incarnation: int
     first_lane: int
     run_lanes: int
-    """Lanes of all workers."""
+    """Number of lanes of all workers."""
     worker: int
     asked: bool
-    """A caller asked for this very seed."""
+    """True if a caller requested exactly this seed."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PolicyCall:
     inputs: tuple[Inputs, Sequence[Key], int] | None
     """Arguments of `Policy.takes`; None: it takes a TensorDict."""
     writes: tuple[Key, ...]
-    """Keys that it adds to its input, the action among them."""
+    """Keys that the policy adds to its input, the action among them."""
 
 
 @dataclass(frozen=True)
@@ -101,22 +101,22 @@ class SlabRequest:
     plan: SlabPlan
     ranges: Sequence[Range]
     lane_seeds: Sequence[int]
-    """None where TorchRL chooses some of them."""
+    """Seed of each lane; None for those that TorchRL chooses."""
     actions: Mapping[Key, TensorSpec]
-    """Spec of each action of a lane, by its key."""
+    """Spec of each action of one lane, by key."""
     drawn_ahead: bool
-    """Random actions may be drawn elsewhere, for all lanes at once."""
+    """True if random actions may be drawn elsewhere, for all lanes at once."""
     state: bytes | None
-    """State of the environment's transforms; None where there is none."""
+    """State of the environment's transforms; None if they have none."""
     statistics: Sequence[str] = ()
-    """Transforms that keep statistics of this worker alone."""
+    """Transforms whose statistics cover this worker only."""
     called: PolicyCall | None = None
-    """The way to call the policy; None: there is none."""
+    """The way to call the policy; None if there is no policy."""
 
 
 @dataclass(frozen=True)
 class Bind:
-    """The memory is there; the transport brings it."""
+    """Attach the memory, which the transport provides."""
 
     share: Share
     worker: int
@@ -124,18 +124,18 @@ class Bind:
 
 @dataclass(frozen=True)
 class Done:
-    """Answer that it was done: of :class:`Steps`, up to the slot that the board names."""
+    """The question was carried out. For :class:`Steps`: up to the slot that the board names."""
 
     state: bytes | None = None
 
 
 DONE = Done()
-"""One object for all, which is pickled once."""
+"""Shared instance, so that it is pickled once."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The memory is taken over, and the way of stepping chosen."""
+    """The memory is attached, and the way of stepping chosen."""
 
     decisions: Mapping[str, Decision]
     """Decisions of a `RunPlan` on acting and stepping."""
@@ -143,7 +143,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Begin:
-    """Start every lane's next trajectory; ``fresh``: with a reset, whatever was reset before."""
+    """Start every lane's next trajectory; ``fresh`` forces a reset."""
 
     fresh: bool
 
@@ -156,80 +156,83 @@ class Steps:
     stop: int
     by: Actor
     lanes: int | None = None
-    """Step only the first so many lanes, of one slot; None: all."""
+    """Step only the first ``lanes`` lanes, of one slot; None: all lanes."""
     random_lanes: Mask | None = None
-    """``[lane]``, or by group ``[policy, lane]``: these act at random, of one slot."""
+    """``[lane]``, or by group ``[policy, lane]``: lanes that act at random, of one slot."""
     drawn: Mapping[Key, Action] | None = None
-    """``[lane, ...]``: their actions, where they were drawn elsewhere."""
+    """``[lane, ...]``: the random actions, if they were drawn elsewhere."""
 
 
 @lru_cache(maxsize=256)
 def whole_steps(start: int, stop: int, by: Actor) -> Steps:
-    """Return the question for all lanes of slots; one object for each, which is pickled once."""
+    """Return the question to fill slots of all lanes; cached, so that each is pickled once."""
     return Steps(start, stop, by)
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A part of the budget: at least ``frames`` transitions into slots from ``base`` on."""
+    """A part of the budget: fill at least ``frames`` transitions into slots from ``base`` on."""
 
     number: int
-    """Number among all leases, from 1: the board says which one was begun."""
+    """Number among all leases, from 1; the board names the lease that was begun."""
     base: int
     frames: int
     random_frames: Sequence[int]
-    """``[policy]``: transitions at its start that have random actions; one number for all."""
+    """``[policy]``: transitions at the start of the lease that have random actions.
+
+    Without several policies this is one number, which covers all lanes.
+    """
     tickets: int
-    """Episodes that may be started beyond those granted before."""
+    """Additional episodes that may be started."""
     last: bool
-    """No more tickets are to be had."""
+    """True if no further tickets will be granted."""
     fresh: bool
-    """Every lane is reset first."""
+    """True if every lane is reset first."""
 
 
 @dataclass(frozen=True)
 class LeaseResult:
-    """A lease comes back."""
+    """The result of a lease."""
 
     used: int
-    """Slots of the segment that were filled."""
+    """Number of slots of the segment that were filled."""
     entry: LedgerEntry
-    """Events to be counted."""
+    """Events to add to the ledger."""
     random_left: Sequence[int]
-    """``[policy]``: of the lease's ``random_frames`` the number that were not made."""
+    """``[policy]``: number of the lease's ``random_frames`` that were not made."""
     completed: int
-    """Episodes that were completed with this lease."""
+    """Number of episodes completed during this lease."""
     state: bytes | None = None
 
 
 Value = tuple[NDArray[Any], torch.dtype]
-"""A tensor as it travels: its memory as an array, and its dtype."""
+"""A tensor as it is sent: its memory as an array, and its dtype."""
 Values = Mapping[Key, Value]
 
 
 @dataclass(frozen=True)
 class ActionRequest:
-    """Actions are wanted for all lanes of the worker; the question is not answered yet."""
+    """Request for actions of all lanes of the worker; its answer to the question follows later."""
 
     seen: Values = field(repr=False)
-    """``[lane, ...]``: what the policy sees."""
+    """``[lane, ...]``: the input of the policy."""
     levels: Mapping[Key, Sequence[int]]
-    """Batch dimensions after the lanes of the TensorDicts within that."""
+    """Batch dimensions, after the lanes, of the TensorDicts in that input."""
 
     @property
     def lanes(self) -> int:
-        """The lanes that wait."""
+        """Number of lanes that wait."""
         return len(next(iter(self.seen.values()))[0])
 
 
 @dataclass(frozen=True)
 class ActionReply:
-    """The actions that were wanted."""
+    """Reply to an :class:`ActionRequest`."""
 
     version: int
-    """The version of the weights that chose them."""
+    """Version of the weights that chose the actions."""
     values: Values | None = field(repr=False)
-    """``[lane, ...]``: what the policy writes; None: answer the question without another step."""
+    """``[lane, ...]``: the values that the policy writes; None: answer without another step."""
 
 
 NOTHING_CHOSEN = ActionReply(-1, None)
@@ -237,22 +240,22 @@ NOTHING_CHOSEN = ActionReply(-1, None)
 
 @dataclass(frozen=True)
 class Load:
-    """Take over the state of the environment's transforms."""
+    """Restore the state of the environment's transforms."""
 
     state: bytes
 
 
 @dataclass(frozen=True)
 class CallRequest:
-    """Call a method, or an attribute, of the environments of some lanes, between steps."""
+    """Call a method, or read or set an attribute, of lanes' environments between steps."""
 
     content: bytes = field(repr=False)
-    """The call; see `envs.calls.serialization.packed`."""
+    """The serialized call; see `envs.calls.serialization.packed`."""
 
 
 @dataclass(frozen=True)
 class CallReply:
-    """The outcomes of that, one for each of these lanes."""
+    """The outcomes of a :class:`CallRequest`, one for each of its lanes."""
 
     answers: Sequence[PickledOutcome]
 
@@ -271,10 +274,10 @@ class ExceptionReport:
     traceback: str
     doing: str
     lane: int | None
-    """The lane that was stepped, numbered within the worker, where that is known."""
+    """The lane that was stepped, numbered within the worker; None if not known."""
     acting: bool
-    """The policy was choosing actions."""
+    """True if the policy was choosing actions."""
     error: bytes | None = field(repr=False)
-    """The exception itself, where it can be pickled."""
+    """The pickled exception; None if it cannot be pickled."""
     filled: LeaseResult | None = field(default=None, repr=False)
-    """The part of a lease that was complete before the error; None: no lease was begun."""
+    """The part of a lease that was complete before the error; None if no lease was begun."""

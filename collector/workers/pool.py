@@ -1,4 +1,4 @@
-"""The workers as their parent sees them: asked, waited for, found dead or hung, ended."""
+"""The pool of workers in the parent: sends questions, waits for answers, detects failures."""
 
 import math
 import os
@@ -28,28 +28,28 @@ from tallyroll.collector.workers.transport import Gone, Link, Transport
 from tallyroll.collector.workers.worker_options import Supervision
 
 _LOOK_SECONDS = 0.25
-"""How often the progress of workers is looked at while nothing is heard of them."""
+"""Seconds between checks of the workers' progress while no message arrives."""
 _CLOSE_SECONDS = 2.0
-"""How long a worker may take to close its environment."""
+"""Seconds that a worker may take to close its environment."""
 _SETTLE_SECONDS = 1.0
-"""How long a worker may take to end the step under way, when all is over."""
+"""Seconds that a worker may take to finish the step in progress when the run ends."""
 _BY_INDEX = attrgetter("index")
 
 
 Event = tuple[Member, Any]
-"""A member, and its answer or the :class:`WorkerError` that says why none will come."""
+"""A member, and its answer or the exception that explains why no answer will come."""
 
 
 class WorkerPool:
-    """Starts workers, asks them, and hears their answers or their end.
+    """Starts workers, sends them questions, and receives their answers or detects their end.
 
-    Nothing here waits without a limit: ends are seen by the transport, steps by the boards that
-    workers write. Whatever becomes of this process, its workers end with it.
+    No method waits without a limit: the transport detects that a worker ended, and the boards that
+    workers write show their steps. If this process ends for any reason, its workers end with it.
 
     Args:
-        transport: runs them.
-        workers: how many.
-        supervision: how long workers may take.
+        transport: the mechanism that runs the workers.
+        workers: the number of workers.
+        supervision: the time limits of workers.
     """
 
     def __init__(self, transport: Transport[Any], workers: int, supervision: Supervision) -> None:
@@ -58,29 +58,29 @@ class WorkerPool:
         self._owner = os.getpid()
         self._look_at = 0.0
         self._busy: dict[Any, Member] = {}
-        """Members that owe answers, by their links; made again where others do."""
+        """Members that owe answers, by their links."""
         self._links: list[Any] = []
-        """These links: the same list for as long as they are the same, so a transport knows it."""
+        """Keys of `_busy`: the same list object until they change, which a transport recognizes."""
         self._changed = True
-        """Whether other members may owe answers than these."""
+        """True if `_busy` and `_links` may be out of date."""
         self.central: CentralPolicy | None = None
-        """Acts for workers that want actions; None: each acts for itself."""
+        """Chooses actions for workers that request them; None: each worker acts for itself."""
         self._settling = False
-        # Called by us, or before multiprocessing waits for its children at the interpreter's exit.
+        # Called by `close`, or at the interpreter's exit before multiprocessing waits for children.
         self._finalize = Finalize(self, _kill_all, (self.members,), exitpriority=100)
         try:
             for index in range(workers):
                 link = transport.start(index)
-                # What it says first is asked for by starting it.
+                # Starting the worker already asks for its first answer.
                 self.members.append(Member(index, link, asked=1, since=time.monotonic()))
         except BaseException:
             self._finalize()
             raise
 
-    # --- asking and hearing -----------------------------------------------------------------------
+    # --- questions and answers --------------------------------------------------------------------
 
     def ask(self, member: Member, message: object) -> None:
-        """Ask; a worker that is dead is heard of by :meth:`events`."""
+        """Send a question; :meth:`events` reports a worker that is dead."""
         if not member.asked:
             member.since, self._changed = time.monotonic(), True
         member.asked += 1
@@ -94,24 +94,24 @@ class WorkerPool:
         *,
         during: AbstractContextManager[None] | None = None,
     ) -> list[Event]:
-        """The next events of members that were asked; waits for at least one.
+        """Return the next events of members that were asked; wait for at least one.
 
         Args:
-            limit: seconds, after which nothing was heard and the list is empty.
-            of: only these are listened to; None: all.
-            during: what it waits in; None: where signals' handlers may raise.
+            limit: seconds after which an empty list is returned if there was no event.
+            of: the members to listen to; None: all.
+            during: the context of the wait; None: one in which signal handlers may raise.
         """
         until = math.inf if limit is None else time.monotonic() + limit
         if self._changed or of is not None:
             self._listen(self.members if of is None else of)
             self._changed = of is not None
             for member in self._busy.values():
-                if member.failed is not None:  # it was said before, and is again
+                if member.failed is not None:  # already reported; report it again
                     self._changed, member.asked = True, 0
                     return [(member, member.failed)]
         busy, links = self._busy, self._links
         while busy:
-            if self.central is not None:  # with no event in hand, which an error would lose
+            if self.central is not None:  # no event is pending here that an error would lose
                 links = self._act(self.central, [*busy.values()])
             patience = min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))
             with admitted() if during is None else during:
@@ -119,9 +119,11 @@ class WorkerPool:
             says = [busy[link] for link in ready if link in busy]
             heard = [self._heard(member) for member in sorted(says, key=_BY_INDEX)]
             events = [event for event in heard if event is not None]
-            if not ready or time.monotonic() >= self._look_at:  # of a thousand that takes a while
+            # Not in every iteration, because the check of a thousand workers takes a while.
+            if not ready or time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + _LOOK_SECONDS
-                every = self._supervision.step_timeout is not None  # else those that start
+                # Without a step timeout only workers that start are checked.
+                every = self._supervision.step_timeout is not None
                 silent = [
                     member
                     for link, member in busy.items()
@@ -133,15 +135,16 @@ class WorkerPool:
         return []
 
     def _listen(self, members: Sequence[Member]) -> None:
-        """Listen to those of some members that owe answers."""
+        """Rebuild the table of those members that owe answers."""
         self._busy = {member.link: member for member in members if member.asked}
         self._links = [*self._busy]
 
     def all_do(self, message: object, during: AbstractContextManager[None]) -> bool:
-        """Ask all the same, and hear all; what else may come up is left to :meth:`events`.
+        """Send one message to all members, and receive all answers; return True if all answered.
 
-        That is so, and False is returned, once one failed or hangs.
-        ``during``: what it waits in, if handlers of signals are deferred.
+        If a member owes an answer already, fails or hangs, return False; :meth:`events` then
+        handles the answers that are left. ``during`` is the context of the wait if signal handlers
+        are deferred.
         """
         now, idle = time.monotonic(), True
         self._changed = True
@@ -153,7 +156,7 @@ class WorkerPool:
                 member.since, member.asked = now, 1
                 member.link.send(message)
         waiting = {member.link: member for member in self.members}
-        links = [*waiting]  # one list throughout: the transport knows it
+        links = [*waiting]  # one list throughout, which the transport recognizes
         while waiting and idle:
             if are_deferred():
                 with during:
@@ -166,18 +169,19 @@ class WorkerPool:
             for member in says:
                 self._heard(member)
                 if member.failed is not None:
-                    member.asked = 1  # so that it is said again
+                    member.asked = 1  # so that `events` reports it again
                     return False
-            if len(says) < len(ready):  # one that had answered is gone
+            if len(says) < len(ready):  # a member that had answered is gone
                 return False
             if not ready and any(map(self._hangs, waiting.values())):
                 return False
         return idle
 
     def _act(self, central: CentralPolicy, busy: Sequence[Member]) -> list[Link]:
-        """Act for members that wait, unless others are to come first; return links of the rest.
+        """Act for members that wait for actions; return the links of the other members.
 
-        While all settles, those that wait answer without another step.
+        With ``in_step`` no member gets actions until all busy members wait. During :meth:`settle`,
+        waiting members get none, and answer their question without another step.
         """
         waiting = [member for member in busy if member.wants is not None]
         if waiting and (self._settling or not central.in_step or len(waiting) == len(busy)):
@@ -190,7 +194,7 @@ class WorkerPool:
         return [member.link for member in busy if member.wants is None]
 
     def _heard(self, member: Member) -> Event | None:
-        """Hear a member; None: it wants actions, and will answer after that."""
+        """Receive a member's message; return None if it is a request for actions."""
         answer = member.link.hear()
         if isinstance(answer, Gone):
             self._changed = True
@@ -212,7 +216,7 @@ class WorkerPool:
         return member, answer
 
     def _hangs(self, member: Member) -> bool:
-        """Whether it made no progress for as long as it was given."""
+        """Return True if the member made no progress within its time limit."""
         timeout = self._timeout(member)
         if timeout is None or member.wants is not None:
             return False
@@ -235,28 +239,29 @@ class WorkerPool:
         member.failed = error = failures.hung(member, self._timeout(member) or 0.0, kills)
         return error
 
-    # --- ends and new beginnings ------------------------------------------------------------------
+    # --- stopping and restarting ------------------------------------------------------------------
 
     def halt(self) -> None:
-        """Let all end after the step under way. Safe in a signal handler."""
+        """Ask all workers to end after the step in progress. Safe in a signal handler."""
         for member in self.members:
             member.board[HALT] = STOP
 
     def pause(self) -> None:
-        """Let all come to the end of the step under way. Safe in a signal handler."""
+        """Ask all workers to pause after the step in progress. Safe in a signal handler."""
         for member in self.members:
             if not member.board[HALT]:
                 member.board[HALT] = PAUSE
 
     def go_on(self) -> None:
-        """Take :meth:`halt` and :meth:`pause` back."""
+        """Cancel :meth:`halt` and :meth:`pause`."""
         for member in self.members:
             member.board[HALT] = 0
 
     def settle(self, *, patient: bool = False) -> list[Event]:
-        """Halt, and hear all that were asked; one that does not answer soon is killed.
+        """Halt all workers, and receive the answers that they owe.
 
-        ``patient``: they may take as long as for any step.
+        Workers that do not answer soon are killed.
+        With ``patient`` they may take as long as for any other step.
         """
         self.halt()
         heard: list[Event] = []
@@ -273,11 +278,14 @@ class WorkerPool:
         return heard
 
     def give_up(self, member: Member, why: Exception) -> None:
-        """Wait no more for a worker; it counts as failed, and that is said once it is asked."""
+        """Stop waiting for a worker and mark it as failed.
+
+        :meth:`events` reports ``why`` once asked.
+        """
         self._changed, member.asked, member.failed = True, 0, why
 
     def restart(self, member: Member) -> None:
-        """Start another worker in the place of ``member``; its first answer is not heard yet."""
+        """Start another worker in the place of ``member``, without waiting for its first answer."""
         self._changed = True
         _end(member)
         member.link = self.transport.start(member.index)
@@ -287,17 +295,17 @@ class WorkerPool:
 
     @property
     def is_closed(self) -> bool:
-        """True once all workers were ended."""
+        """True if all workers were ended."""
         return not self._finalize.still_active()
 
     @property
     def has_stuck(self) -> bool:
-        """True if a worker that cannot be killed is in a step that took too long."""
+        """True if a worker that cannot be killed is still in a step that timed out."""
         hung = any(isinstance(member.failed, WorkerHung) for member in self.members)
         return hung and not self.transport.kills
 
     def close(self) -> None:
-        """Let idle workers close their environments; end them all. Idempotent."""
+        """Let idle workers close their environments, then end all workers. Idempotent."""
         try:
             if self.is_closed or os.getpid() != self._owner:
                 return
@@ -320,7 +328,7 @@ def _kill_all(members: list[Member]) -> None:
 
 
 def _leave(member: Member) -> None:
-    """Let a worker that cannot be ended stop after its step, which counts no more."""
+    """Abandon a worker that cannot be killed: it stops after its step, which is not counted."""
     member.asked, member.wants = 0, None
     member.ended = True
     seen = [member.board[word] for word in range(BOARD_WORDS)]
@@ -332,7 +340,7 @@ def _leave(member: Member) -> None:
 
 
 def _end(member: Member) -> None:
-    """End a worker, dead or not; only once."""
+    """End a worker, dead or alive."""
     member.asked, member.wants = 0, None
     member.ended = True
     member.link.end()

@@ -1,4 +1,4 @@
-"""The part of the run that each worker has: lanes, and slots of slabs."""
+"""Each worker's share of the run: lanes and slots of slabs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,44 +6,44 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Share:
-    """The share of lanes, slabs and memory that each worker has."""
+    """Each worker's share of lanes, slabs and memory."""
 
     lanes: tuple[int, ...]
-    """Lanes of each worker."""
+    """Number of lanes of each worker."""
     slots: int
     """Slots of a slab, or of a segment."""
     segments: int
-    """Segments of each worker's own slab; 0: one slab for all."""
+    """Segments of each worker's own slab; 0: one slab is shared by all."""
     first_lane: int = 0
-    """The number of the first of these lanes in the run, which may have others."""
+    """Number in the run of the first of these lanes; the run may have other lanes."""
     run_lanes: int | None = None
-    """Lanes of the run; None: they are these."""
+    """Number of lanes of the run; None: the run has only these."""
 
     def of(self, worker: int) -> range:
-        """The lanes of a worker, numbered over all that are made here."""
+        """Return the lanes of a worker, numbered over all lanes that are made here."""
         first = sum(self.lanes[:worker])
         return range(first, first + self.lanes[worker])
 
     @property
     def stride(self) -> int:
-        """Slots from one segment's first to the next's.
+        """Slots between the first slot of one segment and that of the next.
 
-        One more than are filled: what follows on a segment's last slot may be written while the
-        next segment is still read.
+        One more than a segment fills: the observation after a segment's last slot may be written
+        while the next segment is still read.
         """
         return self.slots + 1
 
     @property
     def total(self) -> int:
-        """Lanes that are made here."""
+        """Number of lanes that are made here."""
         return sum(self.lanes)
 
     @property
     def of_run(self) -> int:
-        """Lanes of the run."""
+        """Number of lanes of the run."""
         return self.total if self.run_lanes is None else self.run_lanes
 
 
 def evenly(total: int, parts: int) -> Sequence[int]:
-    """``total`` in ``parts`` parts that differ by at most one, the larger ones first."""
+    """Divide ``total`` into ``parts`` parts that differ by at most one, the larger ones first."""
     return [total // parts + (part < total % parts) for part in range(parts)]

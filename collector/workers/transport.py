@@ -1,9 +1,9 @@
-"""The seam between the collector and its workers: how they are reached, and where rows lie.
+"""Interface between the collector and its workers: how to reach them, and where rows are.
 
-Pool, leases, lockstep, start-up and supervision know workers by this alone. What brings a new
-transport are these protocols: ``MultiprocessCollector(transport=...)`` takes whatever makes one of
-jobs. ``local/`` has those of this machine, ``ray/`` those of a cluster; ``far/`` has the memory of
-workers that share none with their parent.
+Pool, leases, lockstep, startup and supervision use workers only through this interface. A new
+transport implements these protocols: ``MultiprocessCollector(transport=...)`` takes any callable
+that makes one from jobs. ``local/`` has the transports of this machine and ``ray/`` those of a
+cluster. ``far/`` has the memory of workers that share none with their parent.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,59 +19,63 @@ from tallyroll.collector.workers.share import Share
 
 @dataclass(frozen=True)
 class Gone:
-    """A worker that will never answer again, and the cause."""
+    """The end of a worker, which will never answer again, and its cause."""
 
     how: str
-    """The end of a sentence: "was killed by SIGKILL"."""
+    """End of a sentence, such as "was killed by SIGKILL"."""
     exitcode: int | None = None
     hint: str = ""
-    """The end of the message, where more is known of the cause."""
+    """End of the message, if more is known about the cause."""
     mistake: str = ""
-    """The whole message, with ``{who}`` in it, where the program is wrong."""
+    """The whole message, with ``{who}`` in it, if the program has a mistake."""
 
 
 class Link(Protocol):
-    """The way to one worker, which was started with its job."""
+    """The connection to one worker, which was started with its job."""
 
     name: str
-    """The thing that it is, for messages: "process 12"."""
+    """Name of the worker for messages, such as "process 12"."""
     pid: int | None
-    """The number of its process, where it has one of its own."""
+    """Its process id; None if it has no process of its own."""
 
     @property
     def alive(self) -> bool:
-        """Whether the worker was not seen to end."""
+        """True until the worker was observed to end."""
 
     def send(self, question: object) -> None:
-        """Send a question without waiting; a worker that is gone is heard of later."""
+        """Send a question without waiting; the end of a worker is reported later."""
 
     def hear(self) -> object:
-        """The next answer, or :class:`Gone`, once :meth:`Transport.ready` names this link.
+        """Return the next answer, or :class:`Gone`, once :meth:`Transport.ready` names this link.
 
-        Rows that an answer is about lie in the place before it is heard.
+        The rows that an answer refers to are in the place before this method returns it.
         """
 
     def over(self, seconds: float) -> bool:
-        """Wait for the end of a worker that was asked to end; whether it came."""
+        """Wait for the end of a worker that was asked to end; return True if it ended."""
 
     def kill(self) -> None:
-        """End the worker, and all that it started, without waiting. Idempotent."""
+        """Kill the worker, and all processes that it started, without waiting. Idempotent."""
 
     def end(self) -> None:
-        """Kill it, wait until it is gone, and let its resources go. Idempotent."""
+        """Kill the worker, wait until it is gone, and release its resources. Idempotent."""
 
 
 class Channel(Protocol):
     """A worker's side of its link."""
 
     def receive(self) -> Any:
-        """The next question; waits for it. EOFError: the parent is gone."""
+        """Wait for the next question and return it.
+
+        Raises:
+            EOFError: the parent is gone.
+        """
 
     def send(self, answer: object) -> None:
         """Send an answer."""
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> "Place":
-        """The place that the parent made of the same arguments."""
+        """Return the place that the parent made from the same arguments."""
 
 
 class Board(Protocol):
@@ -83,17 +87,20 @@ class Board(Protocol):
 
 
 class Weights(Protocol):
-    """The policy's weights, on their way from the parent to the workers."""
+    """Transfer of the policy's weights from the parent to the workers."""
 
     @property
     def version(self) -> int:
-        """The version of the weights that were published last; -1 before."""
+        """Version of the last published weights; -1 before the first."""
 
     def load_into(self, module: object) -> int:
-        """Copy the weights published last into ``module``, whole; returns their version."""
+        """Copy the last published weights into ``module``; return their version.
+
+        The copy never mixes two versions.
+        """
 
     def publish(self, module: object, version: int) -> None:
-        """Hand the tensors of ``module`` to all workers."""
+        """Publish the tensors of ``module`` to all workers."""
 
 
 class Place(Protocol):
@@ -101,22 +108,28 @@ class Place(Protocol):
 
     @property
     def weights(self) -> Weights:
-        """The weights of the policy; there are none where it is no module."""
+        """The weights of the policy; there are none if it is no module."""
 
     def board(self, worker: int) -> Any:
-        """The words of a worker, as a :class:`Board`. Safe to write in a signal handler."""
+        """Return the words of a worker, as a :class:`Board`. Safe to write in a signal handler."""
 
     def slab_of_all(self) -> Slab:
-        """The slab of all lanes (``mode="sync"``)."""
+        """Return the slab of all lanes (``mode="sync"``)."""
 
     def slab_of(self, worker: int) -> Slab:
-        """The slab that a worker fills: its lanes of the slab of all, or all of its segments."""
+        """Return the slab that a worker fills.
+
+        It holds the worker's lanes of the slab of all, or all of the worker's segments.
+        """
 
     def segment(self, worker: int, index: int) -> Slab:
-        """One segment of a worker, as a slab (``mode="async"``)."""
+        """Return one segment of a worker, as a slab (``mode="async"``)."""
 
     def actions(self, worker: int) -> NDArray[Any] | None:
-        """``[slot, lane, ...]``, where the slab of a worker has its actions in an array."""
+        """Return the actions ``[slot, lane, ...]`` in the slab of a worker.
+
+        None if the slab does not have them in one array.
+        """
 
 
 L = TypeVar("L", bound=Link)
@@ -126,20 +139,20 @@ class Transport(Protocol[L]):
     """A mechanism that runs workers."""
 
     kills: bool
-    """A worker that hangs can be ended, and replaced."""
+    """True if a worker that hangs can be ended and replaced."""
 
     def start(self, index: int) -> L:
         """Start a worker with its job."""
 
     def ready(self, links: Sequence[L], seconds: float) -> Collection[L]:
-        """Links that have something to be heard; waits for at least one, at most so long."""
+        """Wait at most ``seconds`` for at least one message; return the links that have one."""
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> Place:
-        """Make the memory; a worker gets it with the question :class:`~messages.Bind`.
+        """Allocate the memory; a worker gets it with the question :class:`~messages.Bind`.
 
         Raises:
-            ArgumentError: there is not so much.
+            ArgumentError: not enough memory is available.
         """
 
     def close(self) -> None:
-        """Let go of what it keeps, once all links have ended. Idempotent."""
+        """Release the transport's resources, after all links have ended. Idempotent."""

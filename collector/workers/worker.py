@@ -47,11 +47,16 @@ from tallyroll.collector.workers.transport import Channel, Weights
 from tallyroll.storage import fast_paths
 
 _trial = threading.Lock()
-"""A policy is tried out with generators and filters of warnings that threads share."""
+"""Serializes trials of policies: threads share the generators and warning filters that they use."""
 
 
 def work(channel: Channel, job: Any) -> None:
-    """Make the environment, and answer questions until the end. ``job`` is a pickled one."""
+    """Create the environment and answer questions until the parent closes the worker.
+
+    Args:
+        channel: the worker's side of its link.
+        job: a pickled :class:`~messages.Job`.
+    """
     try:
         loaded = cloudpickle.loads(job)
         if loaded.threads is not None:  # a process of its own
@@ -73,12 +78,12 @@ class WorkerPolicy(Policy):
     _weights: Weights | None = None
 
     def take_from(self, weights: Weights) -> None:
-        """Take weights from there, now and whenever there are newer ones."""
+        """Load weights from ``weights``, now and whenever they have another version."""
         self._weights, self.refreshes = weights, True
         self.version = weights.load_into(self.module)
 
     def refresh(self) -> bool:
-        """Take newer weights, if there are any."""
+        """Load the published weights if their version changed; return True if so."""
         if self._weights is None or self._weights.version == self.version:
             return False
         self.take_from(self._weights)
@@ -90,10 +95,10 @@ class WorkerPolicies(WorkerPolicy, SeveralPolicies):
 
 
 class Worker:
-    """Answers the parent's questions."""
+    """A worker: its environment, its policy and the slab that they fill."""
 
     driver: LocalDriver
-    """Since :meth:`bind`, like the rollout of ``mode="async"``."""
+    """Set by :meth:`bind`, as is ``rollout`` with ``mode="async"``."""
     rollout: LeasedRollout
 
     def __init__(self, job: m.Job, channel: Channel) -> None:
@@ -129,11 +134,11 @@ class Worker:
         self._shard: WorkerShard | None = None
 
     def made(self) -> m.EnvReady:
-        """The environment stands."""
+        """Return the number of lanes and the description of the environment."""
         return m.EnvReady(self.lanes, self.description)
 
     def serve(self) -> None:
-        """Answer until :class:`~messages.Close` comes."""
+        """Answer questions until :class:`~messages.Close` arrives."""
         answers: dict[type, Callable[[Any], object]] = {
             m.Seed: self.seed,
             m.Bind: self.bind,
@@ -149,7 +154,7 @@ class Worker:
             answer: object = None
             while not isinstance(message := self._channel.receive(), m.Close):
                 if isinstance(answer, m.ExceptionReport):
-                    continue  # whatever else is asked, what raised is not to be trusted
+                    continue  # an error may have left a state that is not valid
                 self.doing = ""
                 try:
                     answer = answers[type(message)](message)
@@ -157,13 +162,13 @@ class Worker:
                     answer = report_of(error, self.doing)
                 self._channel.send(answer)
 
-    # --- getting ready ----------------------------------------------------------------------------
+    # --- startup ----------------------------------------------------------------------------------
 
     def seed(self, message: m.Seed) -> m.SlabRequest:
-        """Seed everything; the first time, also find out what a slab looks like."""
+        """Seed everything; the first time, also determine the layout of a slab."""
         self.doing = "resetting the environment"
         words = driver_seed(message.seed, message.incarnation, message.worker).generate_state(3)
-        if self._own_process:  # else these are the generators of the program
+        if self._own_process:  # the generators of a thread are those of the program
             torch.manual_seed(int(words[0]))
             np.random.seed(int(words[1]))
             random.seed(int(words[2]))
@@ -179,7 +184,7 @@ class Worker:
             watch = StatisticsWatch(self.env)
             self._first = first_reset(self.env, message.first_lane)
             self._statistics = watch.found()
-            # Not before: buffers of some transforms (CatFrames) are made by the first reset.
+            # Some transforms (CatFrames) create their buffers in the first reset.
             self._has_state = bool(self.env.state_dict())
             self.doing = "trying the policy out"
             with _trial:
@@ -201,7 +206,7 @@ class Worker:
         )
 
     def bind(self, message: m.Bind) -> m.Bound:
-        """Take over the memory, and fill it from now on."""
+        """Attach the memory, and prepare to fill it."""
         assert self.plan is not None
         share = message.share
         weighs = self.policy is not None and not self._central
@@ -211,7 +216,7 @@ class Worker:
         elif self.policy is not None:
             self.policy.ask_by(self._channel)
         slab, board = place.slab_of(message.worker), place.board(message.worker)
-        # With leases each worker draws on its own; in step all draw for the lanes of all.
+        # With leases each worker draws for itself; in lockstep all draw for the lanes of all.
         rng, lanes = (self.rng, None) if share.segments else (self.shared_rng, share.of_run)
         driver = make_driver(self.env, self.policy, self.plan, slab, rng, board, lanes)
         self.driver = driver
@@ -228,22 +233,23 @@ class Worker:
             )
             self._slots = share.slots
         if self._own_process:
-            # What was imported stays: looking through it for garbage takes a quarter of a second.
+            # Imported modules stay in memory; scanning them for garbage takes a quarter of a
+            # second.
             gc.freeze()
         return m.Bound(driver.decisions())
 
     def load(self, message: m.Load) -> m.Done:
-        """The state of the environment's transforms."""
+        """Restore the state of the environment's transforms."""
         self.env.load_state_dict(cloudpickle.loads(message.state))
         return m.Done()
 
     def reach(self, message: m.CallRequest) -> m.CallReply:
-        """Call the environments of lanes, between steps; what they raise is an answer."""
+        """Call the environments of lanes between steps; return their exceptions as outcomes."""
         self.doing = "calling the environment"
         return m.CallReply(answers_of(self.env, message.content))
 
     def _state(self) -> bytes | None:
-        """The state of the environment's transforms; None where there is none."""
+        """Return the pickled state of the environment's transforms; None if they have none."""
         return cloudpickle.dumps(dict(self.env.state_dict())) if self._has_state else None
 
     # --- collecting -------------------------------------------------------------------------------
@@ -257,14 +263,14 @@ class Worker:
         return m.Done(self._state())
 
     def steps(self, message: m.Steps) -> m.Done:
-        """Fill slots as the parent says."""
+        """Fill the slots that the parent asks for."""
         driver, start, stop = self.driver, message.start, message.stop
         self.doing = "stepping"
         if self.policy is not None:
             self.policy.refresh()
         lanes = self.lanes if message.lanes is None else message.lanes
         driver.actor.drawn = message.drawn
-        with suppress(NoActions):  # the board says which slots are complete
+        with suppress(NoActions):  # the board shows which slots are complete
             if message.by == "given":
                 driver.given_steps(start, stop, lanes)
             elif lanes < self.lanes:
@@ -276,7 +282,7 @@ class Worker:
         return m.Done(self._state()) if self._has_state else m.DONE
 
     def keep(self, message: OpenShard) -> m.Done:
-        """Begin a shard: rows of later leases stay here."""
+        """Open a shard, which stores the rows of later leases."""
         assert self.plan is not None
         self.doing = "beginning a shard"
         lost = self.plan.lost_finals
@@ -291,7 +297,7 @@ class Worker:
         return ranges_of(self.env, policy=by_policy, lost_finals=lost, first_lane=first)
 
     def lease(self, message: m.Lease) -> m.LeaseResult | m.ExceptionReport | ShardCommit:
-        """Fill a segment with as many transitions as the lease is for, or store so many."""
+        """Fill a segment with the transitions of a lease, or store them in the worker's shard."""
         self.doing = "stepping"
         if self._shard is not None:
             kept = self._shard.collect(message.number, message.frames)
@@ -334,14 +340,14 @@ class Worker:
 
 
 def report_of(error: BaseException, doing: str) -> m.ExceptionReport:
-    """The report of an exception to the parent."""
+    """Return the report of an exception for the parent."""
     frames, acting = "".join(traceback.format_exception(error)), raised_by_policy(error)
     if isinstance(error, UserStopIteration) and error.__cause__ is not None:
-        error = error.__cause__  # the parent raises an error of ours for it; causes do not travel
+        error = error.__cause__  # the parent raises its own error for it, and causes are not sent
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
         cloudpickle.loads(pickled)
-    except Exception:  # noqa: BLE001  then its text has to do
+    except Exception:  # noqa: BLE001  the text of the exception is sent instead
         pickled = None
     kind = type(error).__qualname__
     if isinstance(error, CollectorError):

@@ -1,4 +1,4 @@
-"""Options of workers: how they run, how long they may take, what follows when one fails."""
+"""Options of workers: how they start, their time limits, and the reaction to a failure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from tallyroll.collector.options.objects import MoreOptions, OptionObject
 Mode = Literal["sync", "async"]
 TransportName = Literal["process", "thread"]
 MakesTransport = Callable[[Sequence[bytes]], Any]
-"""Returns a :class:`~tallyroll.collector.workers.transport.Transport` for jobs, one a worker."""
+"""Returns a :class:`~tallyroll.collector.workers.transport.Transport` for jobs, one per worker."""
 OnDeath = Literal["raise", "respawn"]
 _START_SECONDS = 120.0
 
@@ -48,20 +48,20 @@ def _start_method(name: str, value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Supervision(OptionObject):
-    """How a :class:`MultiprocessCollector` watches its workers: an argument of it.
+    """Supervision of the workers of a :class:`MultiprocessCollector`, to which it is an argument.
 
     Args:
-        on_worker_death: ``"raise"``, or ``"respawn"``: a worker that raised, died or hung is
-            replaced. What it was filling is lost (see the ledger) and collected again, and its
-            lanes' trajectories are cut. One that fails before it is ready is replaced with a
-            warning, and its lanes keep their seeds.
-        max_respawns: workers that are replaced in all; the next one that fails raises.
+        on_worker_death: ``"raise"``, or ``"respawn"`` to replace a worker that raised, died or
+            hung. The transitions that it was filling are lost (see the ledger) and collected again,
+            and the trajectories of its lanes are cut. A worker that fails before it is ready is
+            replaced with a warning, and its lanes keep their seeds.
+        max_respawns: maximum number of workers that are replaced; the next failure raises.
         step_timeout: seconds without a completed step after which a worker counts as hung; None
-            waits for ever.
+            waits without a limit.
         start_timeout: seconds that a worker may take to be ready; None: 120.
 
     Raises:
-        ArgumentError: one of them cannot be right.
+        ArgumentError: an argument is not valid.
     """
 
     on_worker_death: OnDeath = "raise"
@@ -71,7 +71,7 @@ class Supervision(OptionObject):
 
     @property
     def respawns(self) -> int:
-        """Workers that may be replaced in all."""
+        """Maximum number of workers that may be replaced."""
         return self.max_respawns if self.on_worker_death == "respawn" else 0
 
     @property
@@ -82,21 +82,22 @@ class Supervision(OptionObject):
 
 @dataclass(frozen=True, kw_only=True)
 class Processes(OptionObject):
-    """Worker processes of a :class:`MultiprocessCollector`: an argument of it.
+    """Worker processes of a :class:`MultiprocessCollector`, to which it is an argument.
 
-    As keywords of the collector they are ``mp_start_method`` and ``threads_per_worker``.
+    The collector also accepts the fields as the keywords ``mp_start_method`` and
+    ``threads_per_worker``.
 
     Args:
         start_method: ``"forkserver"`` forks workers from a server that imports torch and TorchRL
-            once; ``"spawn"`` starts processes that import them themselves. Default:
-            ``"forkserver"``, but ``"spawn"`` in a child of multiprocessing, in a frozen executable
-            and where the program called ``set_forkserver_preload``. ``"forkserver"`` then uses the
-            server of multiprocessing, which imports these modules.
-        threads_per_worker: of torch and of the numerical libraries; by default the cores are
-            shared out.
+            once; ``"spawn"`` starts processes that import them themselves. The default is
+            ``"forkserver"``, but ``"spawn"`` in a child of multiprocessing, in a frozen executable,
+            and if the program called ``set_forkserver_preload``. In the last case ``"forkserver"``
+            uses the server of multiprocessing, which then also imports these modules.
+        threads_per_worker: threads of torch and of the numerical libraries in each worker; by
+            default the cores are divided among the workers.
 
     Raises:
-        ArgumentError: one of them cannot be right.
+        ArgumentError: an argument is not valid.
     """
 
     start_method: str | None = field(
@@ -119,21 +120,21 @@ def _interval(name: str, value: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Actors(OptionObject):
-    """Workers of a :class:`RayCollector`, which are Ray actors: an argument of it.
+    """Ray actors that are the workers of a :class:`RayCollector`, to which it is an argument.
 
     Args:
-        address: ``"local"`` starts Ray on this machine, and stops it again; ``"auto"`` or
-            ``HOST:PORT`` connects to a cluster; None takes the connection that this process has,
-            or else is ``"local"``.
-        actor_options: of ``.options()`` of the actors, such as ``num_cpus`` (1), ``num_gpus``,
-            ``resources``, ``scheduling_strategy`` (``"SPREAD"``) and ``runtime_env``.
-        spares: actors that wait beside the workers, so that one which takes the place of another
-            needs no seconds to start; they take the resources of a worker.
-        heartbeat: seconds between two signs of life that an actor is asked for, unless it
-            answered meanwhile. One that gives none five times counts as dead.
+        address: ``"local"`` starts Ray on this machine, and stops it at the end; ``"auto"`` or
+            ``HOST:PORT`` connects to a cluster; None uses the existing connection of this process,
+            or else acts as ``"local"``.
+        actor_options: arguments of ``.options()`` of the actors, such as ``num_cpus`` (1),
+            ``num_gpus``, ``resources``, ``scheduling_strategy`` (``"SPREAD"``) and ``runtime_env``.
+        spares: number of started actors that stand by, so that a replacement needs no seconds to
+            start; each takes the resources of a worker.
+        heartbeat: seconds between requests for a heartbeat, which an actor that answered meanwhile
+            does not get. An actor that misses five counts as dead.
 
     Raises:
-        ArgumentError: one of them cannot be right.
+        ArgumentError: an argument is not valid.
     """
 
     address: str | None = field(default=None, metadata={"check": or_none(_address)})
@@ -145,7 +146,7 @@ class Actors(OptionObject):
 
 
 class MoreOfSupervision(MoreOptions, total=False):
-    """The fields of :class:`Supervision` as keywords of a collector too, for type checkers."""
+    """The fields of :class:`Supervision` as keywords of a collector, for type checkers."""
 
     on_worker_death: OnDeath
     max_respawns: int
@@ -154,14 +155,14 @@ class MoreOfSupervision(MoreOptions, total=False):
 
 
 class MoreOfWorkers(MoreOfSupervision, total=False):
-    """With those of :class:`Processes`."""
+    """The fields of :class:`Supervision` and :class:`Processes` as keywords."""
 
     mp_start_method: str | None
     threads_per_worker: int | None
 
 
 class MoreOfActors(MoreOfSupervision, total=False):
-    """With those of :class:`Actors`."""
+    """The fields of :class:`Supervision` and :class:`Actors` as keywords."""
 
     address: str | None
     actor_options: dict[str, Any] | None
@@ -171,7 +172,7 @@ class MoreOfActors(MoreOfSupervision, total=False):
 
 @dataclass(frozen=True)
 class SupervisedOptions(Options):
-    """Arguments of a collector with workers, whatever they are."""
+    """Arguments of any collector with workers."""
 
     mode: Mode
     supervision: Supervision
@@ -179,7 +180,7 @@ class SupervisedOptions(Options):
 
     @property
     def in_shards(self) -> bool:
-        """True if each worker keeps its rows."""
+        """True if each worker stores its own rows in a shard."""
         return self.sharded
 
     def _refuse_contradictions(self, given: Any) -> None:
@@ -195,7 +196,7 @@ class SupervisedOptions(Options):
             self._refuse_in_async()
 
     def _refuse_sharded(self, given: Any) -> None:
-        """Refuse what needs rows here, or an order of the rows of all workers."""
+        """Refuse arguments that need rows in this process, or an order of all rows."""
         wrong = {
             'mode="sync" (rows of several shards have no order); give mode="async"': self.mode
             == "sync",

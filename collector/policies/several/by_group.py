@@ -1,4 +1,4 @@
-"""Policies by group of agents, as one: each sees the TensorDict of its group, or all of it."""
+"""Policies by group of agents, combined: each gets the TensorDict of its group, or all of it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from tallyroll.storage.rows.keys import POLICY_VERSIONS, RANDOM_VERSION, Key, as
 
 
 class JointByGroup(Joint):
-    """Policies of which each acts for a group of agents, in all lanes.
+    """Policies of which each acts for one group of agents, in all lanes.
 
     Args:
         parts: the policies; their ids are names of groups.
@@ -39,64 +39,64 @@ class JointByGroup(Joint):
     def __init__(self, parts: Sequence[PolicyPart]) -> None:
         super().__init__(parts)
         self.relative: list[bool] = []
-        """``[part]``: it gets the TensorDict of its group, and else all of them."""
+        """``[part]``: True if it gets the TensorDict of its group, and not the whole one."""
         self.actions: list[tuple[Key, ...]] = []
         """``[part]``: the actions of its group."""
         self.owner: dict[Key, int] = {}
-        """The part whose column a key is."""
+        """The part that writes each key."""
         self.lanes = 0
 
     def remade(self, parts: Sequence[PolicyPart]) -> "JointByGroup":
-        """Return such a module of other ``parts``."""
+        """Return a module of this kind with other ``parts``."""
         made = type(self)(parts)
         made.relative, made.actions, made.owner = self.relative, self.actions, self.owner
         made.lanes = self.lanes
         return made
 
     def bind(self, own: range, lanes: int) -> None:
-        """Act in all lanes, whichever there are."""
+        """Act in all lanes of ``own``."""
         self.lanes = len(own)
 
     @property
     def described(self) -> list[dict[str, Any]]:
-        """The policies, for a manifest."""
+        """Description of the policies for a manifest."""
         return [{"id": part.id, "policy": named(part)} | opening_of(part) for part in self.parts]
 
     @property
     def acts_in(self) -> Mask:
-        """``[part, lane]``: each acts in all lanes."""
+        """``[part, lane]``: True, because each part acts in all lanes."""
         return np.ones((len(self.parts), self.lanes), np.bool_)
 
     @property
     def version_columns(self) -> list[Key]:
-        """The column of each group."""
+        """The version column of each group."""
         return [(*POLICY_VERSIONS, str(part.id)) for part in self.parts]
 
     def row_versions(self, version: int) -> int:
-        """Return the number of updates of any; -1 where no group has a policy."""
+        """Return the number of updates of any policy; -1 if no group has a policy."""
         return RANDOM_VERSION if self._draws.all() else version
 
     def rows_of(self, drawn: Mask, version: int) -> tuple[Mask, Any]:
-        """Return ``drawn`` ``[part, lane]``, and -1 as the version where all groups draw."""
+        """Return ``drawn``, and the versions of rows: -1 where all groups act at random."""
         wholly = (drawn | self._draws[:, None]).all(axis=0)
         return drawn, np.where(wholly, RANDOM_VERSION, self.row_versions(version))
 
     def of_key(self, key: Key, random_lanes: Mask) -> Mask:
-        """Return the lanes in which the group whose column ``key`` is acts at random."""
-        if random_lanes.ndim == 1:  # all groups do there
+        """Return the lanes in which the group that writes ``key`` acts at random."""
+        if random_lanes.ndim == 1:  # all groups act at random there
             return random_lanes
         lanes: Mask = random_lanes[self.owner[key]]
         return lanes
 
     def try_parts(self, trial: Trial) -> list[str]:
-        """Try each policy out, and add the versions of each group to what they write."""
+        """Try out each policy, and add the version column of each group to the columns."""
         notes = super().try_parts(trial)
         for number, key in enumerate(self.version_columns):
             self.columns[key], self.owner[key] = SlabColumn(torch.int64, ()), number
         return notes
 
     def _prepare(self, trial: Trial) -> None:
-        """Find the groups, each of which has a policy."""
+        """Find the groups, and require one policy for each."""
         groups = _groups_of(trial.env)
         _require_groups([str(part.id) for part in self.parts], groups)
         self.relative = [False] * len(self.parts)
@@ -110,7 +110,7 @@ class JointByGroup(Joint):
     def _tried(
         self, number: int, part: PolicyPart, policy: Policy, trial: Trial
     ) -> tuple[SlabColumns, Mapping[Key, int]]:
-        """Try a policy out on the TensorDict of its group, or on all of it."""
+        """Try out a policy on the TensorDict of its group, or on all of it."""
         group = str(part.id)
         keys = {key[1:] for key in trial.observations if key[0] == group}
         relative = _is_relative(policy, keys, {*trial.observations})
@@ -130,7 +130,7 @@ class JointByGroup(Joint):
         return columns, dims
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Return what the policies write, each for its group."""
+        """Return the output of the policies, each for its group."""
         out, versions = self._empty(td), self.versions.tolist()
         idle, self._idle = self._idle, None
         for number, part in enumerate(self.parts):
@@ -150,10 +150,10 @@ class JointByGroup(Joint):
 
 
 def _groups_of(env: EnvBase) -> dict[str, tuple[Key, ...]]:
-    """The actions of each group.
+    """Return the actions of each group.
 
     Raises:
-        ArgumentError: some action is of no group.
+        ArgumentError: an action belongs to no group.
     """
     found: dict[str, tuple[Key, ...]] = {}
     for key in action_keys(env):
@@ -184,7 +184,7 @@ def _require_groups(given: Sequence[str], groups: Collection[str]) -> None:
 def _called(
     policy: Policy, group: str, trial: Trial, inside: Collection[Key] | None
 ) -> dict[Key, SlabColumn]:
-    """Try ``policy`` out on the keys ``inside`` the TensorDict of ``group``; None: on all of it."""
+    """Try ``policy`` on the keys ``inside`` the TensorDict of ``group``; None: on all of it."""
     env = trial.env
     keys = trial.observations if inside is None else inside
     some, specs = trial.td.get(group), env.full_action_spec[group]
@@ -208,7 +208,7 @@ def _called(
 
 
 def _is_relative(policy: Policy, inside: Collection[Key], whole: Collection[Key]) -> bool:
-    """Return whether ``policy`` takes the TensorDict of its group, whose keys are ``inside``."""
+    """Return True if ``policy`` takes the TensorDict of its group, whose keys are ``inside``."""
     reads = getattr(policy.source, "in_keys", None)
     if reads is None:
         return True

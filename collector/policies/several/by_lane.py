@@ -1,4 +1,4 @@
-"""Policies by lane, as one: each is called with its lanes alone."""
+"""Policies by lane, combined: each is called with only its lanes."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -32,21 +32,21 @@ class JointByLane(Joint):
 
     Args:
         parts: the policies.
-        sets: the lanes of each, as callers name them.
+        sets: the lanes of each, as given by callers.
     """
 
     def __init__(self, parts: Sequence[PolicyPart], sets: Sequence[LaneSet]) -> None:
         super().__init__(parts)
         self.sets = list(sets)
         self.lanes: list[tuple[int, ...]] = []
-        """The lanes of each policy, in the run."""
+        """The lanes of each policy, numbered over the run."""
         self.of_lane: NDArray[np.int64] = np.zeros(0, np.int64)
-        """``[lane]``, the policy of each lane of the environment."""
+        """``[lane]``: the policy of each lane of the environment."""
         self.rows: list[Rows | None] = []
-        """``[part]``: its rows of the TensorDicts of the environment; None: it has none there."""
+        """``[part]``: its rows in the environment's TensorDicts; None if it has no lane there."""
 
     def remade(self, parts: Sequence[PolicyPart]) -> "JointByLane":
-        """Return such a module of other ``parts``."""
+        """Return a module of this kind with other ``parts``."""
         made = type(self)(parts, self.sets)
         made.lanes, made.of_lane, made.rows = self.lanes, self.of_lane, self.rows
         return made
@@ -56,10 +56,10 @@ class JointByLane(Joint):
         return (self.sets,)
 
     def bind(self, own: range, lanes: int) -> None:
-        """Act for the lanes ``own`` of ``lanes`` that the run has.
+        """Act for the lanes ``own`` of the ``lanes`` lanes of the run.
 
         Raises:
-            ArgumentError: some lane has no policy, or two.
+            ArgumentError: a lane has no policy, or two.
         """
         self.lanes = lanes_of_each(self.sets, lanes)
         of_lane = np.zeros(lanes, np.int64)
@@ -78,7 +78,7 @@ class JointByLane(Joint):
 
     @property
     def described(self) -> list[dict[str, Any]]:
-        """The policies, for a manifest."""
+        """Description of the policies for a manifest."""
         return [
             {"id": part.id, "lanes": in_words(lanes), "policy": named(part)} | opening_of(part)
             for part, lanes in zip(self.parts, self.lanes, strict=True)
@@ -86,17 +86,17 @@ class JointByLane(Joint):
 
     @property
     def version_columns(self) -> list[Key]:
-        """The version of the row, for each part: it is that of the policy of the lane."""
+        """The version column of each part, which is the common one."""
         return [POLICY_VERSION] * len(self.parts)
 
     def row_versions(self, version: int) -> NDArray[np.int64]:
-        """Return the version of the policy that acts in each lane; -1 in lanes without one."""
+        """Return the version of the policy of each lane; -1 in lanes without a policy."""
         versions = np.where(self._draws, RANDOM_VERSION, self.versions.cpu().numpy())
         return versions[self.of_lane]
 
     @property
     def acts_in(self) -> Mask:
-        """``[part, lane]``: the lanes in which each acts."""
+        """``[part, lane]``: the lanes in which each part acts."""
         found: Mask = np.arange(len(self.parts))[:, None] == self.of_lane
         return found
 
@@ -106,13 +106,13 @@ class JointByLane(Joint):
         return lanes, np.where(lanes, RANDOM_VERSION, self.row_versions(version))
 
     def of_key(self, key: Key, random_lanes: Mask) -> Mask:
-        """Return all of ``random_lanes``: every column is of the policy of the lane."""
+        """Return all of ``random_lanes``, because the policy of a lane writes all its columns."""
         return random_lanes
 
     def _tried(
         self, number: int, part: PolicyPart, policy: Policy, trial: Trial
     ) -> tuple[SlabColumns, Mapping[Key, int]]:
-        """Try a policy out, here also one that acts in lanes of other workers alone."""
+        """Try out a policy, even one that only acts in lanes of other workers."""
         own = self.rows[number]
         rows: Rows = slice(0, 1) if own is None else own
         some, specs = trial.td, trial.env.full_action_spec
@@ -124,7 +124,7 @@ class JointByLane(Joint):
             return try_out(policy, some, acted, strict=trial.strict), policy.batch_dims
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Return what the policies write, each in its lanes, and zeros elsewhere."""
+        """Return the output of the policies, each in its lanes, and zeros elsewhere."""
         out, idle, self._idle = self._empty(td), self._idle, None
         for number, (part, rows) in enumerate(zip(self.parts, self.rows, strict=True)):
             if part.policy is None:

@@ -1,4 +1,4 @@
-"""Several policies as callers give them: a list by lane, or a mapping by group of agents."""
+"""Several policies in the form of a collector's argument: by lane, or by group of agents."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -16,16 +16,16 @@ from tallyroll.collector.policies.several.lane_sets import LaneSet, require_lane
 
 @dataclass(frozen=True)
 class OnePolicy:
-    """One of several policies, with options of its own.
+    """One of several policies, with its own options.
 
     Args:
-        policy: as a collector takes it; None draws random actions.
-        init_random_frames: exactly that many transitions of its lanes, or of its group, the first
-            ones, have random actions.
-        policy_device: where it runs; None: where the collector's ``policy_device`` says.
+        policy: a policy as for a collector; None draws random actions.
+        init_random_frames: exactly that many transitions of its lanes, or of its group, at the
+            start have random actions.
+        policy_device: the device of its calls; None: the collector's ``policy_device``.
 
     Raises:
-        ArgumentError: one of them cannot be right.
+        ArgumentError: an argument is not valid.
 
     Examples:
         >>> from tallyroll.collector import OnePolicy, SyncCollector
@@ -61,22 +61,22 @@ class OnePolicy:
 ByLane: TypeAlias = Sequence[tuple[LaneSet, PolicyFn | OnePolicy | None]]
 ByGroup: TypeAlias = Mapping[str, PolicyFn | OnePolicy | None]
 Policies: TypeAlias = PolicyFn | ByLane | ByGroup
-"""The kinds of policies that collectors take: one, or several."""
+"""The kinds of policies that collectors accept: one, or several."""
 
 
 def device_of(one: OnePolicy) -> torch.device | None:
-    """Return the device of a policy's own, if this machine has it; None: it has none."""
+    """Return the policy's own device, checked on this machine; None if it has none."""
     found: torch.device | None = or_none(available_device)("policy_device", one.policy_device)
     return found
 
 
 def are_several(policy: Any) -> bool:
-    """Return whether ``policy`` is several policies, by its kind alone."""
+    """Return True if ``policy`` is several policies, judged only by its type."""
     return isinstance(policy, (Mapping, list, tuple)) and not callable(policy)
 
 
 def without_openings(policy: Any) -> Any:
-    """Return a collector's argument ``policy``, but that no policy of several begins at random."""
+    """Return the argument ``policy`` of a collector without ``init_random_frames`` of policies."""
     if not are_several(policy):
         return policy
     if isinstance(policy, Mapping):
@@ -87,7 +87,7 @@ def without_openings(policy: Any) -> Any:
 
 
 def each_of(policy: Any) -> list[Any]:
-    """Return the policies in a result of `without_openings`: those of several, or the one."""
+    """Return the policies in a result of `without_openings`: several, or the one."""
     if not are_several(policy):
         return [policy]
     given = policy.values() if isinstance(policy, Mapping) else [one for _, one in _pairs(policy)]
@@ -95,7 +95,7 @@ def each_of(policy: Any) -> list[Any]:
 
 
 def _pairs(given: Sequence[Any]) -> list[Any]:
-    """Return what may be lanes and a policy; `lane_entries` says what is wrong with the others."""
+    """Return the entries that are pairs; `lane_entries` reports what is wrong with others."""
     return [each for each in given if isinstance(each, (tuple, list)) and len(each) == 2]
 
 
@@ -104,10 +104,10 @@ def _acting(one: Any) -> Any:
 
 
 def lane_entries(given: Sequence[Any]) -> list[tuple[LaneSet, OnePolicy]]:
-    """Return lanes and policy of each entry of a list.
+    """Return the lanes and the policy of each entry of a list.
 
     Raises:
-        ArgumentError: it is no list of such pairs.
+        ArgumentError: it is not a list of such pairs.
     """
     wanted = "policy: expected one policy, {group: policy} or [(lanes, policy), …]"
     if not given:
@@ -128,7 +128,7 @@ def group_entries(given: Mapping[Any, Any]) -> dict[str, OnePolicy]:
     """Return the policy of each group of a mapping.
 
     Raises:
-        ArgumentError: it has other keys than names, or no key.
+        ArgumentError: a key is not a string, or the mapping is empty.
     """
     if not given or not all(isinstance(name, str) for name in given):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Several policies as one, from TensorDict to TensorDict: each is called alone on its rows."""
+"""Several policies combined into one module, which calls each with only its rows."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,35 +28,35 @@ Rows = slice | torch.Tensor
 
 @dataclass(frozen=True)
 class Trial:
-    """The first observations of a run, or of a worker's lanes, on which policies are tried out."""
+    """The first observations of a run, or of a worker's lanes, for the trial of policies."""
 
     td: TensorDictBase
     """The result of a reset of ``env``."""
     env: EnvBase
     observations: Collection[Key]
-    """Keys of ``env`` that policies may be given."""
+    """Keys of ``env`` that policies may use."""
     lanes: int
-    """How many the run has."""
+    """Number of lanes of the run."""
     first: int
-    """The number of the first lane of ``env`` among them."""
+    """Number in the run of the first lane of ``env``."""
     strict: bool
-    """Numbers outside a box are refused, as `try_out` has it."""
+    """True if numbers outside a box are refused, as in `try_out`."""
 
     @property
     def lead(self) -> int:
-        """The number of axes of lanes: none of a single environment."""
+        """Number of lane axes; 0 for a single environment."""
         return len(self.env.batch_size)
 
 
 class Joint(nn.Module):
-    """Several policies as one module, so that their weights go where those of one go.
+    """Several policies as one module, so that their weights are handled like those of one.
 
     Args:
         parts: the policies.
     """
 
     versions: torch.Tensor
-    """``[part]``: numbers of updates of the weights of each, which travel with the weights."""
+    """``[part]``: numbers of updates of the weights of each, which are sent with the weights."""
 
     def __init__(self, parts: Sequence[PolicyPart]) -> None:
         super().__init__()
@@ -68,43 +68,47 @@ class Joint(nn.Module):
         """The columns that any part writes, the actions among them, of one lane."""
         self.batch_dims: dict[Key, int] = {}
         self._idle: Mask | None = None
-        """``[part]``: not to be called in the next call; None: all are to be."""
+        """``[part]``: parts that the next call skips; None: it skips none."""
         self._draws = np.array([part.policy is None for part in parts])
-        """``[part]``: its actions are random all the time."""
+        """``[part]``: True if all its actions are random."""
 
     @abstractmethod
     def bind(self, own: range, lanes: int) -> None:
-        """Act for the lanes ``own`` of ``lanes`` that the run has.
+        """Act for the lanes ``own`` of the ``lanes`` lanes of the run.
 
         Raises:
-            ArgumentError: some lane has no policy, or two.
+            ArgumentError: a lane has no policy, or two.
         """
 
     @property
     @abstractmethod
     def described(self) -> list[dict[str, Any]]:
-        """The policies, for a manifest."""
+        """Description of the policies for a manifest."""
 
     @property
     @abstractmethod
     def acts_in(self) -> Mask:
-        """``[part, lane]``: the lanes in which each acts."""
+        """``[part, lane]``: the lanes in which each part acts."""
 
     @property
     @abstractmethod
     def version_columns(self) -> list[Key]:
-        """The column of each part that says which of its versions acted."""
+        """The column of each part that holds the version which acted."""
 
     @abstractmethod
     def row_versions(self, version: int) -> Any:
-        """Return the version of rows in which no opening draws: a number, or one for each lane.
+        """Return the version of rows without opening random actions: a number, or one per lane.
 
-        ``version`` is the number of updates of any.
+        ``version`` is the number of updates of any policy.
         """
 
     @abstractmethod
     def rows_of(self, drawn: Mask, version: int) -> tuple[Mask, Any]:
-        """Return how a slot is acted in of which ``drawn`` ``[part, lane]`` begin at random.
+        """Return the lanes that act at random in a slot, and the versions of its rows.
+
+        Args:
+            drawn: ``[part, lane]``, where openings act at random.
+            version: the number of updates of any policy.
 
         Returns:
             The lanes that act at random, and the version of the row of each lane.
@@ -112,49 +116,49 @@ class Joint(nn.Module):
 
     @abstractmethod
     def of_key(self, key: Key, random_lanes: Mask) -> Mask:
-        """Return the lanes ``[lane]`` of ``random_lanes`` in which a column is not a policy's."""
+        """Return the lanes ``[lane]`` of ``random_lanes`` in which no policy writes a column."""
 
     def leave_out(self, random_lanes: Mask) -> None:
-        """Call no policy all of whose lanes act at random, in the next call.
+        """Skip policies in the next call if all of their lanes act at random.
 
-        ``random_lanes``: as :meth:`rows_of` returns them.
+        ``random_lanes`` is as :meth:`rows_of` returns it.
         """
         self._idle = np.logical_and.reduce(~self.acts_in | random_lanes, axis=1)
 
     @abstractmethod
     def remade(self, parts: Sequence[PolicyPart]) -> Self:
-        """Return such a module of other ``parts``."""
+        """Return a module of this kind with other ``parts``."""
 
     def placed(self, device: torch.device | None, env_device: torch.device | None) -> Self:
-        """Return one whose policies run on ``device``, or on devices of their own."""
+        """Return a copy whose policies run on ``device``, or on their own devices."""
         made = self.remade([_placed(part, device, env_device) for part in self.parts])
         made.versions.copy_(self.versions)
         return made
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Copy the policies alone: they refer to the environment."""
+        """Copy only the policies, which refer to the environment."""
         made = self.remade([part.copied() for part in self.parts])
         made.columns, made.batch_dims = self.columns, self.batch_dims
         made.versions.copy_(self.versions)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as what callers gave, with the weights of now."""
+        """Pickle the arguments of callers, with the current weights."""
         given = [_given(part) for part in self.parts]
         return _arrived, (type(self), given, self._more, self.versions)
 
     @property
     def _more(self) -> tuple[Any, ...]:
-        """The arguments beside its parts."""
+        """The arguments of the constructor after the parts."""
         return ()
 
     def seed(self, seed: int, incarnation: int, worker: int | None, *, own: bool) -> None:
-        """Begin the streams of random numbers of each part."""
+        """Seed the random streams of each part."""
         for number, part in enumerate(self.parts):
             part.seed(seed, incarnation, number, worker, own=own)
 
     def passes(self) -> None:
-        """Pass over a slot in which no lane here is stepped, and elsewhere some are."""
+        """Skip the random numbers of a slot in which only lanes of other workers are stepped."""
         for part in self.parts:
             if part.random is not None:
                 part.random.take(1)
@@ -162,7 +166,7 @@ class Joint(nn.Module):
     # --- the trial --------------------------------------------------------------------------------
 
     def try_parts(self, trial: Trial) -> list[str]:
-        """Try each policy out on its part of a first observation; learn what all of them write.
+        """Try out each policy on its part of a first observation, and record the columns of all.
 
         Returns:
             Notes for users of the rows.
@@ -176,21 +180,22 @@ class Joint(nn.Module):
                 notes += [f"{_of_whom(part)}: {note}" for note in part.policy.notes]
                 self._add(part, found, dims)
         for key, spec in trial.env.full_action_spec.items(True, True):
-            # As the environment declares it, also where no policy acts.
+            # As the environment declares it, also if no policy acts.
             self.columns[as_key(key)] = SlabColumn(spec.dtype, tuple(spec.shape[trial.lead :]))
         return notes
 
     def _prepare(self, trial: Trial) -> None:
-        """Look at the environment, before any policy is tried out."""
+        """Inspect the environment before the first trial."""
 
     @abstractmethod
     def _tried(
         self, number: int, part: PolicyPart, policy: Policy, trial: Trial
     ) -> tuple[SlabColumns, Mapping[Key, int]]:
-        """Try ``policy`` out, which is that of ``part``.
+        """Try out ``policy``, which is that of ``part``.
 
         Returns:
-            The columns that it writes, and the batch sizes below them, as keys of a whole lane.
+            The columns that it writes, and the batch dimensions of nested keys, as keys of a whole
+            lane.
         """
 
     def _add(self, part: PolicyPart, columns: SlabColumns, dims: Mapping[Key, int]) -> None:
@@ -203,7 +208,7 @@ class Joint(nn.Module):
         self.batch_dims |= dims
 
     def _empty(self, td: TensorDictBase) -> TensorDict:
-        """A TensorDict of zeros for all that any part writes."""
+        """Return a TensorDict of zeros for all columns that any part writes."""
         batch = td.batch_size
         out = TensorDict({}, batch)
         for level in sorted(self.batch_dims, key=len):
@@ -215,12 +220,12 @@ class Joint(nn.Module):
 
 
 def part_of(id: PolicyId, one: OnePolicy) -> PolicyPart:
-    """Make a part of a policy as a caller gave it."""
+    """Make a part from a policy as a caller gave it."""
     policy = None
     with naming(whose(id)):
         if one.policy is not None:
             policy = Policy(one.policy, None, None)
-        device_of(one)  # this machine has it
+        device_of(one)  # raises if this machine does not have the device
     return PolicyPart(id, policy, one)
 
 
@@ -235,7 +240,7 @@ def _placed(
 
 
 def _given(part: PolicyPart) -> tuple[PolicyId, OnePolicy]:
-    """A part as it travels: a policy that was compiled as what it was made of."""
+    """Return a part's arguments for pickling; a compiled policy is replaced by its original."""
     source = None if part.policy is None else part.policy.source
     return part.id, replace(part.one, policy=source)
 
@@ -249,18 +254,18 @@ def _arrived(
 
 
 def opening_of(part: PolicyPart) -> dict[str, int]:
-    """Return the opening of a policy, for a manifest; empty where it has none."""
+    """Return the opening of a policy, for a manifest; empty if it has none."""
     return {"init_random_frames": part.opening} if part.opening else {}
 
 
 def named(part: PolicyPart) -> str | None:
-    """Return the name of a policy's class; None: it draws random actions."""
+    """Return the name of a policy's class; None if it draws random actions."""
     return None if part.policy is None else type(part.policy.source).__qualname__
 
 
 @contextmanager
 def naming(whose: str) -> Iterator[None]:
-    """A context whose errors get a note that says whose they are."""
+    """Add a note that names the policy to errors in the context."""
     try:
         yield
     except Exception as error:
@@ -271,11 +276,11 @@ def naming(whose: str) -> Iterator[None]:
 def put(
     part: PolicyPart, out: TensorDictBase, rows: Rows | None, found: Mapping[Key, torch.Tensor]
 ) -> None:
-    """Write the values of a part to its ``rows`` of ``out``; None: to all of them."""
+    """Write the values of a part to its ``rows`` of ``out``; None: to all rows."""
     lead = len(out.batch_size)
     for key, value in found.items():
         full = out.get(key, None)
-        if full is None:  # its own: no column
+        if full is None:  # a private key of the policy, which is no column
             shape = (*out.batch_size, *value.shape[lead:])
             out.set(key, torch.zeros(shape, dtype=value.dtype, device=value.device))
             full = out.get(key)

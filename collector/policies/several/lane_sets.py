@@ -1,4 +1,4 @@
-"""Lanes as callers name them, each of which has exactly one policy. Pure."""
+"""Sets of lanes as callers specify them; each lane has exactly one policy. Pure functions."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -6,15 +6,15 @@ from typing import Any, Literal, TypeAlias
 from tallyroll.collector.errors import ArgumentError
 
 LaneSet: TypeAlias = int | slice | range | Sequence[int] | Literal["rest"]
-"""Lanes of a policy: a number, numbers, a slice of all, or those that no other policy has."""
+"""Lanes of a policy: a number, numbers, a slice of all, or the lanes that no other policy has."""
 REST = "rest"
 
 
 def require_lanes(given: Any, policy: int) -> None:
-    """Refuse what names no lanes, of whatever number of them.
+    """Refuse a value that cannot specify lanes, for any number of lanes.
 
     Raises:
-        ArgumentError: says what was expected.
+        ArgumentError: the value is refused; the message describes valid ones.
     """
     if isinstance(given, (slice, range)) or _is_number(given):
         return
@@ -30,10 +30,10 @@ def require_lanes(given: Any, policy: int) -> None:
 
 
 def lanes_of_each(sets: Sequence[LaneSet], lanes: int) -> list[tuple[int, ...]]:
-    """Return the lanes of each policy, in ascending order, of a run with so many ``lanes``.
+    """Return the lanes of each policy, in ascending order, in a run of ``lanes`` lanes.
 
     Raises:
-        ArgumentError: a lane that there is not, one with two policies, or one without.
+        ArgumentError: a lane does not exist, has two policies, or has none.
     """
     found: list[tuple[int, ...]] = []
     owner: dict[int, int] = {}
@@ -72,7 +72,7 @@ def lanes_of_each(sets: Sequence[LaneSet], lanes: int) -> list[tuple[int, ...]]:
 
 
 def in_words(lanes: Sequence[int]) -> str:
-    """Return ascending ``lanes`` in words: ``0-5, 7``."""
+    """Format ascending ``lanes`` as text: ``0-5, 7``."""
     words, start = [], 0
     for at, lane in enumerate(lanes):
         if at + 1 == len(lanes) or lanes[at + 1] != lane + 1:

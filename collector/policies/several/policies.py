@@ -1,4 +1,4 @@
-"""Several policies of a run, as what chooses its actions and has its weights."""
+"""Several policies of a run, with the interface of one."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,16 +29,16 @@ from tallyroll.storage.rows.keys import Key
 
 
 class SeveralPolicies(Policy):
-    """Several policies, each with a version of its own; ``version`` counts updates of any.
+    """Several policies, each with its own version; ``version`` counts updates of any.
 
     Args:
         joint: the policies.
-        device: where they run, apart from those with a device of their own.
-        env_device: where actions are wanted.
+        device: their device, except for those with their own.
+        env_device: the device of actions.
     """
 
     openings: Openings
-    """Since :meth:`bind`."""
+    """Set by :meth:`bind`."""
 
     def __init__(
         self, joint: Joint, device: torch.device | None, env_device: torch.device | None
@@ -48,10 +48,10 @@ class SeveralPolicies(Policy):
         self._lanes = 0
 
     def bind(self, own: range, lanes: int) -> None:
-        """Act for the lanes ``own`` of ``lanes`` that the run has.
+        """Act for the lanes ``own`` of the ``lanes`` lanes of the run.
 
         Raises:
-            ArgumentError: some lane has no policy, or two.
+            ArgumentError: a lane has no policy, or two.
         """
         self._own, self._lanes = own, lanes
         self._joint.bind(own, lanes)
@@ -63,7 +63,7 @@ class SeveralPolicies(Policy):
         """Act for the ``lanes`` of a run, or for all of a ``part`` of one.
 
         Raises:
-            ArgumentError: as :meth:`bind`.
+            ArgumentError: as in :meth:`bind`.
         """
         of = lanes if part is None else part.run_lanes
         self.bind(range(of), of)
@@ -74,13 +74,13 @@ class SeveralPolicies(Policy):
 
     @property
     def _joint(self) -> Joint:
-        """The policies as one module; of a copy for a trial, the copied ones."""
+        """The policies as one module; in a copy for a trial, the copied module."""
         assert isinstance(self.module, Joint)
         return self.module
 
     @property
     def described(self) -> list[dict[str, Any]]:
-        """The policies, for a manifest."""
+        """Description of the policies for a manifest."""
         return self._joint.described
 
     @property
@@ -90,22 +90,24 @@ class SeveralPolicies(Policy):
 
     @property
     def draws(self) -> bool:
-        """True if some actions are random, also without ``init_random_frames``."""
+        """True if some actions are random even without the collector's ``init_random_frames``."""
         return any(part.opening or part.policy is None for part in self.parts)
 
     @property
     def policy_of_lane(self) -> NDArray[np.int64] | None:
-        """``[lane]``, the policy of each of its lanes; None if all act in every lane."""
+        """``[lane]``: the policy of each of its lanes; None if all act in every lane."""
         joint = self._joint
         return joint.of_lane if isinstance(joint, JointByLane) else None
 
     @property
     def row_version(self) -> Any:
-        """Version of the policy that acts, by lane; of groups, the number of all updates."""
+        """Version of the policy that acts, by lane; for groups, the number of all updates."""
         return self._joint.row_versions(self.version)
 
     def rows_of(self, drawn: Mask) -> tuple[Mask, Any]:
-        """Return how a slot is acted in of which ``drawn`` ``[policy, lane]`` begin at random.
+        """Return the lanes that act at random in a slot, and the versions of its rows.
+
+        ``drawn`` is ``[policy, lane]``, where openings act at random.
 
         Returns:
             The lanes that act at random, by group ``[policy, lane]``, and the versions of rows.
@@ -113,7 +115,7 @@ class SeveralPolicies(Policy):
         return self._joint.rows_of(drawn, self.version)
 
     def of_key(self, key: Key, random_lanes: Mask) -> Mask:
-        """Return the lanes ``[lane]`` of ``random_lanes`` in which a column is not a policy's."""
+        """Return the lanes ``[lane]`` of ``random_lanes`` in which no policy writes a column."""
         return self._joint.of_key(key, random_lanes)
 
     # --- acting -----------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ class SeveralPolicies(Policy):
     def try_parts(
         self, td: TensorDictBase, env: EnvBase, observations: Collection[Key], *, strict: bool
     ) -> None:
-        """Try each of them out, as `try_out` does one."""
+        """Try out each policy, as `try_out` does for one."""
         trial = Trial(td, env, observations, self._lanes, self._own.start, strict)
         self.notes += self._joint.try_parts(trial)
 
@@ -130,25 +132,25 @@ class SeveralPolicies(Policy):
         return self.around(td)
 
     def leave_out(self, random_lanes: Mask) -> None:
-        """Call no policy all of whose lanes act at random, in the next call.
+        """Skip policies in the next call if all of their lanes act at random.
 
-        ``random_lanes``: as :meth:`rows_of` returns them.
+        ``random_lanes`` is as :meth:`rows_of` returns it.
         """
         self._joint.leave_out(random_lanes)
 
     def passes(self) -> None:
-        """Pass over a slot in which no lane here is stepped, and elsewhere some are."""
+        """Skip the random numbers of a slot in which only lanes of other workers are stepped."""
         self._joint.passes()
 
     def seed(
         self, seed: int, incarnation: int, worker: int | None = None, *, own: bool = True
     ) -> None:
-        """Begin the streams of random numbers of each."""
+        """Seed the random streams of each policy."""
         self._joint.seed(seed, incarnation, worker, own=own)
 
     @property
     def generators(self) -> list[dict[str, Any]]:
-        """The places in the streams of random numbers."""
+        """The states of the random streams of each policy."""
         return [part.generators for part in self.parts]
 
     @generators.setter
@@ -160,16 +162,16 @@ class SeveralPolicies(Policy):
 
     @property
     def versions(self) -> dict[PolicyId, int]:
-        """Number of updates of each that has weights or a function."""
+        """Number of updates of each policy that is not random, by id."""
         versions = self._joint.versions.tolist()
         pairs = zip(self.parts, versions, strict=True)
         return {part.id: version for part, version in pairs if part.policy is not None}
 
     def of_id(self, policy_id: PolicyId | None) -> Policy:
-        """Return the policy of that id.
+        """Return the policy with an id.
 
         Raises:
-            ArgumentError: there is none, or it was not said.
+            ArgumentError: no policy has the id, or it is missing.
         """
         known = [*self.versions]
         if policy_id not in known:
@@ -185,23 +187,25 @@ class SeveralPolicies(Policy):
         return found
 
     def update_weights(self, weights: Weights = None, policy_id: PolicyId | None = None) -> None:
-        """Take new weights for one of them, and count its version up."""
+        """Load new weights for one policy, and increment its version."""
         self.of_id(policy_id).update_weights(weights)
         self._count(policy_id, 1)
 
     def looks_unchanged(self, rows: int) -> bool:
-        """Return True if live weights of all look as they did before the last batch."""
+        """Return True if the live weights of all look as they did before the last batch."""
         if self._opening.any():
             return False
-        for part in self.parts:  # no generator: a handler's exception in a closed one is lost
+        # Not a generator, in which an exception of a signal handler could be lost.
+        for part in self.parts:
             if part.policy is not None and not part.policy.looks_unchanged(rows):
                 return False
         return True
 
     def changed_unversioned(self) -> bool:
-        """Return True if live weights of any changed since the last call, and no version did.
+        """Return True if live weights changed since the last call without a new version.
 
-        A policy whose opening is not over, or has just ended, may not have acted yet.
+        A policy whose opening is not over, or has just ended, may not have acted yet, and is
+        ignored.
         """
         opening, self._opening = self._opening, self.openings.left > 0
         found = False
@@ -211,7 +215,7 @@ class SeveralPolicies(Policy):
         return found
 
     def take_back(self, policy_id: PolicyId | None = None) -> None:
-        """Count an update back that reached no worker."""
+        """Decrement the version, after an update that reached no worker."""
         self._count(policy_id, -1)
 
     def _count(self, policy_id: PolicyId | None, by: int) -> None:
@@ -220,14 +224,14 @@ class SeveralPolicies(Policy):
         self.version += by
 
     def begin_at(self, version: int) -> None:
-        """Count versions on from ``version``, where they are lower."""
+        """Raise versions to ``version`` if they are lower."""
         super().begin_at(version)
         self._joint.versions.clamp_(min=version)
 
     # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, buffers and versions of each, and the random actions that are left."""
+        """Return weights, buffers and versions of each, and the number of random actions left."""
         parts = [None if part.policy is None else part.policy.state_dict() for part in self.parts]
         return {
             "version": self.version,
@@ -238,7 +242,7 @@ class SeveralPolicies(Policy):
         }
 
     def misfit(self, state: Mapping[str, Any]) -> str | None:
-        """Say why a state is not of these policies; None: it is."""
+        """Return the reason why a state does not fit these policies; None if it fits."""
         mine = [part.id for part in self.parts]
         if "parts" not in state:
             return f"the state is of one policy, and this collector has {len(mine)}: {mine}"
@@ -257,7 +261,7 @@ class SeveralPolicies(Policy):
         self.openings.left[:] = state["openings"]
 
     def load_newer(self, state: Mapping[str, Any]) -> None:
-        """Take over weights of an earlier state, under versions that no weights had."""
+        """Restore the weights of an earlier state, under versions that no weights had."""
         left, newest = self.openings.left.copy(), max([self.version, *self.versions.values()])
         self.load_state_dict(state)
         self.begin_at(max(newest, self.version) + 1)
@@ -265,10 +269,10 @@ class SeveralPolicies(Policy):
 
 
 def _joint_of(policy: Any) -> Joint:
-    """Return several policies, as a caller gave them, as one.
+    """Combine several policies as a caller gave them.
 
     Raises:
-        ArgumentError: they are no list of lanes and policies, and no mapping of groups.
+        ArgumentError: they are neither a list of lanes and policies nor a mapping of groups.
     """
     if isinstance(policy, Mapping):
         groups = group_entries(policy)
@@ -279,7 +283,7 @@ def _joint_of(policy: Any) -> Joint:
 
 
 def given_policy(policy: Any) -> Any:
-    """Return a collector's argument ``policy``: several policies as one module."""
+    """Return the argument ``policy`` of a collector, with several policies as one module."""
     return _joint_of(policy) if are_several(policy) else policy
 
 
@@ -290,14 +294,14 @@ def policy_of(
     *,
     kinds: tuple[type[Policy], type[SeveralPolicies]] = (Policy, SeveralPolicies),
 ) -> Any:
-    """Return a result of `given_policy` as it acts: None, one of ``kinds[0]`` or ``kinds[1]``."""
+    """Wrap a result of `given_policy` as one of ``kinds[0]`` or ``kinds[1]``; None stays None."""
     if policy is None:
         return None
     return kinds[isinstance(policy, Joint)](policy, device, env_device)
 
 
 def openings_of(policy: Policy | None) -> Openings | None:
-    """Return the openings of several policies; None: none of them has one of its own."""
+    """Return the openings of several policies; None if none of them has one."""
     if isinstance(policy, SeveralPolicies) and policy.openings.asked.any():
         return policy.openings
     return None
@@ -305,7 +309,7 @@ def openings_of(policy: Policy | None) -> Openings | None:
 
 @contextmanager
 def streams_kept(policy: SeveralPolicies | None) -> Iterator[None]:
-    """A context that leaves the streams of random numbers of several policies as they were."""
+    """Restore the random streams of several policies after the context."""
     if policy is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""One of several policies as it acts: alone on its rows, with random numbers of its own."""
+"""One of several policies, which acts on only its rows and has its own random numbers."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -21,15 +21,15 @@ from tallyroll.collector.policies.trial import no_tensordict
 from tallyroll.storage.rows.keys import Key, as_key
 
 PolicyId = int | str
-"""The place of a policy in a list by lane, or the group that it acts for."""
+"""Index of a policy in a list by lane, or the group for which it acts."""
 
 
 class PolicyPart:
     """A policy that chooses some of the actions of a slot.
 
     Args:
-        id: of several policies, which one it is.
-        policy: on its device; None draws random actions.
+        id: identifies it among several policies.
+        policy: the policy on its device; None draws random actions.
         one: the policy as a caller gave it, and its options.
     """
 
@@ -38,24 +38,24 @@ class PolicyPart:
         self.rng = SlotRng()
         """Draws the actions of a part without a policy."""
         self.stream: torch.Tensor | None = None
-        """The state of torch's generator for its next call; None: the state as it comes."""
+        """State of torch's generator for its next call; None: the current state is used."""
         self.random: RandomActions | None = None
         self._env: EnvBase | None = None
         self._lanes: tuple[int, int] | None = None
 
     @property
     def opening(self) -> int:
-        """Transitions of its lanes that have random actions before it acts."""
+        """Number of transitions of its lanes that have random actions before it acts."""
         return self.one.init_random_frames
 
     @property
     def module(self) -> nn.Module | None:
-        """The policy's weights; None if it has none."""
+        """The module with the policy's weights; None if it has none."""
         module = None if self.policy is None else self.policy.module
         return module if isinstance(module, nn.Module) else None
 
     def copied(self) -> "PolicyPart":
-        """Return a copy whose calls leave no trace; an exception says that there can be none."""
+        """Return a copy whose calls have no side effects. Raise if that is not possible."""
         policy = None
         if self.policy is not None:
             policy = copy.copy(self.policy)
@@ -70,7 +70,7 @@ class PolicyPart:
     # --- random numbers ---------------------------------------------------------------------------
 
     def draws_for(self, env: EnvBase, lanes: int, first: int) -> None:
-        """Draw random actions for ``env``, whose lanes begin with ``first`` of ``lanes``."""
+        """Draw random actions for ``env``, whose first lane in the run is ``first``."""
         if self.policy is None:
             self._env, self._lanes = env, (lanes, first)
             self.random = RandomActions(env, self.rng, lanes, first)
@@ -78,9 +78,10 @@ class PolicyPart:
     def seed(
         self, seed: int, incarnation: int, number: int, worker: int | None, *, own: bool
     ) -> None:
-        """Begin the streams of its random numbers, which no other part changes.
+        """Seed its random streams, which no other part changes.
 
-        ``own``: torch's generator is this thread's alone, so that it can be another one meanwhile.
+        ``own`` is True if only this thread uses torch's generator, so that it can be replaced
+        during calls.
         """
         if self.policy is None:
             self.rng.seed(policy_seed(seed, incarnation, number))
@@ -93,7 +94,7 @@ class PolicyPart:
 
     @property
     def generators(self) -> dict[str, Any]:
-        """The places in its streams."""
+        """The states of its random streams."""
         return {"torch": self.stream, "actions": self.rng.state}
 
     @generators.setter
@@ -103,7 +104,7 @@ class PolicyPart:
     # --- actions ----------------------------------------------------------------------------------
 
     def __call__(self, td: TensorDictBase) -> dict[Key, torch.Tensor]:
-        """Return what it adds to ``td``: actions in the form that the environment takes."""
+        """Return the keys that it adds to ``td``, with actions in the form for the environment."""
         policy = self.policy
         assert policy is not None
         try:
@@ -141,13 +142,13 @@ class PolicyPart:
 
 
 def whose(id: PolicyId) -> str:
-    """Return the words for a policy in messages."""
+    """Return the name of a policy for messages."""
     return f"policy {id}" if isinstance(id, int) else f"the policy of the group {id!r}"
 
 
 @contextmanager
 def _generator_of_torch() -> Iterator[None]:
-    """A context that leaves torch's generator of the CPU as it was."""
+    """Restore torch's CPU generator after the context."""
     before = torch.get_rng_state()
     try:
         yield

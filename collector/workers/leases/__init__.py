@@ -1,1 +1,1 @@
-"""Transitions as they come from workers that never wait for one another (``mode="async"``)."""
+"""Leases: transitions from workers that never wait for one another (``mode="async"``)."""

@@ -1,4 +1,4 @@
-"""The budget of a run whose workers never wait: what each may step, and what is left."""
+"""The budget of an asynchronous run, divided among its workers by leases."""
 
 import sys
 from collections import deque
@@ -22,31 +22,32 @@ class Tally:
     """A worker's part of the budget."""
 
     fresh: bool = False
-    """Its lanes are to be reset with the next lease."""
+    """True if its lanes are reset at the start of the next lease."""
     leased: deque[Segment] = field(default_factory=deque)
-    """Segments whose leases have not come back, in the order in which it fills them."""
+    """Segments of outstanding leases, in the order in which the worker fills them."""
     tickets: int = 0
-    """Episodes that it may still complete."""
+    """Number of episodes that it may still complete."""
     pending: NDArray[np.bool_] | None = None
     """Lanes that ended in the last slot of its last lease."""
 
 
 class LeaseBudget:
-    """Makes leases of parts of the budget, and takes back what they did not use.
+    """Leases parts of the budget to workers, and reclaims the unused remainder.
 
-    A lease is for transitions, and comes back with at least as many (a worker steps all its
-    lanes); with a budget of episodes it grants tickets to start them, so that those which started
-    first are those that count, however long they last.
+    A lease asks for a number of transitions, and returns at least as many, because a worker steps
+    all of its lanes. With a budget of episodes a lease grants tickets to start them. The episodes
+    that started first are therefore those that count, however long they last.
 
     Args:
-        plan: what a slab looks like.
-        ledger: what was delivered before, which is not budget any more.
-        workers: how many there are.
-        frames: transitions a lease.
-        budget: of transitions.
-        episodes: the budget of episodes, where there is one.
-        openings: that many transitions, those leased first, have random actions.
-        exact: leases bring no more transitions than they are for (``surplus="never_step"``).
+        plan: the layout of a slab.
+        ledger: the counts of the run; transitions already delivered are not in the budget.
+        workers: number of workers.
+        frames: transitions per lease.
+        budget: the budget of transitions.
+        episodes: the budget of episodes; None if there is none.
+        openings: numbers of transitions with random actions, which the first leases get.
+        exact: True if leases return no more transitions than they ask for
+            (``surplus="never_step"``).
     """
 
     def __init__(
@@ -63,45 +64,45 @@ class LeaseBudget:
     ) -> None:
         self._exact = exact
         self._whole = not (plan.reset_slots or plan.marked or plan.arrivals)
-        """Every lane of a slot is a transition."""
+        """True if every lane of every slot is a transition."""
         self._plan, self._workers = plan, workers
         self._frames, self._budget, self._episodes = frames, budget, episodes
         self._openings = openings
         self._granted = 0
         self.drawing: Counts = np.zeros_like(openings.left)
-        """``[policy]``: transitions with random actions of leases that have not come back."""
+        """``[policy]``: transitions with random actions in outstanding leases."""
         self.begin(ledger, fresh=False)
 
     def begin(self, ledger: Ledger, fresh: bool) -> None:
-        """Lease what ``ledger`` leaves of the budget; ``fresh``: to lanes that are reset first."""
+        """Start to lease the rest of the budget, by ``ledger``; ``fresh``: reset lanes first."""
         remaining = self._budget.remaining(ledger.stored)
         self._unleased = sys.maxsize if remaining is None else remaining
         episodes = self._episodes
         self._tickets = 0 if episodes is None else episodes - ledger.episodes_complete
         self._unfinished = self._tickets
         self._tallies = [Tally(fresh) for _ in range(self._workers)]
-        # Sums over all workers are kept, for there may be a thousand of them.
+        # Totals are maintained here, because there may be a thousand workers.
         self._out = 0
         self.drawing[:] = 0
 
     @property
     def complete(self) -> bool:
-        """Every episode of the budget has ended."""
+        """True if every episode of the budget has ended."""
         return self._episodes is not None and self._unfinished <= 0
 
     @property
     def out(self) -> bool:
-        """Some leases have not come back."""
+        """True if leases are outstanding."""
         return self._out > 0
 
     @property
     def spent(self) -> bool:
-        """No transition is left to lease, unless one that is out comes back."""
+        """True if no transition is left to lease, unless an outstanding lease returns some."""
         return self._episodes is None and self._unleased <= 0
 
     @property
     def random_frames(self) -> int:
-        """Transitions of the run with random actions that are not leased yet."""
+        """Number of transitions with random actions of the run that are not leased yet."""
         return int(self._openings.left[0]) if self._openings.whole_run else 0
 
     @random_frames.setter
@@ -109,15 +110,15 @@ class LeaseBudget:
         if self._openings.whole_run:
             self._openings.asked[:] = self._openings.left[:] = min(count, MOST)
 
-    # --- leases that go out -----------------------------------------------------------------------
+    # --- granting ---------------------------------------------------------------------------------
 
     def lease(self, member: Member, segment: Segment) -> m.Lease | None:
-        """Lease a part of what is left, to be filled into ``segment``; None: there is none now."""
+        """Lease a part of the rest for ``segment``; return None if none can be leased now."""
         tally = self._tallies[member.index]
         tickets, frames = 0, segment.slab.slots * segment.slab.lanes
         surplus = 0 if self._exact else len(member.lanes) - 1
         if self._episodes is not None:
-            # Fewer and fewer, so that no worker is left with many when the others are done.
+            # Leases get smaller, so that no worker has many episodes left when the others are done.
             share = self._tickets // (2 * self._workers)
             tickets = min(self._tickets, max(len(member.lanes), share))
             if not tickets and not (tally.tickets and not tally.leased):
@@ -125,15 +126,15 @@ class LeaseBudget:
         else:
             if self._whole and min(self._frames, frames, self._unleased) % len(member.lanes) == 0:
                 surplus = 0
-            # So few that what comes with them is wanted as well. Only the very last ones, for
-            # which nothing else is under way, may bring too many.
+            # The lease is so small that the budget includes its surplus. Only the very last lease,
+            # when no other is outstanding, may return too many.
             wanted = self._unleased - surplus
             if wanted <= 0 and not self.out:
                 wanted = self._unleased
             frames = min(self._frames, frames, wanted)
             if frames <= 0:
                 return None
-        # Those of its last step that are more than wanted are rows too.
+        # Surplus transitions of its last step are rows too.
         reserved = min(frames + surplus, self._unleased)
         slots = segment.slab.slots
         if self._whole:
@@ -156,21 +157,27 @@ class LeaseBudget:
         return m.Lease(self._granted, segment.base, frames, random_frames, tickets, last, fresh)
 
     def _at_random(self, member: Member, reserved: int, slots: int) -> Counts | None:
-        """Return how many random actions of each policy a lease begins with; None: not now."""
+        """Return the number of random actions of each policy that a lease begins with.
+
+        Return None if the lease has to wait until outstanding leases return their random actions.
+        """
         openings = self._openings
         first = member.lanes.start - openings.first_lane
         lanes = openings.acts_in[:, first : first + len(member.lanes)].sum(axis=1)
         most = np.minimum(reserved, slots * lanes)
         drawn: Counts = np.minimum(openings.left, most)
         if ((drawn < most) & (self.drawing > 0)).any():
-            # What those leave over comes first: no lane acts at random after its policy did.
+            # Their remainder comes first: no lane acts at random after its policy acted.
             return None
         return drawn
 
-    # --- leases that come back --------------------------------------------------------------------
+    # --- returns ----------------------------------------------------------------------------------
 
     def take_back(self, member: Member, filled: m.LeaseResult) -> Segment:
-        """Take back what the oldest lease left over; its segment is free if nothing is in it."""
+        """Return the remainder of the oldest lease to the budget, and return its segment.
+
+        The segment is free if it holds no transitions.
+        """
         tally = self._tallies[member.index]
         segment = tally.leased.popleft()
         self._came_back(segment)
@@ -190,15 +197,15 @@ class LeaseBudget:
         self.drawing -= segment.random_frames
 
     def take_back_random(self, segment: Segment) -> None:
-        """Let others have random actions in the place of those that no block took."""
+        """Return the random actions of transitions that no block took to the budget."""
         self._openings.left += self.waiting_of(segment)
 
     def waiting_of(self, segment: Segment) -> Counts:
-        """Return how many of the transitions that no block took have random actions."""
+        """Return the number of transitions with random actions that no block took."""
         return self._openings.counted(segment.slab, slice(segment.used), segment.transitions)
 
     def lose(self, member: Member) -> LedgerEntry:
-        """Take the leases of a failed worker back; returns what it had executed, which is lost."""
+        """Take back the leases of a failed worker; return the counts of its lost transitions."""
         tally, lost = self._tallies[member.index], NOTHING
         self._tickets += tally.tickets
         for segment in tally.leased:
@@ -212,7 +219,7 @@ class LeaseBudget:
         return lost
 
     def _lost(self, member: Member, tally: Tally) -> LedgerEntry:
-        """Count what a worker had executed of the lease that it had begun."""
+        """Count the transitions that a worker had executed in the lease that it had begun."""
         segment, slab, plan = tally.leased[0], tally.leased[0].slab, self._plan
         slots, executed = counted_in(member.board[COUNTED])
         counted = min(max(0, slots - segment.base), slab.slots)
@@ -220,9 +227,9 @@ class LeaseBudget:
         pending = np.zeros(slab.lanes, np.bool_) if tally.pending is None else tally.pending
         if counted and plan.reset_slots:
             pending = ended_in(slab, counted - 1, counted)[0]
-        # What the worker counted may have been thinned out by an episode budget since.
+        # An episode budget may have removed some of the slots that the worker counted.
         executed += int(plan.executed(slab, counted, filled, pending).sum())
-        if self._exact:  # of the last slot it stepped only as many lanes as were missing
+        if self._exact:  # it stepped only the missing lanes of the last slot
             executed = min(executed, segment.reserved)
         slots = filled * slab.lanes if plan.reset_slots or plan.marked else executed
         return LedgerEntry(slots, executed, slots - executed, executed)

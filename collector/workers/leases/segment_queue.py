@@ -1,4 +1,4 @@
-"""The queue of what workers filled, from which a collector takes its blocks."""
+"""Queue of filled segments, from which a collector takes its blocks."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,37 +13,37 @@ from tallyroll.collector.workers.leases.segment import Emptied, Segment, Segment
 
 
 class SegmentQueue:
-    """Gives blocks of the segments that came first, with the counts since the block before.
+    """Returns blocks of the oldest segments, with the counts since the block before.
 
     Args:
-        segments: those of each worker.
-        lanes: of the run.
+        segments: the segments of each worker.
+        lanes: number of lanes of the run.
     """
 
     def __init__(self, segments: Sequence[Sequence[Segment]], lanes: int) -> None:
         self._segments, self._lanes = segments, lanes
         self.waiting: deque[Segment | range] = deque()
-        """Segments to take, and lanes whose trajectories are others from there on."""
+        """Segments to take, and ranges of lanes whose trajectories are cut at that place."""
         self._entry = NOTHING
         """Events since the last block."""
         self.held = 0
-        """Transitions that came back and wait for the next block."""
+        """Number of returned transitions that wait for the next block."""
 
-    # --- what came --------------------------------------------------------------------------------
+    # --- arrivals ---------------------------------------------------------------------------------
 
     def came(self, segment: Segment, entry: LedgerEntry) -> None:
-        """Count ``entry``, and let ``segment`` wait if there is anything in it."""
+        """Count ``entry``, and append ``segment`` unless it is empty."""
         self.count(entry)
         if not segment.free:
             self.waiting.append(segment)
             self.held += segment.left
 
     def count(self, entry: LedgerEntry) -> None:
-        """Count events; the next block has them."""
+        """Count events; the next block reports them."""
         self._entry = self._entry.plus(entry)
 
     def recount(self) -> None:
-        """Count again what waits, after an exception that may have come between two counts."""
+        """Recompute the number of waiting transitions, which an exception may have left stale."""
         self.held = 0
         for each in self.segments:
             each.left = int(np.count_nonzero(each.transitions))
@@ -66,10 +66,10 @@ class SegmentQueue:
                 found.append(PendingTransitions(none, none.astype(np.bool_), self._flags(each)))
         return found
 
-    # --- what is given ----------------------------------------------------------------------------
+    # --- blocks -----------------------------------------------------------------------------------
 
     def block(self, want: int, emptied: Emptied) -> Block:
-        """At most ``want`` transitions of what came first; none where nothing waits."""
+        """Return at most ``want`` transitions of the oldest entry; none if the queue is empty."""
         if not self.waiting:
             return self._nothing()
         first = self.waiting[0]
@@ -95,7 +95,7 @@ class SegmentQueue:
         return block
 
     def _flags(self, lanes: range) -> NDArray[np.bool_]:
-        """Return marks of some lanes among all of the run."""
+        """Return ``lanes`` as flags over all lanes of the run."""
         flags = np.zeros(self._lanes, np.bool_)
         flags[lanes.start : lanes.stop] = True
         return flags
@@ -107,17 +107,17 @@ class SegmentQueue:
         return block
 
     def take_entry(self) -> LedgerEntry:
-        """Return the counts since the last block, which no block has then."""
+        """Return the counts since the last block, and reset them."""
         entry, self._entry = self._entry, NOTHING
         return entry
 
     def drop(self, segment: Segment) -> None:
-        """Let ``segment``, of which all was taken, wait no more."""
+        """Remove ``segment``, which is empty, from the queue."""
         if self.waiting and self.waiting[0] is segment:
             self.waiting.popleft()
 
     def salvage(self, sound: Sound, most: int, emptied: Emptied) -> Iterator[Block]:
-        """After an error: all that waits, each worker's as far as it is ``sound``."""
+        """Yield all waiting segments after an error, for each worker only the ``sound`` slots."""
         broken: set[int] = set()
         while self.waiting:
             each = self.waiting[0]
@@ -130,15 +130,15 @@ class SegmentQueue:
             self._discard(each, good)
             block = self._take(each, good, most, emptied)
             most -= len(block)
-            yield block  # until it is given, it is counted as held
+            yield block  # counted as held until it is delivered
             self._discard(each, 0)
             self.drop(each)
-        yield self._nothing()  # what was thrown away behind the last one
+        yield self._nothing()  # counts of transitions discarded after the last block
 
-    # --- what is thrown away ----------------------------------------------------------------------
+    # --- discarding -------------------------------------------------------------------------------
 
     def discard(self) -> NDArray[np.bool_]:
-        """Throw away all that waits; returns its lanes."""
+        """Discard all that waits; return the lanes that it came from."""
         lanes = np.zeros(self._lanes, np.bool_)
         for each in self.segments:
             first = each.slab.first_lane
@@ -149,14 +149,14 @@ class SegmentQueue:
         return lanes
 
     def discard_from(self, place: int) -> None:
-        """Throw away what waits from ``place`` on, because something before it was missed."""
+        """Discard all entries from ``place`` on, because an answer before them was missed."""
         while len(self.waiting) > place:
             each = self.waiting.pop()
             if isinstance(each, Segment):
                 self._discard(each, 0)
 
     def _discard(self, segment: Segment, start: int) -> None:
-        """Count the transitions from slot ``start`` on that no block took, and forget them."""
+        """Discard the transitions from slot ``start`` on that no block took, and count them."""
         rest = segment.transitions[start:]
         gone = int(np.count_nonzero(rest))
         self.count(LedgerEntry(discarded=gone))

@@ -1,4 +1,4 @@
-"""The source of a collector whose workers never wait for one another (``mode="async"``)."""
+"""Source of transitions from workers that never wait for one another (``mode="async"``)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,14 +32,14 @@ from tallyroll.storage.rows.keys import Key
 
 
 class LeasedAtRandom:
-    """A part of `Leases`, which says how many random actions are not in blocks."""
+    """Part of `Leases` that reports how many random actions are not in blocks."""
 
     _budget: LeaseBudget
     _queue: SegmentQueue
 
     @property
     def random_frames(self) -> int:
-        """Transitions with random actions that are not leased yet."""
+        """Number of transitions with random actions that are not leased yet."""
         return self._budget.random_frames
 
     @random_frames.setter
@@ -47,7 +47,7 @@ class LeasedAtRandom:
         self._budget.random_frames = count
 
     def drawn_ahead(self, openings: Openings) -> Counts:
-        """Return how many random actions are leased, or came back and are in no block."""
+        """Return the number of random actions that are leased, or returned and in no block yet."""
         if not openings.asked.any():
             return openings.left
         waiting = [self._budget.waiting_of(segment) for segment in self._queue.segments]
@@ -56,7 +56,7 @@ class LeasedAtRandom:
 
 
 class _Woken(BaseException):
-    """A signal's handler waits; raised and caught around the wait for workers alone."""
+    """A signal handler waits. Raised and caught only around the wait for workers."""
 
 
 def _wake() -> None:
@@ -64,18 +64,18 @@ def _wake() -> None:
 
 
 class Leases(LeasedAtRandom):
-    """Sends leases to workers, and gives what comes back in blocks.
+    """Sends leases to workers, and returns their transitions in blocks.
 
     Args:
         pool: the workers.
-        startup: replaces one that failed.
-        place: where their segments lie.
-        share: who has which lanes.
+        startup: replaces workers that fail.
+        place: the memory with the segments.
+        share: the lanes of each worker.
         budget: makes the leases.
     """
 
     paused = False
-    """Workers do not wait for each other."""
+    """Always False: workers do not wait for each other."""
 
     def __init__(
         self,
@@ -98,24 +98,24 @@ class Leases(LeasedAtRandom):
         self.slabs = [segment.slab for each in self._segments for segment in each]
         self.counts = Decision("by lane", "workers fill the slots")
         self._hungry = {*range(len(share.lanes))}
-        """Workers that may have a segment which is free."""
+        """Workers that may have a free segment."""
         self._stopping = False
         self._missed = False
-        """True if an exception came between an answer and its count: what follows has a gap."""
+        """True if an exception came between an answer and its count, which leaves a gap."""
 
     # --- leases -----------------------------------------------------------------------------------
 
     def _grant(self) -> None:
-        """Give leases for all segments that are free, while there is a budget."""
+        """Lease all free segments while the budget lasts."""
         if self._stopping or self._budget.complete or self._budget.spent:
             return
-        for _ in self._segments[0]:  # one each, then another: no worker is left without
+        for _ in self._segments[0]:  # one each, then a second one, so that every worker gets one
             for index in sorted(self._hungry):
                 member = self._worker_pool.members[index]
                 if not member.ready and member.failed is None:
-                    continue  # it comes in the place of another
+                    continue  # a replacement that is not ready
                 if self._worker_pool.central is not None and member.asked:
-                    continue  # before it has answered, it is asked nothing but what is chosen
+                    continue  # it accepts only actions until it has answered
                 free = [segment for segment in self._segments[index] if segment.free]
                 if not free:
                     self._hungry.discard(index)
@@ -124,7 +124,7 @@ class Leases(LeasedAtRandom):
 
     @property
     def _awaited(self) -> bool:
-        """Leases will come back, or there will be a worker to give one to."""
+        """True if a lease will come back, or a replacement will be ready to get one."""
         return self._budget.out or (
             self._startup.replacements.under_way and not (self._stopping or self._budget.complete)
         )
@@ -141,7 +141,7 @@ class Leases(LeasedAtRandom):
             self._missed = True
             self._queue.recount()
             raise
-        try:  # once all is counted: the first may be the end
+        try:  # only after all are counted, because the first may end the run
             for member, answer in events:
                 self._startup.replacements.hears(member, answer)
             for member, error in failed:
@@ -151,13 +151,13 @@ class Leases(LeasedAtRandom):
             raise
 
     def _replace(self, member: Member, error: Exception) -> None:
-        """Cut the lanes of a worker that failed, and start another one if any is to step on."""
+        """Cut the lanes of a worker that failed, and replace it unless the run is ending."""
         self._queue.waiting.append(member.lanes)
         if not (self._stopping or self._budget.complete):
             self._startup.replace(member, error, None)
 
     def _counted(self, events: Iterable[Event]) -> list[tuple[Member, Exception]]:
-        """Count what came back or is lost; returns workers that failed."""
+        """Count returned and lost transitions; return the workers that failed."""
         failed = []
         for member, answer in events:
             self._hungry.add(member.index)
@@ -172,10 +172,10 @@ class Leases(LeasedAtRandom):
                 failed.append((member, failure))
         return failed
 
-    # --- blocks, as a collector takes them --------------------------------------------------------
+    # --- interface of a source --------------------------------------------------------------------
 
     def block(self, want: int) -> Block:
-        """At most ``want`` transitions of what came first; waits for some, if any will come."""
+        """Return at most ``want`` of the oldest transitions; wait for some if any will come."""
         self._grant()
         queue = self._queue
         while not queue.waiting and self._awaited and not waits():
@@ -186,7 +186,7 @@ class Leases(LeasedAtRandom):
         return queue.block(want, self._emptied)
 
     def _emptied(self, segment: Segment, kept: bool) -> None:
-        """All of ``segment`` was taken; it may be filled again unless its rows are ``kept``."""
+        """Free ``segment``, which is empty, unless its rows are ``kept``."""
         self._queue.drop(segment)
         segment.kept, segment.free = kept, not kept
         if not kept:
@@ -195,22 +195,22 @@ class Leases(LeasedAtRandom):
 
     @property
     def boards(self) -> list[Any]:
-        """The words of each worker."""
+        """The board of each worker."""
         return [member.board for member in self._worker_pool.members]
 
     @property
     def held(self) -> int:
-        """Transitions that came back and wait for the next block."""
+        """Number of returned transitions that wait for the next block."""
         return self._queue.held
 
     @contextmanager
     def still(self) -> Iterator[Sequence[PendingTransitions]]:
-        """Let workers end the steps under way; they go on after the context."""
+        """Let workers end the steps in progress; they continue after the context."""
         out, failed = self._budget.out, self._settle()
         if not (self._stopping or self._budget.complete):
             self._worker_pool.go_on()
         for member, error in failed:
-            with suppress(WorkerError):  # it may not be replaced: the next block says so
+            with suppress(WorkerError):  # if it may not be replaced, the next block reports it
                 self._replace(member, self._startup.allowed(error))
         yield self._queue.all_held()
         if out:
@@ -218,12 +218,15 @@ class Leases(LeasedAtRandom):
 
     @property
     def dry(self) -> bool:
-        """No more will come: the run was stopped, or its episodes are complete."""
+        """True if no more transitions will come, because the run or its budget ended."""
         ends = self._stopping or self._budget.complete
         return ends and not self._budget.out and not self._queue.waiting
 
     def discard(self, rewards: Sequence[Key]) -> DiscardedTransitions:
-        """Throw away all that no block gave. Lanes have no slot in common: nothing is summed up."""
+        """Discard all transitions that are in no block.
+
+        Lanes have no slot in common, so that no rewards are summed up.
+        """
         self._settle()
         for segment in self._queue.segments:
             self._budget.take_back_random(segment)
@@ -240,7 +243,7 @@ class Leases(LeasedAtRandom):
             self._worker_pool.go_on()
 
     def salvage(self, sound: Sound, most: int) -> Iterator[Block]:
-        """After an error: all that came back, each worker's as far as it is ``sound``."""
+        """Yield all returned segments after an error, for each worker only the ``sound`` slots."""
         self._stopping = True
         before = len(self._queue.waiting)
         self._queue.recount()
@@ -250,19 +253,19 @@ class Leases(LeasedAtRandom):
         yield from self._queue.salvage(sound, most, self._emptied)
 
     def refused(self) -> tuple[Slab, int, NDArray[np.bool_]] | None:
-        """Return None: it is not known whose lanes they were."""
+        """Return None: the lanes are not known."""
         return None
 
     def go_on(self) -> None:
         """Do nothing: workers never paused."""
 
     def stop(self) -> None:
-        """End after the steps under way. Safe to call from a signal handler."""
+        """End after the steps in progress. Safe to call from a signal handler."""
         self._stopping = True
         self._worker_pool.halt()
 
     def _settle(self) -> list[tuple[Member, Exception]]:
-        """Halt, and hear of all leases; return workers that failed."""
+        """Halt, and wait for all leases; return the workers that failed."""
         failed = []
         if self._budget.out:
             events = self._worker_pool.settle(patient=not self._stopping)

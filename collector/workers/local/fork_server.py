@@ -1,8 +1,8 @@
 """Fork server of worker processes: it imports torch and TorchRL once, and forks each worker.
 
-Multiprocessing has one fork server for the whole program, which may use it with modules and an
-environment of its own, so workers have another one. It is reached by a socket pair, which has no
-name, and ends when its parent closes the other socket or is killed.
+Multiprocessing has one fork server for the whole program, which may use it with its own modules
+and environment. Workers therefore have a separate server. The parent reaches it through a socket
+pair, which has no name. The server ends when its parent closes the other socket or is killed.
 """
 
 import errno
@@ -48,9 +48,9 @@ from tallyroll.collector.compat import (
 from tallyroll.collector.workers.local.lifetime import IGNORED
 
 PRELOADED = "tallyroll.collector.workers.local.process_main"
-"""The module that the server imports, with all that workers need of torch and TorchRL."""
+"""The module that the server imports, with everything that workers need of torch and TorchRL."""
 _START_SECONDS = 120.0
-"""How long the server may take to import."""
+"""Seconds that the server may take to import."""
 _FORK_SECONDS = 30.0
 _ALONE = {
     # Libraries that start threads when they are loaded start none: a fork has only one.
@@ -61,37 +61,37 @@ _ALONE = {
 
 
 def default_start_method() -> str:
-    """Return ``"forkserver"``, or ``"spawn"`` where our server would be wrong.
+    """Return ``"forkserver"``, or ``"spawn"`` if our server is not usable.
 
-    Each child of multiprocessing, such as a data loader's worker, would start a server of its own.
-    A program that preloads modules expects a fork server to have them.
+    Each child of multiprocessing, such as a data loader's worker, would start its own server. A
+    program that preloads modules expects a fork server to have them.
     """
     refused = (
         "forkserver" not in get_all_start_methods()
         or parent_process() is not None
         or modules_of_caller()
-        or hasattr(sys, "frozen")  # an executable, which runs no other code
+        or hasattr(sys, "frozen")  # an executable that cannot run other code
     )
     return "spawn" if refused else "forkserver"
 
 
 def modules_of_caller() -> list[str]:
-    """Return the modules that the program lets multiprocessing's fork server import."""
+    """Return the modules that the program preloads in multiprocessing's fork server."""
     return [each for each in preloaded_modules() if each not in ("__main__", PRELOADED)]
 
 
 class ForkServer:
-    """A process that forks workers; started when the first one is, and again if it died."""
+    """A process that forks workers. It starts with the first worker, and again if it died."""
 
     _control: socket.socket | None = None
-    """Our end of the pair; there is none before the server is ready."""
+    """Our end of the socket pair; None until the server is ready."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Leave the server to our parent, of which this process is a fork."""
-        self._lock = threading.RLock()  # a thread that is not here may hold the one before
+        """Forget the server, which belongs to the process that forked this one."""
+        self._lock = threading.RLock()  # a thread that does not exist here may hold the old lock
         self._pid = 0
         self._drop()
 
@@ -127,25 +127,25 @@ class ForkServer:
                 if not wait([ours], _START_SECONDS) or not ours.recv(1):
                     raise OSError(errno.EAGAIN, "the fork server did not start")
             except BaseException:
-                ours.close()  # it ends
+                ours.close()  # this ends the server
                 raise
             self._control = ours
 
     def fork(self, files: Sequence[int]) -> tuple[int, int, int]:
-        """Start a process that has ``files``.
+        """Start a process that inherits ``files``.
 
         Returns:
-            The end of a pipe that sends its exit status, the end of a pipe that takes its pickled
-            content, and its id.
+            The reading end of a pipe with its exit status, the writing end of a pipe for its
+            pickled content, and its process id.
 
         Raises:
-            OSError: a limit of the system does not allow it.
+            OSError: a limit of the system was reached.
         """
         with self._lock:
             self.start()
             try:
                 return self._fork(files)
-            except ConnectionError:  # it died after it was looked at
+            except ConnectionError:  # it died after the check in `start`
                 self.start()
                 return self._fork(files)
 
@@ -175,7 +175,7 @@ class ForkServer:
             raise OSError(errno.EAGAIN, "the fork server could not fork") from error
 
     def _ended(self) -> bool:
-        """Return whether the server has closed its end, from which nothing more comes."""
+        """Return True if the server has closed its end of the socket."""
         assert self._control is not None
         return bool(wait([self._control], 0))
 
@@ -195,7 +195,7 @@ class ForkedProcess(process.BaseProcess):
 
 
 class _Popen(popen_forkserver.Popen):
-    """Sends a process object to :data:`SERVER`; its base class has a server of its own."""
+    """Sends a process object to :data:`SERVER`, while its base class uses another server."""
 
     _fds: list[int]
 
@@ -223,9 +223,10 @@ def _close(*files: int) -> None:
 
 
 class State:
-    """State of the parent, set in a forked process that unpickles it.
+    """State of the parent, which a forked process applies when it unpickles this object.
 
-    Environment variables, umask, standard output and error. Random generators are seeded again.
+    It consists of environment variables, umask, standard output and error. Random generators get
+    new seeds.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -242,10 +243,10 @@ def _set_state(environment: dict[str, str], umask: int, outputs: dict[int, Any])
         file = output.detach()
         os.dup2(file, number)
         os.close(file)
-    # Libraries that are loaded do not read these again. Torch gets its number with the job.
+    # Loaded libraries do not read these variables again. The job sets the number for torch.
     set_openblas_threads(int(environment.get("OPENBLAS_NUM_THREADS", "1")))
     choose_render_device()
-    # A fork copies these generators. Python seeds its own.
+    # Reseed these generators, which a fork copies. Python reseeds its own.
     np.random.seed()
     torch.default_generator.seed()
 
@@ -259,13 +260,13 @@ def _is_open(number: int) -> bool:
 
 
 def _umask() -> int:
-    """Return the umask, which os.umask would only return by changing it for all threads."""
+    """Return the umask. os.umask would have to change it for all threads."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
 
 
 def _share_limits(pid: int) -> None:
-    """Give a process the limits and the CPUs of this one."""
+    """Apply the limits and the CPU affinity of this process to another."""
     with suppress(OSError, ValueError):
         for name in (each for each in dir(resource) if each.startswith("RLIMIT_")):
             limit = getattr(resource, name)
@@ -275,7 +276,7 @@ def _share_limits(pid: int) -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Context in which a terminal's signals do not reach a process that starts."""
+    """Block a terminal's signals in processes that start inside the context."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         yield
@@ -283,11 +284,11 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# --- in the server --------------------------------------------------------------------------------
+# --- server process -------------------------------------------------------------------------------
 
 
 def _launched(control: int) -> int:
-    """Start the server, which imports modules from where this process does."""
+    """Start the server, with the import path of this process."""
     paths = [each for each in sys.path if isinstance(each, str)]
     code = (
         f"import os, sys; os.environ.update({_ALONE}); sys.path[:] = {paths}; "
@@ -306,10 +307,10 @@ def serve(control: int) -> None:
     wakes, wake = os.pipe()
     os.set_blocking(wakes, False)
     os.set_blocking(wake, False)
-    before = signal.signal(signal.SIGCHLD, lambda *_: None)  # without one, nothing wakes
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, no wakeup occurs
     signal.set_wakeup_fd(wake)
     channel = socket.socket(fileno=control)
-    with open(os.devnull, "r+b") as null:  # else it would keep pipes open that others wait for
+    with open(os.devnull, "r+b") as null:  # otherwise it would keep pipes open that others wait for
         for number in range(3):
             os.dup2(null.fileno(), number)
     statuses: dict[int, int] = {}
@@ -330,7 +331,7 @@ def serve(control: int) -> None:
         try:
             pid = os.fork() if len(files) == count[0] else None
         except OSError:
-            pid = None  # the parent reads the end of a status
+            pid = None  # the parent reads an end of file instead of a status
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, before)
@@ -345,13 +346,13 @@ def serve(control: int) -> None:
 
 
 def _run(files: list[int]) -> None:
-    """Be the process that the first of ``files`` describes."""
+    """Run the process that the first of ``files`` describes, and exit."""
     code = 1
     try:
         for file in files:
             os.set_inheritable(file, False)
         code = run_sent(*files)
-    except BaseException:  # noqa: BLE001  nothing is above
+    except BaseException:  # noqa: BLE001  no caller could handle it
         traceback.print_exc()
         sys.stderr.flush()
     finally:
@@ -370,5 +371,5 @@ def _report_ended(statuses: dict[int, int]) -> None:
 
 
 def _write(file: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # the parent wants none
+    with suppress(BrokenPipeError):  # the parent does not read it
         forkserver.write_signed(file, number)

@@ -1,4 +1,4 @@
-"""End workers with their parent, and by signals to their groups, not by the terminal's."""
+"""Lifetime of worker processes: they end with their parent, and ignore a terminal's signals."""
 
 import fcntl
 import os
@@ -6,26 +6,29 @@ import signal
 from multiprocessing.connection import wait
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""A terminal, a shell and a batch system send these to whole groups: the parent decides."""
+"""Signals that a terminal, a shell or a batch system sends to whole groups.
+
+The parent handles them.
+"""
 
 
 def _nothing(number: int, frame: object) -> None:
-    """A handler and not SIG_IGN, which the environment's own processes would inherit."""
+    """Ignore a signal by a handler; an environment's own processes would inherit SIG_IGN."""
 
 
 def end_with_parent(alive: int) -> None:
-    """Lead a process group of our own, which the kernel kills when the parent dies.
+    """Make this process the leader of a group that the kernel kills when the parent dies.
 
-    So nothing of us is left, whatever we do then: not a step that hangs, not the processes that
-    an environment started. ``alive`` is what :func:`kill_when_closed` was given.
+    The group includes processes that an environment started, and ends even if a step hangs.
+    ``alive`` is the pipe that was given to :func:`kill_when_closed`.
     """
     for number in IGNORED:
         signal.signal(number, _nothing)
         signal.siginterrupt(number, False)
     os.setpgid(0, 0)
-    # They were blocked since before we were born, so that none hit us while we imported.
+    # They were blocked before this process started, so that none interrupted its imports.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    # The same pipe, opened again: what the parent sets on its own may come before or after.
+    # The same pipe, opened again: its settings do not depend on what the parent sets on its own.
     again = os.open(f"/proc/self/fd/{alive}", os.O_RDONLY | os.O_CLOEXEC)
     kill_when_closed(again, -os.getpgrp())
     if wait([alive], 0):  # the parent died meanwhile
@@ -33,10 +36,10 @@ def end_with_parent(alive: int) -> None:
 
 
 def kill_when_closed(pipe: int, owner: int) -> None:
-    """Let the kernel kill ``owner`` when ``pipe``, a reading end, has no writer any more.
+    """Let the kernel kill ``owner`` when the last writer of ``pipe``, a reading end, closes it.
 
-    ``owner`` is a process, or minus a process group. What is set belongs to all who have got
-    ``pipe`` from one another.
+    ``owner`` is a process id, or the negative of a process group. The setting belongs to the open
+    file description, which all processes that inherited ``pipe`` share.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, owner)
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
@@ -44,7 +47,7 @@ def kill_when_closed(pipe: int, owner: int) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a worker and all that its environment started."""
+    """Kill a worker and all processes that its environment started."""
     for kill in (os.killpg, os.kill):  # it may not lead a group yet
         try:
             kill(pid, signal.SIGKILL)

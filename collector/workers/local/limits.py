@@ -12,24 +12,25 @@ from tallyroll.collector.compat import is_starting
 from tallyroll.collector.errors import ArgumentError
 
 UNGUARDED: Final = 78
-"""The exit status of a worker that came to the collector's construction itself."""
+"""Exit status of a worker that constructs the collector itself."""
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-"""Open files, of the process or of all; processes, or memory for one."""
+"""Error numbers for limits: open files per process and in total, processes, and memory."""
 
 
 def require_guard() -> None:
     """End this process if it is a worker that is still importing its main module.
 
-    A process that is not forked imports the main module again, to find there what it is sent.
-    What stands in it without ``if __name__ == "__main__":`` runs again too: each worker would
-    start workers of its own.
-    Source: "Safe importing of main module" in the documentation of ``multiprocessing``.
+    A process that is not forked imports the main module again, to find the objects that it
+    receives. Code in it outside of ``if __name__ == "__main__":`` runs again too, so that each
+    worker would start workers of its own. Source: "Safe importing of main module" in the
+    documentation of ``multiprocessing``.
 
     Raises:
-        ArgumentError: workers could not import the main module, which came from stdin.
+        ArgumentError: the main module came from stdin, so that workers could not import it.
     """
     if is_starting():
-        os._exit(UNGUARDED)  # the parent says why; a fork server would make another status of it
+        # The parent reports it; a fork server would change an exception to another status.
+        os._exit(UNGUARDED)
     if getattr(sys.modules.get("__main__"), "__file__", None) == "<stdin>":
         raise ArgumentError(
             "expected a program that worker processes can import, got one that was read from "
@@ -39,7 +40,7 @@ def require_guard() -> None:
 
 @contextmanager
 def limits_named(num_workers: int) -> Iterator[None]:
-    """Say which limit of the system it was that kept workers from being started.
+    """Translate a system error into one that names the limit which prevented workers from starting.
 
     Raises:
         ArgumentError: instead of the system's error.

@@ -1,7 +1,7 @@
-"""Memory that processes share, without a name, and how much of it there is to be had.
+"""Anonymous memory that processes share, and a check that enough of it is available.
 
 A memfd has no name in ``/dev/shm``: the kernel frees it with the last process that holds it,
-however that process ends. Only its file descriptor travels, by
+however that process ends. Only its file descriptor is sent, by
 ``multiprocessing.reduction.send_handle``.
 """
 
@@ -22,7 +22,7 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.storage.engine.available_memory import available_bytes
 
 ALIGNMENT = 64
-"""Bytes, a cache line: two processes that write neighbours do not slow each other down."""
+"""Bytes of a cache line, so that writers of neighbors do not slow each other down."""
 
 Shape = Sequence[int]
 
@@ -32,56 +32,55 @@ def _next_start(end: int) -> int:
 
 
 class Measure:
-    """Adds up what the same calls would carve from an :class:`Arena`.
+    """Computes the size of an :class:`Arena` for the same calls.
 
-    What it returns has shape and dtype, and no memory.
+    The results have shape and dtype, but no memory.
     """
 
     def __init__(self) -> None:
         self.end = 0
-        """Bytes wanted so far: the size of an arena that can hold them."""
+        """Bytes requested so far: the minimum size of an arena for them."""
 
     def _add(self, nbytes: int) -> None:
         self.end = _next_start(self.end) + nbytes
 
     def array(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
-        """An array of zeros ``shape``, all its entries one, not to be written to."""
+        """Return an array of zeros ``shape`` that shares one element; it must not be written to."""
         one = np.zeros((), dtype)
         self._add(math.prod(shape) * one.itemsize)
         return np.broadcast_to(one, tuple(shape))
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """A meta tensor ``shape``."""
+        """Return a meta tensor ``shape``."""
         self._add(math.prod(shape) * dtype.itemsize)
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 class Arena:
-    """Shared memory that arrays and tensors are carved from, one behind the other.
+    """Shared memory from which arrays and tensors are allocated one after another.
 
-    Two processes that ask in the same order for the same shapes and dtypes get the same
-    memory. Pages take room when they are first written, and until then are zeros. Made by
-    :meth:`create` or :meth:`attach`; what was carved stays usable, and keeps the memory, after
-    the arena is gone.
+    Two processes that ask in the same order for the same shapes and dtypes get the same memory.
+    Pages are zero, and occupy memory only after the first write. :meth:`create` and :meth:`attach`
+    make arenas. Arrays and tensors stay usable, and keep the memory, after the arena is freed.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
-        """The memory's file descriptor; the arena's to close."""
+        """File descriptor of the memory, which the arena closes."""
         self.nbytes = nbytes
         self.end = 0
-        """Bytes carved so far."""
+        """Bytes allocated so far."""
         weakref.finalize(self, os.close, fd)
-        # An empty file cannot be mapped: it has a byte that no column has.
+        # An empty file cannot be mapped, so that it has one byte which no column uses.
         memory = mmap.mmap(fd, max(1, nbytes))
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
 
     @classmethod
     def create(cls, nbytes: int) -> "Arena":
-        """New memory of ``nbytes`` bytes, all 0. It cannot be made smaller or larger.
+        """Allocate new memory of ``nbytes`` bytes, all 0, whose size cannot change.
 
         Raises:
-            OSError: a limit of this process (files, address space) does not allow it.
+            OSError: a limit of this process (files, address space) was reached.
         """
         fd = os.memfd_create("tallyroll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -96,29 +95,29 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> "Arena":
-        """The memory of another process's arena. ``fd`` is the arena's from now on."""
-        os.set_inheritable(fd, False)  # what comes over a socket would go to all children
+        """Map the memory of another process's arena. The new arena owns ``fd``."""
+        os.set_inheritable(fd, False)  # a descriptor from a socket is inherited by all children
         return cls(fd, nbytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Arrive, with the arguments of a process that is being started, as the same memory."""
+        """Pickle the arena as an argument of a process that is being started."""
         return _arrived, (DupFd(self.fd), self.nbytes)
 
     def array(self, shape: Shape, dtype: DTypeLike) -> NDArray[Any]:
-        """The next array ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
+        """Return the next array ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
 
         Raises:
-            ValueError: it does not fit: it was not measured.
+            ValueError: the array does not fit, because it was not measured.
         """
         kind = np.dtype(dtype)
         part = self._carve(math.prod(shape) * kind.itemsize)
         return part.view(kind).reshape(tuple(shape))
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
+        """Return the next tensor ``shape``, at a multiple of :data:`ALIGNMENT` bytes.
 
         Raises:
-            ValueError: it does not fit: it was not measured.
+            ValueError: the tensor does not fit, because it was not measured.
         """
         part = self._carve(math.prod(shape) * dtype.itemsize)
         return torch.from_numpy(part).view(dtype).reshape(tuple(shape))
@@ -139,20 +138,20 @@ def _arrived(descriptor: Any, nbytes: int) -> Arena:
 
 
 Area = Measure | Arena
-"""Memory that is carved, or that is to be."""
+"""Memory to allocate from, or its measurement."""
 
 
-# How much there is
+# Available memory
 
 
 def require(nbytes: int, what: str) -> None:
-    """Raise unless ``nbytes`` of memory are to be had for ``what``.
+    """Raise an error unless ``nbytes`` of memory are available for ``what``.
 
-    Shared memory is only taken when it is touched, and then it is too late for an error:
-    the kernel kills a process.
+    The kernel allocates shared memory on the first write. An error is not possible then: the kernel
+    kills a process.
 
     Raises:
-        ArgumentError: they are not.
+        ArgumentError: less memory is available.
     """
     available = available_bytes()
     if nbytes > available:

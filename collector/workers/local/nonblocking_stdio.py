@@ -1,7 +1,7 @@
-"""Standard output and error that never block: what a full pipe does not take is dropped.
+"""Standard output and error that never block: output that a full pipe does not accept is dropped.
 
-A pipe that is not read, or a terminal that was stopped, keeps a process in its write for ever,
-and a worker in it keeps its parent. Workers do with their output what their parent does with its.
+A pipe that is not read, or a terminal that was stopped, blocks a write without a limit, and a
+worker that is blocked blocks its parent. Workers treat their output as their parent treats its own.
 """
 
 import contextlib
@@ -15,26 +15,26 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 _patience_seconds = 0.25
-"""How long a write waits for room, where the one before found some."""
+"""Seconds that a write waits for room, if the one before found some."""
 _CHUNK_NBYTES = 512
-"""Fit into any pipe that says that it has room (POSIX's smallest PIPE_BUF)."""
+"""Size that fits into any pipe that reports room (POSIX's smallest PIPE_BUF)."""
 
 
 class _DroppingStream(io.RawIOBase):
-    """A stream's file, to which no write blocks or fails."""
+    """File of a stream on which no write blocks or fails."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._number = stream, stream.fileno()
         self._file, self._chunk = self._number, _CHUNK_NBYTES
         with contextlib.suppress(OSError):
-            # A description of its own: that of the stream is shared with other programs.
+            # A new file description, because other programs share that of the stream.
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
             self._file, self._chunk = os.open(f"/proc/self/fd/{self._number}", flags), 2**16
         self._dropped = 0
-        """Bytes that were not taken since some were taken last."""
+        """Number of bytes dropped since the last successful write."""
 
     def write(self, content: Any) -> int:
-        """Write what finds room soon; all of it counts as written."""
+        """Write the part that finds room in time, and report all of it as written."""
         left = memoryview(content).cast("B")
         length = len(left)
         until = time.monotonic() + (0 if self._dropped else _patience_seconds)
@@ -50,7 +50,7 @@ class _DroppingStream(io.RawIOBase):
         return text.encode()
 
     def _taken(self, content: bytes | memoryview, until: float) -> int:
-        """Bytes that found room before ``until``."""
+        """Write a chunk if there is room before ``until``; return the number of bytes written."""
         room = select.poll()
         room.register(self._file, select.POLLOUT)
         while room.poll(1000 * max(0.0, until - time.monotonic())):
@@ -64,26 +64,26 @@ class _DroppingStream(io.RawIOBase):
         return 0
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """The number of the stream's own file."""
+        """Return the file descriptor of the stream itself."""
         return self._number
 
     def isatty(self) -> bool:
-        """Whether a terminal shows it."""
+        """Return True if the stream is a terminal."""
         return self._stream.isatty()
 
     def close(self) -> None:
-        """Close what was opened for it, and not the stream."""
+        """Close the file that was opened for it, and not the stream."""
         if not self.closed and self._file != self._number:
             os.close(self._file)
         super().close()
 
 
 def unblocked(stream: TextIO | None) -> TextIO | None:
-    """A stream in the place of ``stream`` that never blocks; itself, where no write to it does."""
+    """Wrap ``stream`` so that writes never block; return it unchanged if they never do."""
     try:
         mode = os.fstat(stream.fileno()).st_mode if stream else 0
     except (OSError, ValueError):
@@ -100,27 +100,27 @@ def unblocked(stream: TextIO | None) -> TextIO | None:
 
 
 def drops_output() -> bool:
-    """Whether a stream of this process is one of these."""
+    """Return True if standard output or error of this process is such a stream."""
     buffers = (getattr(stream, "buffer", None) for stream in (sys.stdout, sys.stderr))
     return any(isinstance(getattr(each, "raw", None), _DroppingStream) for each in buffers)
 
 
 def drop_output() -> None:
-    """Let neither stream block, for as long as this process runs."""
+    """Make both streams non-blocking, for as long as this process runs."""
     sys.stdout, sys.stderr = unblocked(sys.stdout), unblocked(sys.stderr)
 
 
 def wait_no_more() -> None:
-    """Drop at once what finds no room, from now on: this process was asked to end."""
+    """From now on, drop output that finds no room at once, because the process is to end."""
     global _patience_seconds
     _patience_seconds = 0.0
 
 
 @contextlib.contextmanager
 def output_dropped(*names: str) -> Iterator[None]:
-    """Within it, the streams of these names, ``"stdout"`` and ``"stderr"``, never block.
+    """Make the named streams, ``"stdout"`` and ``"stderr"``, non-blocking within the context.
 
-    What got one there, as handlers of `logging` do, may keep it.
+    Objects that get a stream there, such as handlers of `logging`, may keep it.
     """
     before = {name: getattr(sys, name) for name in names}
     ours = {name: unblocked(stream) for name, stream in before.items()}

@@ -17,41 +17,45 @@ from tallyroll.collector.workers.share import Share
 
 _LENGTH_NBYTES = 8
 _LARGE_NBYTES = 2**16
-"""From here on a message may come in parts, and its sender may be stopped between them."""
+"""Size from which a message may arrive in parts, between which its sender may stop."""
 PARTS_SECONDS = 10.0
-"""How long a parent waits until the next part is there, or is taken."""
+"""Seconds that a parent waits for the next part to arrive or to be accepted."""
 _AGAIN = bytes(_LENGTH_NBYTES)
-"""The length of a message that is the same object as the one before it: nothing follows."""
+"""Length of a repeated message, which is the same object as the one before it.
+
+No content follows.
+"""
 
 
 class PipeStalled(EOFError):
-    """The other end gives, or takes, no more of a large message."""
+    """The other end stopped sending or receiving in the middle of a large message."""
 
 
 class PipeChannel:
-    """A pipe with messages; memory follows the question :class:`~messages.Bind`.
+    """A pipe with messages; the memory follows the question :class:`~messages.Bind`.
 
-    Messages are not changed after they were sent: one that is sent twice is pickled once.
+    A message must not change after it was sent, because one that is sent twice is pickled once.
 
     Args:
         connection: one end of the pipe.
-        memory: is sent with that question, by a parent.
+        memory: the memory that a parent sends after that question; None for a worker.
     """
 
     def __init__(self, connection: Connection, memory: "SharedPlace | None" = None) -> None:
         self.connection, self._memory = connection, memory
         self._file = connection.fileno()
-        self._patience = () if memory is None else (PARTS_SECONDS,)  # a worker waits for ever
+        # A worker waits without a limit.
+        self._patience = () if memory is None else (PARTS_SECONDS,)
         self._sent: object = None
         self._received: Any = None
         self._torn = False
         """True while a message is read, and after an exception interrupted that."""
 
     def send(self, message: object) -> None:
-        """Send a message. Torch would move tensors to named shared memory: it is not asked to.
+        """Send a message, pickled without torch's reducers, which use named shared memory.
 
         Raises:
-            Stalled: a parent waited in vain for a worker to take the rest of a large one.
+            PipeStalled: a worker did not accept the rest of a large message within the time limit.
         """
         if message is self._sent:
             os.write(self._file, _AGAIN)
@@ -64,14 +68,15 @@ class PipeChannel:
         if isinstance(message, m.Bind) and self._memory is not None:
             arena = self._memory.arena
             self.connection.send(arena.nbytes)
-            send_handle(self.connection, arena.fd, 0)  # the receiver's number is for Windows alone
+            # The receiver's number is only needed on Windows.
+            send_handle(self.connection, arena.fd, 0)
 
     def receive(self) -> Any:
-        """The next message; waits for it.
+        """Wait for the next message and return it.
 
         Raises:
             EOFError: the other end is closed, or the last call was interrupted within a message.
-            Stalled: a parent waited in vain for the rest of a large one.
+            PipeStalled: the rest of a large message did not arrive at the parent within the limit.
         """
         if self._torn:
             raise EOFError
@@ -80,24 +85,24 @@ class PipeChannel:
         if length != _AGAIN:
             length += _read(file, _LENGTH_NBYTES - len(length))
             content = _read(file, int.from_bytes(length, "little"), *self._patience)
-            if content:  # else the same length came in two parts
+            if content:  # otherwise the length _AGAIN arrived in two parts
                 self._received = pickle.loads(content)
         self._torn = False
         return self._received
 
     def close(self) -> None:
-        """Close this end; nothing is sent or received through it after that."""
+        """Close this end of the pipe."""
         self._file = -1
         self.connection.close()
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
-        """The memory that follows the question, laid out as the parent's is."""
+        """Receive the memory that follows the question, and lay it out as the parent does."""
         nbytes = self.connection.recv()
         return Blocks(Arena.attach(recv_handle(self.connection), nbytes), share, plan, module)
 
 
 def _read(file: int, nbytes: int, seconds: float | None = None) -> bytes:
-    """Read so many bytes; of many, each part comes within so many ``seconds``."""
+    """Read ``nbytes`` bytes; each part of a large message must arrive within ``seconds``."""
     parts, waits = [], select.poll() if seconds is not None and nbytes >= _LARGE_NBYTES else None
     if waits is not None:
         waits.register(file, select.POLLIN)
@@ -112,7 +117,7 @@ def _read(file: int, nbytes: int, seconds: float | None = None) -> bytes:
 
 
 def _write(file: int, content: bytes, seconds: float | None = None) -> None:
-    """Write all; of many bytes, each part is taken within so many ``seconds``."""
+    """Write all bytes; each part of a large message must be accepted within ``seconds``."""
     left = memoryview(content)
     if seconds is None or len(left) < _LARGE_NBYTES:
         while left:
@@ -132,41 +137,41 @@ def _write(file: int, content: bytes, seconds: float | None = None) -> None:
 
 
 class HasSources(Protocol):
-    """A link, and the ends of pipes that are ready when it has something to be heard."""
+    """A link with the ends of pipes that are ready when it has a message."""
 
     says: bool
-    """True once the first of them was ready: a message is there, or the end of all messages."""
+    """True once the first source was ready: a message arrived, or the end of all messages."""
 
     @property
     def sources(self) -> Sequence[Any]:
-        """The ends, or their numbers."""
+        """The ends of pipes, or their file descriptors."""
 
 
 L = TypeVar("L", bound=HasSources)
 
 
 class LinkPoller(Generic[L]):
-    """Waits for links. The system is given each of them once, and names those that are ready."""
+    """Waits for links by epoll, at which each link is registered once."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all links: some are no more."""
+        """Drop all links, because some no longer exist."""
         self._links: Sequence[L] | None = None
         self._wanted: set[L] = set()
         """The links of the last call."""
         self._known: set[L] = set()
         self._of: dict[int, tuple[L, bool]] = {}
-        """The link of each file, and whether it is that of its messages."""
+        """The link of each file, and whether the file is that of its messages."""
         self._aside: list[int] = []
-        """Files of known links that were ready when these were not wanted."""
+        """Unregistered files of known links, which became ready while no call waited for them."""
         self._poll: select.epoll | None = None  # the last reference to one closes it
 
     def ready(self, links: Sequence[L], seconds: float) -> set[L]:
-        """Return links that have something to be heard, after at most so many ``seconds``.
+        """Return links that have a message, after at most ``seconds`` seconds.
 
-        The list of the call before is known to have the same links.
+        If the list is the same object as in the last call, its links must be the same.
         """
         if links is not self._links:
             self._listen(links)
@@ -180,7 +185,7 @@ class LinkPoller(Generic[L]):
             else:  # it would be ready in each call
                 try:
                     self._poll.unregister(file)
-                except OSError:  # closed here; a forked child has it open still
+                except OSError:  # closed here, but a forked child still has it open
                     self.forget()
                     break
                 self._aside.append(file)
@@ -205,12 +210,16 @@ class LinkPoller(Generic[L]):
 
 
 class SharedPlace:
-    """Memory that the parent makes once, for all of its workers."""
+    """Memory that the parent allocates once, for all of its workers."""
 
     arena: Arena
 
     def make(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
-        """The memory, laid out; all of it, or else ArgumentError is raised."""
+        """Allocate the memory and lay it out.
+
+        Raises:
+            ArgumentError: not all of it is available.
+        """
         measure = Measure()
         Blocks(measure, share, plan, module)
         slabs = "a slab"

@@ -1,7 +1,8 @@
-"""Places of slabs and boards in the memory that a parent shares with its workers.
+"""Layout of slabs and boards in the memory that a parent shares with its workers.
 
-One arena, carved by every process in the same order: a board a worker, the policy's weights, and
-one slab of all lanes (``mode="sync"``) or one a worker, of several segments (``mode="async"``).
+Every process allocates from one arena in the same order: a board per worker, the policy's weights,
+and one slab of all lanes (``mode="sync"``) or one slab per worker, of several segments
+(``mode="async"``).
 """
 
 from typing import Any
@@ -22,13 +23,13 @@ Memory = dict[Key, torch.Tensor]
 
 
 class Blocks:
-    """The memory, carved.
+    """The shared memory, laid out.
 
     Args:
-        area: what is carved from.
-        share: who has which lanes.
-        plan: what a slab looks like.
-        module: the policy, whose weights have room there, if it has any.
+        area: the memory to allocate from.
+        share: the lanes of each worker.
+        plan: the layout of a slab.
+        module: the policy, whose weights get memory if it is a module.
     """
 
     def __init__(self, area: Area, share: Share, plan: SlabPlan, module: object) -> None:
@@ -48,15 +49,18 @@ class Blocks:
         return {key: area.tensor(shape, dtype) for key, (shape, dtype) in pieces.items()}
 
     def board(self, worker: int) -> memoryview:
-        """The words of a worker."""
+        """Return the board of a worker."""
         return memoryview(self.boards[worker]).cast("B").cast("q")
 
     def slab_of_all(self) -> Slab:
-        """The slab of all lanes."""
+        """Return the slab of all lanes."""
         return self._slab(self._memory[0], self._share.slots, self._share.total, 0)
 
     def slab_of(self, worker: int) -> Slab:
-        """The slab that a worker fills: its lanes of the slab of all, or all of its segments."""
+        """Return the slab that a worker fills.
+
+        It holds the worker's lanes of the slab of all, or all of the worker's segments.
+        """
         share, lanes = self._share, self._share.of(worker)
         if share.segments:
             slots = share.stride * share.segments
@@ -64,23 +68,26 @@ class Blocks:
         return self._slab(self.memory_of(worker), share.slots, len(lanes), lanes.start)
 
     def memory_of(self, worker: int) -> Memory:
-        """The memory of the slab that a worker fills."""
+        """Return the memory of the slab that a worker fills."""
         share, lanes = self._share, self._share.of(worker)
         if share.segments:
             return self._memory[worker]
         return {k: piece[:, lanes.start : lanes.stop] for k, piece in self._memory[0].items()}
 
     def actions(self, worker: int) -> NDArray[Any] | None:
-        """``[slot, lane, ...]``, where the slab of a worker has its actions in an array."""
+        """Return the actions ``[slot, lane, ...]`` in the slab of a worker.
+
+        None if the slab does not have them in one array.
+        """
         arrays = self.slab_of(worker).arrays
         return next((array for key, array in arrays.items() if key[-1] == "action"), None)
 
     def segment(self, worker: int, index: int) -> Slab:
-        """One segment of a worker, as a slab."""
+        """Return one segment of a worker, as a slab."""
         share, lanes = self._share, self._share.of(worker)
         first, whole = index * share.stride, share.stride * share.segments
         part = {
-            # An observation that flows has one slot more.
+            # An observation column that flows has one more slot.
             key: piece[first : first + share.slots + len(piece) - whole]
             for key, piece in self._memory[worker].items()
         }

@@ -18,10 +18,14 @@ from tallyroll.collector.workers.worker import work
 def main(
     connection: Connection, job: Arena, alive: Connection, unblocked: bool, _state: object
 ) -> None:
-    """Run a worker's process; ``job`` holds a pickled :class:`~messages.Job`.
+    """Run a worker's process.
 
-    ``unblocked``: its output is not to block, as that of its parent is not. ``_state`` was set when
-    it arrived.
+    Args:
+        connection: the worker's end of its pipe.
+        job: a pickled :class:`~messages.Job` in shared memory.
+        alive: the end of a pipe that closes when the parent dies.
+        unblocked: True if its output must not block, because that of its parent does not.
+        _state: the state of the parent, which was already set when it was unpickled.
     """
     end_with_parent(alive.fileno())
     if unblocked:
@@ -37,4 +41,5 @@ def main(
     run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # taking the interpreter down takes seconds, for which a parent would wait
+    # A normal exit of the interpreter takes seconds, for which the parent would wait.
+    os._exit(status)

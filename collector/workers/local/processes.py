@@ -1,4 +1,4 @@
-"""Workers in processes of their own: started, reached by pipes, found dead, killed."""
+"""Workers in processes: starting them, pipes to them, detecting their end, killing them."""
 
 import os
 import signal
@@ -38,9 +38,9 @@ from tallyroll.collector.workers.share import Share
 from tallyroll.collector.workers.transport import Gone
 
 _END_SECONDS = 2.0
-"""How long a process that was killed may take to be gone."""
+"""Seconds that a process that was killed may take to end."""
 _STATUS_SECONDS = 1.0
-"""How long a process whose pipe is closed may take to say its exit status."""
+"""Seconds that a process whose pipe is closed may take to report its exit status."""
 _STALLED = f"was ended, for it stood still in a message for {PARTS_SECONDS:g} seconds"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _MISTAKE = (
@@ -56,10 +56,9 @@ class ProcessLink:
     """The pipe to a process, and the process.
 
     Args:
-        process: was started.
+        process: a process that was started.
         channel: our end of its pipe.
-        held: a pipe that nothing is written to: the worker is killed when this process holds it
-            no more.
+        held: a pipe without messages; the worker is killed when this process no longer holds it.
     """
 
     says = False
@@ -72,26 +71,29 @@ class ProcessLink:
 
     @property
     def alive(self) -> bool:
-        """Whether the process was not seen to end."""
+        """True until the process was observed to end."""
         return self.process.exitcode is None
 
     @property
     def sources(self) -> list[Any]:
-        """Its ends of pipes that are ready when there is something to hear."""
+        """Its ends of pipes that are ready when a message arrived or the process ended."""
         return [self.channel.connection, self.process.sentinel]
 
     def send(self, question: object) -> None:
-        """Send a question; a process that is dead is heard of later."""
+        """Send a question; the end of a process is reported later."""
         try:
             self.channel.send(question)
-        except PipeStalled:  # it has a part of a message: nothing more can be asked
+        except PipeStalled:  # it has a part of a message, so that no other can be sent
             self._stalled = True
             self.kill()
         except OSError:
             pass
 
     def hear(self) -> object:
-        """Its answer, for what it said before it died counts, or how it died."""
+        """Return the next answer, or the reason why the process died.
+
+        Answers that it sent before it died are returned first.
+        """
         says, self.says = self.says, False
         try:
             if says or self.channel.connection.poll():
@@ -100,23 +102,26 @@ class ProcessLink:
             self._stalled = True
         except (EOFError, ConnectionError):
             pass
-        self.over(_STATUS_SECONDS)  # it may be about to say its status
+        self.over(_STATUS_SECONDS)  # it may be about to report its status
         self.end()
         return Gone(_STALLED) if self._stalled else _gone(self.process.exitcode)
 
     def over(self, seconds: float) -> bool:
-        """Wait for its end. It is not joined: while it is a zombie, its number is its own."""
+        """Wait at most ``seconds`` for the process to end; return True if it ended.
+
+        The process is not joined: as long as it is a zombie, no other process can get its id.
+        """
         return bool(wait([self.process.sentinel], seconds))
 
     def kill(self) -> None:
-        """Kill it, dead or not, and what its environment started."""
+        """Kill the process and all that its environment started. Idempotent."""
         if not self._ended:
             kill_group(self.pid)
 
     def end(self) -> None:
-        """Kill it and wait for it; only once.
+        """Kill the process and wait for it. Idempotent.
 
-        First the group, then the wait for its leader: until then no other can have its number.
+        The group is killed before its leader is joined: until then no other process can get its id.
         """
         if not self._ended:
             self._ended = True
@@ -145,12 +150,12 @@ def _signal(number: int) -> str:
 
 
 class ProcessTransport:
-    """Starts processes. Whatever becomes of this one, they end with it.
+    """Starts workers as processes, which end with this process for any reason.
 
     Args:
-        jobs: one pickled job a worker.
-        start_method: of :mod:`multiprocessing`; None: :func:`default_start_method`.
-        threads: of each worker, in its numerical libraries.
+        jobs: one pickled job per worker.
+        start_method: start method of :mod:`multiprocessing`; None: :func:`default_start_method`.
+        threads: threads of each worker's numerical libraries.
     """
 
     kills = True
@@ -172,7 +177,7 @@ class ProcessTransport:
         """Start a process with its job.
 
         Raises:
-            ArgumentError: a limit of the system does not allow it.
+            ArgumentError: a limit of the system was reached.
         """
         self._waiting.forget()
         with limits_named(len(self._jobs)):
@@ -194,7 +199,7 @@ class ProcessTransport:
             resource_tracker.ensure_running()
             with _threads_limited(self._threads), signals_blocked():
                 process.start()
-            with suppress(ProcessLookupError):  # it is gone already, which is heard of
+            with suppress(ProcessLookupError):  # it ended already; its end is reported later
                 kill_when_closed(end.fileno(), process.pid)
         except BaseException:
             _let_go(held)
@@ -205,23 +210,23 @@ class ProcessTransport:
         return ProcessLink(process, PipeChannel(ours, self._place), held)
 
     def ready(self, links: Sequence[ProcessLink], seconds: float) -> Collection[ProcessLink]:
-        """Links that have something to be heard."""
+        """Return the links that have a message."""
         return self._waiting.ready(links, seconds)
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
-        """Shared memory for all."""
+        """Allocate the shared memory of all workers."""
         return self._place.make(share, plan, module)
 
     def close(self) -> None:
-        """Let the jobs go, and forget the links."""
+        """Release the jobs, and drop the links."""
         self._jobs.clear()
         self._waiting.forget()
 
 
 def process_kind(start_method: str) -> Any:
-    """Return the class of processes that a method starts.
+    """Return the class of processes for a start method.
 
-    Where the program preloads modules, ``"forkserver"`` uses the server of multiprocessing.
+    If the program preloads modules, ``"forkserver"`` uses the server of multiprocessing.
     """
     context: Any = get_context(start_method)
     if start_method == "spawn":
@@ -229,20 +234,20 @@ def process_kind(start_method: str) -> Any:
     modules = modules_of_caller()
     if not modules:
         return ForkedProcess
-    # Not the main module: where it lacks a guard, the server itself would come to us.
+    # Without the main module: if it lacks a guard, the server itself would make a collector.
     context.set_forkserver_preload([*modules, PRELOADED])
     return context.Process
 
 
 def _in_memory(job: bytes) -> Arena:
-    """A job in shared memory: a pipe would block where the process does not read."""
+    """Copy a job to shared memory; a pipe would block while the process does not read."""
     arena = Arena.create(len(job))
     arena.array((len(job),), np.uint8)[:] = np.frombuffer(job, np.uint8)
     return arena
 
 
 _held: set[Connection] = set()
-"""Pipes whose closing ends a worker, those of all crews."""
+"""Pipes whose closing ends a worker, of all pools."""
 
 
 def _let_go(alive: Connection) -> None:
@@ -251,7 +256,7 @@ def _let_go(alive: Connection) -> None:
 
 
 def _forget() -> None:
-    """In a forked child, or workers would live for as long as it."""
+    """Close the pipes in a forked child, which would otherwise keep workers alive."""
     for alive in _held:
         alive.close()
     _held.clear()
@@ -261,12 +266,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 _environment = threading.Lock()
-"""Held by the thread that changes the environment for the processes that it starts."""
+"""Lock of the thread that changes the environment for the processes that it starts."""
 
 
 @contextmanager
 def _threads_limited(threads: int) -> Iterator[None]:
-    """A process started inside has so many threads in its numerical libraries."""
+    """Set the number of threads of numerical libraries for processes that start inside."""
     with _environment:
         before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
         os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))

@@ -1,4 +1,4 @@
-"""Many readers or one writer, of any processes, for as long as they live."""
+"""A lock for many readers or one writer, among processes; it ends with its holder."""
 
 import contextlib
 import fcntl
@@ -17,13 +17,13 @@ from tallyroll.storage.files.lock import acquire, held
 class FileLock:
     """A lock on an open file, by ``flock(2)``. The kernel releases it when its holder dies.
 
-    Whatever was written before a release is seen after the acquisition that follows it, on every
-    machine. A forked child has a lock of its own.
+    Everything that was written before a release is visible after the next acquisition, on every
+    machine. A forked child has its own lock.
 
     Args:
-        fd: a file descriptor of the file, a memfd for example; it stays the caller's.
-        what: the file, in words, for messages.
-        seconds: how long to wait at most.
+        fd: a file descriptor of the file, such as a memfd; the caller keeps ownership.
+        what: description of the file, for messages.
+        seconds: maximum time to wait.
     """
 
     def __init__(self, fd: int, what: str, seconds: float) -> None:
@@ -32,32 +32,32 @@ class FileLock:
         held.add(self)
 
     def _open(self, fd: int) -> None:
-        # Opened afresh: a duplicate of fd would share its locks with all other duplicates.
+        # Opened again, because a duplicate of fd would share its locks with all other duplicates.
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._fd)
-        # The threads of this process share our lock on the file.
+        # Threads of this process share its lock on the file, and exclude each other by this one.
         self._threads = threading.RLock()
 
     def close(self) -> None:
-        """Close the file; done once is done."""
+        """Close the file. Idempotent."""
         self._close()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold it beside other readers, while no writer has it.
+        """Hold the lock together with other readers, while no writer has it.
 
         Raises:
-            SharedMemoryBusy: a writer did not come to an end in time.
+            SharedMemoryBusy: a writer did not finish in time.
         """
         with self._held(fcntl.LOCK_SH, "reading"):
             yield
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold it alone, without readers or other writers.
+        """Hold the lock exclusively, without readers or other writers.
 
         Raises:
-            SharedMemoryBusy: another one did not come to an end in time.
+            SharedMemoryBusy: a reader or a writer did not finish in time.
         """
         with self._held(fcntl.LOCK_EX, "writing"):
             yield
@@ -74,7 +74,7 @@ class FileLock:
                 raise self._busy(purpose) from None
             yield
         finally:
-            # Whatever came in between, a Ctrl-C for example: to release what is free is no harm.
+            # An interrupt may have come in between; unlocking an unlocked file is harmless.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             self._threads.release()
 
@@ -95,7 +95,7 @@ class FileLock:
         return holders(locks, file.st_dev, file.st_ino)
 
     def forked(self) -> None:
-        """Give up the parent's lock, in a child that it forked, and have one of its own."""
+        """Replace the parent's lock by a new one, in a child that it forked."""
         old, closed = self._fd, self._close.detach() is None
         if not closed:
             self._open(old)
@@ -103,14 +103,14 @@ class FileLock:
 
 
 def holders(locks: str, device: int, inode: int) -> list[int]:
-    """Processes that hold a ``flock`` on a file, from the text of ``/proc/locks``."""
+    """Return the processes that hold a ``flock`` on a file, from the text of ``/proc/locks``."""
     file = f"{os.major(device):02x}:{os.minor(device):02x}:{inode}"
     lines = re.findall(r"^\d+: FLOCK +\w+ +\w+ +(\d+) (\S+)", locks, re.MULTILINE)
     return [int(process) for process, where in lines if where == file]
 
 
 def _described(process: int) -> str:
-    """The process, and what it is doing."""
+    """Describe a process, and its state."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:

@@ -1,7 +1,7 @@
 """Workers in threads of this process, for environments that wait and release the interpreter.
 
-The same worker answers the same messages over a pipe, and fills the same kind of memory. No thread
-can be killed: one that is in a step ends after it.
+They use the same worker, the same messages over a pipe, and the same kind of memory as processes.
+A thread cannot be killed: if it is in a step, it ends after that step.
 """
 
 import threading
@@ -23,17 +23,17 @@ from tallyroll.collector.workers.transport import Gone
 from tallyroll.collector.workers.worker import work
 
 _END_SECONDS = 10.0
-"""How long a thread may take to end its step and to close its environment."""
+"""Seconds that a thread may take to end its step and close its environment."""
 
 
 class ThreadLink:
     """The pipe to a thread, and the thread.
 
     Args:
-        index: of the worker.
-        job: a pickled one.
+        index: number of the worker.
+        job: a pickled job.
         place: the memory of all workers.
-        again: it is in the place of another, while the program may go on.
+        again: True if it replaces another worker; the program may draw random numbers meanwhile.
     """
 
     pid = None
@@ -44,35 +44,35 @@ class ThreadLink:
         self.channel = PipeChannel(ours, place)
         self._raised: list[BaseException] = []
         self._until: float | None = None
-        """When a thread that is to end should have done so."""
+        """Monotonic time until which a thread that is to end may run."""
         self._said = False
-        """A warning was given of it."""
+        """True if a warning about that was issued."""
         self._thread = threading.Thread(
             target=_serve,
             args=(PipeChannel(theirs), job, self._raised, again),
             name=f"tallyroll-worker-{index}",
-            daemon=True,  # the program ends, whatever a step waits for
+            daemon=True,  # the program can end even if a step never returns
         )
         self.name = f"thread {self._thread.name}"
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread has not ended."""
+        """True if the thread has not ended."""
         return self._thread.is_alive()
 
     @property
     def sources(self) -> list[Connection]:
-        """Its end of the pipe, which is ready when there is something to hear."""
+        """Our end of the pipe, which is ready when a message arrived."""
         return [self.channel.connection]
 
     def send(self, question: object) -> None:
-        """Send a question; a thread that has ended is heard of later."""
+        """Send a question; the end of a thread is reported later."""
         with suppress(OSError):
             self.channel.send(question)
 
     def hear(self) -> object:
-        """Its answer, or how it ended."""
+        """Return the next answer, or the reason why the thread ended."""
         try:
             return self.channel.receive()
         except (EOFError, ConnectionError):
@@ -81,19 +81,20 @@ class ThreadLink:
             return Gone("ended" + "".join(f" by {error!r}" for error in raised))
 
     def over(self, seconds: float) -> bool:
-        """Wait for its end."""
-        if self._thread is not threading.current_thread():  # a collector is dropped anywhere
+        """Wait at most ``seconds`` for the thread to end; return True if it ended."""
+        # The garbage collector may run this in the thread itself.
+        if self._thread is not threading.current_thread():
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def kill(self) -> None:
-        """Let it end after the step under way: it is asked nothing more."""
+        """Let the thread end after the step in progress; it receives no more questions."""
         if self._until is None:
             self._until = time.monotonic() + _END_SECONDS
             self.channel.close()
 
     def end(self) -> None:
-        """Wait for its end, but not for ever."""
+        """Wait for the thread to end, with a time limit."""
         self.kill()
         gone = self.over(max(0.0, (self._until or 0.0) - time.monotonic()))
         if not gone and not self._said:
@@ -110,24 +111,24 @@ class ThreadLink:
 
 
 def _serve(channel: PipeChannel, job: bytes, raised: list[BaseException], again: bool) -> None:
-    if again:  # to restore generators would let the program draw the same numbers twice
+    if again:  # if it restored generators, the program could draw the same numbers twice
         leave_generators()
     explore_apart()
     try:
         work(channel, job)
     except (EOFError, OSError):
         pass  # the parent asks nothing more
-    except BaseException as error:  # noqa: BLE001  the parent says it
+    except BaseException as error:  # noqa: BLE001  the parent reports it
         raised.append(error)
     finally:
         channel.close()
 
 
 class ThreadTransport:
-    """Starts threads.
+    """Starts workers as threads.
 
     Args:
-        jobs: one pickled job a worker.
+        jobs: one pickled job per worker.
     """
 
     kills = False
@@ -141,7 +142,7 @@ class ThreadTransport:
         """Start a thread with its job.
 
         Raises:
-            ArgumentError: a limit of the system does not allow it.
+            ArgumentError: a limit of the system was reached.
         """
         self._waiting.forget()
         again = index in self._started
@@ -150,13 +151,13 @@ class ThreadTransport:
             return ThreadLink(index, self._jobs[index], self._place, again)
 
     def ready(self, links: Sequence[ThreadLink], seconds: float) -> Collection[ThreadLink]:
-        """Links that have something to be heard."""
+        """Return the links that have a message."""
         return self._waiting.ready(links, seconds)
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> Blocks:
-        """Memory for all."""
+        """Allocate the memory of all workers."""
         return self._place.make(share, plan, module)
 
     def close(self) -> None:
-        """Forget the links."""
+        """Drop the links."""
         self._waiting.forget()

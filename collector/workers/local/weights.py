@@ -1,4 +1,4 @@
-"""A policy's weights in shared memory: one process publishes them, others take them over."""
+"""A policy's weights in shared memory, which one process publishes and others load."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ LOCK_SECONDS = 30.0
 
 
 class Spec(NamedTuple):
-    """The name that a module has for a tensor, and its kind."""
+    """Name, shape and dtype of a module's tensor."""
 
     name: str
     shape: torch.Size
@@ -23,44 +23,44 @@ class Spec(NamedTuple):
 
 
 class SharedWeights:
-    """Room for all parameters and buffers of a module, twice, and the version of the weights.
+    """Shared memory for two copies of a module's parameters and buffers, and their version.
 
-    New weights are written beside the current ones, which stay whole until the new ones are,
-    whatever interrupts or kills the writer. Readers and writers take turns.
+    New weights are written to the spare copy. The current copy stays valid until they are complete,
+    even if the writer is interrupted or killed. Readers and writers exclude each other.
 
     Args:
-        module: whose tensors are to have room; nothing is copied yet. Its buffers are among
-            them, also those that are not persistent; a tensor with several names has room once.
-            What is no module, a policy that is a function, has none.
-        area: what the room is carved from. From a ``Measure`` it is only measured.
-        lock_seconds: how long to wait for others, at most.
+        module: the module whose tensors need memory; nothing is copied yet. Buffers are included,
+            also those that are not persistent; a tensor with several names has memory once. A
+            policy that is not a module has no tensors.
+        area: the memory to allocate from. A ``Measure`` only computes the size.
+        lock_seconds: maximum time to wait for others.
 
     Raises:
-        ArgumentError: the module has a tensor that has no values yet, or is not dense.
+        ArgumentError: a tensor of the module has no values yet, or is not dense.
     """
 
     def __init__(self, module: object, area: Area, lock_seconds: float = LOCK_SECONDS) -> None:
         self._specs = [_spec(name, tensor) for name, tensor in _named(module)]
-        # 0 before the first version, then twice the version, plus 2, plus which copy it is in:
-        # one store changes all of it.
+        # 0 before the first version. Then twice the version, plus 2, plus the index of its copy,
+        # so that one store changes both.
         self._word = area.array((1,), np.int64).data.cast("B").cast("q")
         self._copies = [
             [area.tensor(spec.shape, spec.dtype) for spec in self._specs] for _ in range(2)
         ]
-        if isinstance(area, Arena):  # else there is nothing to lock
+        if isinstance(area, Arena):  # a Measure has nothing to lock
             self._lock = FileLock(area.fd, "the shared weights", lock_seconds)
 
     @property
     def version(self) -> int:
-        """Version of the weights that were published last; -1 before. Read without a lock."""
+        """Version of the last published weights; -1 before the first. Read without a lock."""
         return (self._word[0] >> 1) - 1
 
     def publish(self, module: object, version: int) -> None:
-        """Make the tensors of ``module`` the current weights. On any device.
+        """Make the tensors of ``module``, on any device, the current weights.
 
         Raises:
-            ArgumentError: they are not those that there is room for, or ``version`` is below 0.
-            SharedMemoryBusy: a reader did not come to an end in time.
+            ArgumentError: the tensors differ from those at construction, or ``version`` is below 0.
+            SharedMemoryBusy: a reader did not finish in time.
         """
         if version < 0:
             raise ArgumentError(f"version: expected an integer of at least 0, got {version}")
@@ -75,7 +75,7 @@ class SharedWeights:
 
     @property
     def current(self) -> list[torch.Tensor]:
-        """The weights that were published last; this process alone may publish meanwhile."""
+        """The last published weights; no other process may publish while they are used."""
         return self._copies[self._word[0] & 1]
 
     def load_into(self, module: object) -> int:
@@ -85,9 +85,9 @@ class SharedWeights:
             Their version.
 
         Raises:
-            ArgumentError: the tensors are not those that there is room for.
+            ArgumentError: the tensors differ from those at construction.
             StateError: nothing was published yet.
-            SharedMemoryBusy: a writer did not come to an end in time.
+            SharedMemoryBusy: a writer did not finish in time.
         """
         targets = self._tensors(module)
         with self._lock.reading():
@@ -98,7 +98,7 @@ class SharedWeights:
         return (word >> 1) - 1
 
     def _tensors(self, module: object) -> list[torch.Tensor]:
-        """The tensors of ``module``, as long as they are those that there is room for."""
+        """Return the tensors of ``module`` if they match those at construction."""
         named = _named(module)
         got = [_spec(name, tensor) for name, tensor in named]
         if got != self._specs:
@@ -130,7 +130,7 @@ def _spec(name: str, tensor: torch.Tensor) -> Spec:
 
 
 def _difference(wanted: list[Spec], got: list[Spec]) -> str:
-    """The first tensor that differs."""
+    """Describe the first tensor that differs."""
     pairs = zip([*wanted, None], [*got, None], strict=False)
     want, have = next((want, have) for want, have in pairs if want != have)
     return f"{_described(want)}, got {_described(have)}"
@@ -141,7 +141,7 @@ def _described(spec: Spec | None) -> str:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy in one call: a Ctrl-C comes before or after it."""
+    """Copy in one call, which Ctrl-C does not interrupt."""
     if not targets:
         return
     inference = any(target.is_inference() for target in targets)
@@ -151,7 +151,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _with_memory(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both without what is only a repetition in ``target``, an expanded tensor."""
+    """Return both without the repetitions of an expanded ``target``."""
     strides = target.stride()
     if 0 not in strides:
         return target, source

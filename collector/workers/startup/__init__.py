@@ -1,1 +1,1 @@
-"""Bring workers to their first step, and others in the place of those that failed."""
+"""Startup of workers and of their replacements, up to the first step."""

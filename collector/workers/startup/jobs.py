@@ -1,4 +1,4 @@
-"""The job of each worker, as it travels there."""
+"""Jobs of workers, and their serialization."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,10 @@ _MOST_WORKERS = 2**16
 
 
 def per_worker(create: Any, workers: int | None, options: Options) -> list[tuple[Any, int | None]]:
-    """The factory of each worker's environment, and its number of lanes if it is an id."""
+    """Return each worker's environment factory, and its number of lanes.
+
+    The number is None for a factory without ``num_envs``.
+    """
     listed = isinstance(create, (list, tuple))
     _check_factories(create if listed else [create], listed)
     if listed and workers is not None and workers != len(create):
@@ -59,10 +62,10 @@ def _check_factories(factories: Sequence[Any], listed: bool) -> None:
 
 
 def pickled(job: Job) -> bytes:
-    """The job as it travels.
+    """Serialize a job.
 
     Raises:
-        ArgumentError: it cannot travel; says which part.
+        ArgumentError: a part cannot be pickled; the message names it.
     """
     try:
         sent: bytes = cloudpickle.dumps(job)
@@ -84,6 +87,6 @@ def pickled(job: Job) -> bytes:
 def _travels(value: Any) -> bool:
     try:
         cloudpickle.dumps(value)
-    except Exception:  # noqa: BLE001  that is the question
+    except Exception:  # noqa: BLE001  this function tests exactly that
         return False
     return True

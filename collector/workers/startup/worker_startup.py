@@ -1,4 +1,7 @@
-"""Getting workers ready: environments, seeds, an agreed layout, memory; and getting new ones."""
+"""Startup of workers, and of their replacements.
+
+A worker gets ready in steps: environment, seeds, a layout that all agree on, and memory.
+"""
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -27,7 +30,10 @@ from tallyroll.collector.workers.transport import Place
 from tallyroll.storage.rows.keys import format_key
 
 Lead = Generator[object, Any, Any]
-"""The way of one worker: yields questions, is sent their answers, first that to its start."""
+"""Startup procedure of one worker: yields questions and receives answers.
+
+The first answer that it receives is that to the start of the worker.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,18 +41,18 @@ class _Replacement:
     """A worker that gets ready in the place of one that failed."""
 
     why: Exception
-    """The failure of the one before it."""
+    """Failure of the previous worker."""
     lead: Lead
     done: Callable[[Any], object]
-    """Is called with what ``lead`` returns."""
+    """Called with the result of ``lead``."""
     again: Callable[[Exception], None]
-    """Starts another one, where this one fails too, or raises."""
+    """Starts another worker if this one fails too, or raises."""
 
 
 class Replacements:
-    """A state machine for each worker that gets ready in the place of another.
+    """Advances the startup of each replacement worker, by one answer at a time.
 
-    None is waited for while others have something to say.
+    No replacement blocks the answers of other workers.
 
     Args:
         pool: all workers.
@@ -65,35 +71,35 @@ class Replacements:
         done: Callable[[Any], object],
         again: Callable[[Exception], None],
     ) -> None:
-        """Start a worker in the place of ``member``, which failed, and lead it from then on.
+        """Start a worker in the place of ``member``, which failed, and run its startup procedure.
 
         Args:
-            member: whose place it is.
-            why: the failure.
-            lead: the way of the new one.
-            done: is called with what ``lead`` returns.
-            again: starts another one, where this one fails too, or raises.
+            member: the worker to replace.
+            why: its failure.
+            lead: the startup procedure of the new worker.
+            done: called with the result of ``lead``.
+            again: starts another worker if this one fails too, or raises.
         """
         self._coming.pop(member.index, None)
-        next(lead)  # until it waits for what the worker says first
+        next(lead)  # advance it to the first answer of the worker
         self._worker_pool.restart(member)
         self._coming[member.index] = _Replacement(why, lead, done, again)
 
     @property
     def under_way(self) -> bool:
-        """Some workers get ready in the place of others."""
+        """True if replacements are getting ready."""
         return bool(self._coming)
 
     def leads(self, member: Member) -> bool:
-        """``member`` is one of them."""
+        """Return True if ``member`` is a replacement that is getting ready."""
         return member.index in self._coming
 
     def hears(self, member: Member, answer: Any) -> bool:
-        """Whether a worker that gets ready said this; leads it on.
+        """Handle an answer of a replacement that is getting ready; return False for other workers.
 
         Raises:
-            WorkerError: it failed, and may not be replaced.
-            EnvironmentRefused: it differs from the one in whose place it is.
+            WorkerError: the replacement failed, and may not be replaced.
+            EnvironmentRefused: it differs from the worker that it replaces.
         """
         coming = self._coming.get(member.index)
         if coming is None:
@@ -116,23 +122,29 @@ class Replacements:
             raise
 
     def hears_settled(self, member: Member, answer: Any) -> None:
-        """Hear an answer where all is halted: a worker that failed is left until it is asked."""
+        """Handle an answer while all workers are halted.
+
+        A worker that failed is handled when it is asked again.
+        """
         if isinstance(answer, Exception):
             self._coming.pop(member.index, None)
         else:
             self.hears(member, answer)
 
     def give_up(self) -> None:
-        """Leave workers that get ready: they count as failed, and are replaced when asked again."""
+        """Abandon replacements that are getting ready.
+
+        They count as failed, and are replaced when asked again.
+        """
         for member in self._worker_pool.members:
             if coming := self._coming.pop(member.index, None):
                 self._worker_pool.give_up(member, coming.why)
 
     def finish(self) -> None:
-        """Wait until all workers are ready.
+        """Wait until all replacements are ready.
 
         Raises:
-            WorkerError, EnvironmentRefused: as of :meth:`hears`.
+            WorkerError, EnvironmentRefused: as in :meth:`hears`.
         """
         pool = self._worker_pool
         while self._coming:
@@ -148,12 +160,12 @@ _ENDED = (
 
 
 class WorkerStartup:
-    """Leads workers from their start to their first step; a new one in the same way.
+    """Runs the startup of workers and of their replacements, up to the first step.
 
     Args:
         pool: workers that were started.
-        respawns: how many workers may be replaced; 0: any that fails ends the run.
-        part: the shard whose lanes they have; None: they have all lanes of the run.
+        respawns: maximum number of replacements; 0: any failure ends the run.
+        part: the shard whose lanes the workers have; None: they have all lanes of the run.
     """
 
     ledger: Ledger
@@ -161,7 +173,7 @@ class WorkerStartup:
     planned: m.SlabRequest
     """The plan that the workers agreed on, when they were seeded."""
     ranges: Sequence[Range]
-    """Values that any worker's environment may return."""
+    """Ranges of the values that any worker's environment may return."""
     _memory: tuple[Share, Place]
 
     def __init__(self, pool: WorkerPool, respawns: int, part: ShardOfRun | None = None) -> None:
@@ -173,10 +185,10 @@ class WorkerStartup:
         self.apart: Sequence[str] = ()
         """Transforms that keep statistics of each worker's own lanes."""
 
-    # --- all of them, once ------------------------------------------------------------------------
+    # --- startup of all workers -------------------------------------------------------------------
 
     def made(self) -> dict[str, Any]:
-        """Hear that all environments stand, number their lanes, and return what they are."""
+        """Wait for all environments, number their lanes, and return their description."""
         answers: list[m.EnvReady] = self._answers(_first_answer)
         first, before = 0, 0 if self._part is None else self._part.lanes.start
         for member, answer in zip(self._worker_pool.members, answers, strict=True):
@@ -188,13 +200,13 @@ class WorkerStartup:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """Lanes of each worker."""
+        """Number of lanes of each worker."""
         return tuple(len(member.lanes) for member in self._worker_pool.members)
 
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        """Seed all lanes; returns their seeds, none where a system chooses some.
+        """Seed all lanes; return their seeds, or an empty list if a system chooses some.
 
-        ``asked``: a caller wants this very seed.
+        ``asked`` is True if a caller requested exactly this seed.
 
         Raises:
             EnvironmentRefused: the workers' environments or policies differ in their columns.
@@ -211,7 +223,7 @@ class WorkerStartup:
         def made_and_seeded(member: Member) -> Lead:
             yield from self._getting_made(member)
             answer = yield self._seed(member, seed, incarnation)
-            if hasattr(self, "_memory"):  # the run is seeded once more
+            if hasattr(self, "_memory"):  # the run is seeded again
                 yield self._bind(member)
                 member.ready = True
             return answer
@@ -235,12 +247,12 @@ class WorkerStartup:
     def _seed(self, member: Member, seed: int, incarnation: int) -> m.Seed:
         first, part = member.lanes.start, self._part
         run_lanes = sum(self.lanes) if part is None else part.run_lanes
-        # Workers of other shards draw other numbers: no two of these have the same.
+        # Workers of other shards draw other numbers: no two workers of the run share one.
         worker = member.index + (0 if part is None else part.lanes.start)
         return m.Seed(seed, incarnation, first, run_lanes, worker, self._asked)
 
     def bind(self, share: Share, place: Place) -> None:
-        """Hand the memory to all."""
+        """Send the memory to all workers."""
         self._memory = share, place
         for member in self._worker_pool.members:
             self._worker_pool.ask(member, self._bind(member))
@@ -255,12 +267,12 @@ class WorkerStartup:
         return m.Bind(share, member.index)
 
     def state(self) -> Any:
-        """Return the state of each worker's environment, None where it has none."""
+        """Return the state of each worker's environment; None for those that have none."""
         states = [member.state for member in self._worker_pool.members]
         return [None if each is None else cloudpickle.loads(each) for each in states]
 
     def load(self, state: Any) -> None:
-        """Hand states to the environments' transforms, over again where they are fewer."""
+        """Send states to the environments' transforms; if there are too few, cycle through them."""
         given = state if isinstance(state, list) else [state]
         states = [cloudpickle.dumps(each) if each else None for each in given]
         self.replacements.finish()
@@ -279,7 +291,7 @@ class WorkerStartup:
             raise
 
     def ask_all(self, question: object) -> list[Any]:
-        """Ask all of them, once their environments stand; return their answers."""
+        """Send a question to all workers once their environments exist; return their answers."""
         for member in self._worker_pool.members:
             self._worker_pool.ask(member, question)
 
@@ -290,7 +302,7 @@ class WorkerStartup:
         return self._answers(made_and_asked)
 
     def reach(self, asked: EnvCall, lanes: Sequence[int]) -> list[CallOutcome]:
-        """Call lanes' environments; see `Environments`. Of a worker that fails all lanes do."""
+        """Call lanes' environments; see `Environments`. If a worker fails, all of its lanes do."""
         pool = self._worker_pool
         if pool.is_closed:
             raise StateError(f"{asked}: {_ENDED}")
@@ -319,13 +331,13 @@ class WorkerStartup:
         return found
 
     def _answers(self, lead: Callable[[Member], Lead]) -> list[Any]:
-        """The answers of all members that were asked, in their order.
+        """Return the answers of all workers that were asked, in the order of workers.
 
-        ``lead`` brings one that was started in the place of another this far, and returns its
+        ``lead`` is the startup procedure of a replacement up to this question; it returns the
         answer.
 
         Raises:
-            WorkerError: of a worker that may not be replaced.
+            WorkerError: a worker failed that may not be replaced.
         """
         found: dict[int, Any] = {}
         try:
@@ -350,7 +362,10 @@ class WorkerStartup:
         found: dict[int, Any],
         error: Exception,
     ) -> None:
-        """Its seeds are those of the worker that failed: no transition was made of them."""
+        """Replace a worker that failed before the run.
+
+        The replacement has the same seeds, because no transition was made from them.
+        """
         failed = self.allowed(error)
         self._left -= 1
         warnings.warn(
@@ -365,14 +380,14 @@ class WorkerStartup:
             again=partial(self._start_again, member, lead, found),
         )
 
-    # --- one in the place of another --------------------------------------------------------------
+    # --- replacements -----------------------------------------------------------------------------
 
     def allowed(self, error: Exception) -> WorkerError:
-        """``error``, if the worker that failed with it may be replaced; else it is raised."""
+        """Return ``error`` if the worker that failed may be replaced; otherwise raise it."""
         if not isinstance(error, WorkerError) or not self._limit:
             raise error
         if isinstance(error, WorkerHung) and not self._worker_pool.transport.kills:
-            raise error  # it is still there
+            raise error  # the worker still runs
         if not self._left:
             error.add_note(
                 f"tallyroll: max_respawns={self._limit} workers were replaced before this one"
@@ -381,10 +396,11 @@ class WorkerStartup:
         return error
 
     def replace(self, member: Member, error: Exception, begin_at: int | None) -> None:
-        """Start a worker in the place of ``member``, its lanes with seeds of their own.
+        """Start a worker in the place of ``member``, whose lanes get new seeds.
 
-        It is ready once `replacements` hears has had its answers, or after they finish.
-        ``begin_at``: the slot at which its lanes begin; None leaves that to a lease.
+        It is ready after `Replacements.hears` has received all of its answers, or after
+        `Replacements.finish`. ``begin_at`` is the slot at which its lanes begin; None: a lease sets
+        it.
         """
         self.allowed(error)
         self._left -= 1
@@ -421,7 +437,7 @@ class WorkerStartup:
         return bound
 
     def _getting_made(self, member: Member) -> Lead:
-        """Lead a worker until its environment is as those before it were made by calls."""
+        """Wait for a worker's environment, and repeat the earlier calls of its lanes."""
         self._check_made(member, (yield None))
         for asked, lanes in self._calls.of(member.lanes):
             reached = yield m.CallRequest(packed(asked, lanes))
@@ -440,11 +456,11 @@ def _first_answer(member: Member) -> Lead:
 
 
 def _nothing(answer: Any) -> None:
-    """There is nothing more to do."""
+    """Do nothing when a replacement is ready."""
 
 
 def _require_same(first: m.SlabRequest, other: m.SlabRequest, member: Member) -> None:
-    """Raise unless a worker's columns and actions are those of the first."""
+    """Raise an error unless a worker's columns and actions are those of the first."""
     wanted, got = first.plan, other.plan
     if got != wanted or list(got.layout) != list(wanted.layout):
         differing = [
@@ -468,7 +484,7 @@ def _require_same(first: m.SlabRequest, other: m.SlabRequest, member: Member) ->
 
 
 def _widest(found: Sequence[Sequence[Range]], lanes: Sequence[int]) -> list[Range]:
-    """Ranges that hold what any worker's environment may return, by lane if these differ in one."""
+    """Merge ranges over all workers; keep them by lane for keys that any worker has by lane."""
     merged: dict[Any, Range] = {}
     by_lane = {each.key for ranges in found for each in ranges if each.first_lane is not None}
     for ranges, count in zip(found, lanes, strict=True):
