@@ -1,4 +1,4 @@
-"""The command line: ``tallyroll COMMAND``, with a module for each command.
+"""Command line interface: ``tallyroll COMMAND``, with a module for each command.
 
 Exit status: 0 done, 1 error, 2 usage, 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP.
 ``verify``: 0 sound, 1 something is wrong with the storage, 2 usage or it could not be checked.
@@ -31,20 +31,20 @@ from tallyroll.collector.workers.local.nonblocking_stdio import output_dropped
 from tallyroll.storage.errors import InvalidExpression
 
 _READING = ("diff", "inspect", "replay", "report", "verify")
-"""Commands whose modules are in `reading`."""
+"""Commands whose modules are in `inspection`."""
 _OF_DATASETS = {
     **dict.fromkeys(copying.NAMES, "copy"),
     **dict.fromkeys(store.NAMES, "store"),
     **dict.fromkeys(("export", "import"), "exchange"),
     **{name: name for name in ("card", "pack", "repair", "split", "stats")},
 }
-"""Commands whose modules are in `datasets`, and these."""
+"""Commands whose modules are in `datasets`, with the names of the modules."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's own); returns the exit status."""
+    """Run the command line ``argv`` and return the exit status. None means the process's own."""
     reopen_closed()
-    # The interpreter looks through all that was imported for garbage when it ends: half a second.
+    # At exit, the interpreter would collect garbage in all imported modules: half a second.
     atexit.register(gc.freeze)
     with output_dropped("stderr"):
         return _main(argv)
@@ -56,12 +56,12 @@ def _main(argv: Sequence[str] | None) -> int:
         try:
             args = make_parser().parse_args(argv)
         except SystemExit:
-            emit("")  # what --help and --version have left in the buffer
+            emit("")  # output of --help and --version in the buffer
             raise
         show = args.traceback or os.environ.get("TALLYROLL_TRACEBACK", "") not in ("", "0")
         status = 2 if args.command in ("diff", "repair", "replay", "verify") else 1
         with visible_warnings():
-            # Each command has a module, imported now: torch takes seconds, and --help none.
+            # Import the command only now: torch takes seconds, which would delay --help.
             module = args.command
             if module in _OF_DATASETS:
                 module = f"datasets.{_OF_DATASETS[module]}"
@@ -71,7 +71,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output (`| head`) has seen enough.
+        # The reader of the output, such as `| head`, has closed the pipe.
         return status
     except Exception as error:  # noqa: BLE001  what an environment or a policy raised is theirs
         _say_error(error, show)
@@ -81,7 +81,7 @@ def _main(argv: Sequence[str] | None) -> int:
 def _say_error(error: Exception, show_traceback: bool) -> None:
     foreign = type(error).__module__.partition(".")[0] != "tallyroll"
     if show_traceback:
-        # Of a policy that cannot be loaded, its own: the line below says the rest.
+        # If a policy cannot be loaded, show the original error; the line below has the rest.
         cause = error.__cause__ if isinstance(error, CommandError) else None
         say("".join(traceback.format_exception(cause or error)).rstrip(), lines=True)
     elif foreign and not _lacks_memory(error):
@@ -92,7 +92,7 @@ def _say_error(error: Exception, show_traceback: bool) -> None:
             f"there is not enough memory ({text}); give a smaller --num-envs, --frames-per-batch "
             "or --workers"
         )
-    # A worker's traceback, and the place in an expression, have lines of their own.
+    # The traceback of a worker, and the position in an expression, span several lines.
     lines = isinstance(error, WorkerError | InvalidExpression)
     if isinstance(error, WorkerError) and error.worker_traceback:
         text = text.replace(error.worker_traceback, without_ours(error.worker_traceback))
@@ -102,15 +102,15 @@ def _say_error(error: Exception, show_traceback: bool) -> None:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether Python, NumPy or torch found no memory."""
+    """Return True if Python, NumPy or torch ran out of memory."""
     by_torch = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return by_torch or isinstance(error, MemoryError)
 
 
 def foreign_traceback(error: Exception) -> str:
-    """The traceback without frames of this package, but of an error that it made itself.
+    """Format a traceback without frames of this package, unless this package raised the error.
 
-    Causes that were raised nowhere, as those that tensordict adds, are left out.
+    Causes without a traceback, such as those that tensordict adds, are left out.
     """
     found = traceback.TracebackException.from_exception(error)
     if _is_ours(found.stack[-1]):
@@ -135,7 +135,7 @@ def _is_ours(frame: traceback.FrameSummary) -> bool:
 
 
 def without_ours(text: str) -> str:
-    """A traceback as Python formats it, without the frames of this package."""
+    """Remove the frames of this package from a formatted traceback."""
     ours = f'  File "{Path(__file__).parents[1]}{os.sep}'
     kept, skip = [], False
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""``python -m tallyroll.collector.cli``."""
+"""Entry point of ``python -m tallyroll.collector.cli``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``tallyroll collect``: run a collector, show how far it is, report what it made."""
+"""``tallyroll collect``: run a collector, show its progress, and report the results."""
 
 import argparse
 import atexit
@@ -44,13 +44,13 @@ from tallyroll.storage.files.paths import free_bytes
 from tallyroll.storage.storages import DiskStorage
 
 _BATCHES = 8
-"""Batches between two looks at the progress: workers wait for the last one of these."""
+"""Batches between two updates of the progress. Workers wait at the last of these batches."""
 _OTHERS = ("append", "format", "durability", "max_size", "finalize", "accept_copy", "checkpoint")
-"""Options that are for a storage which has the rows itself."""
+"""Options that do not apply to a sharded storage."""
 
 
 def wrong_sharded(plan: Plan, args: argparse.Namespace) -> str | None:
-    """The fault of --sharded; None if there is none."""
+    """Return the error message for --sharded, or None if the options are valid."""
     if not plan.sharded:
         return None
     if not plan.workers:
@@ -72,7 +72,7 @@ def wrong_sharded(plan: Plan, args: argparse.Namespace) -> str | None:
 
 
 def steps_of(collector: Collector, plan: Plan) -> Iterator[object]:
-    """Collect, and yield now and then, until the budget is met or the run was stopped."""
+    """Collect until the budget is met or the run is stopped, and yield at intervals."""
     if plan.sharded:
         while collected := collector.collect(_BATCHES * collector.frames_per_batch):
             yield collected
@@ -84,26 +84,26 @@ _CHECKPOINTS = ("checkpoint", "checkpoint_every", "checkpoint_on", "checkpoint_r
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP, and ``more``, taken over for a while.
+    """Temporary handlers for SIGINT, SIGTERM, SIGHUP, and the signals in ``more``.
 
-    The first one calls ``stop``, and KeyboardInterrupt is raised where there is nothing to stop
-    yet; a second one always raises it.
+    The first signal calls ``stop``, or raises KeyboardInterrupt if there is nothing to stop yet. A
+    second signal always raises KeyboardInterrupt.
     """
 
     def __init__(self, more: Sequence[signal.Signals] = ()) -> None:
         self._numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *more)
         self.number = signal.SIGINT
-        """The last one, where one was received."""
+        """The last signal received; SIGINT before any."""
         self.stop: Callable[[], None] | None = None
         self.received = False
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """Install the handlers, where that is possible: in the main thread."""
+        """Install the handlers for the duration of the context, if this is the main thread."""
         before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup relies on it
                     before[number] = signal.signal(number, self._handle)
         try:
             yield
@@ -120,20 +120,20 @@ class Signals:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a process that a signal ended, as shells have it."""
+        """Exit status of a process that the signal ended, as in shells."""
         return 128 + self.number
 
 
 class CollectRun:
-    """One ``tallyroll collect``: its plan, its storage, and what is said on the way."""
+    """One ``tallyroll collect``: its plan, its storage, and its messages."""
 
     def __init__(self, args: argparse.Namespace, storage: DiskStorage, signals: Signals) -> None:
         self.args, self.storage, self.signals = args, storage, signals
         self.out: str = args.out
         self.head = self.first_row = storage.head
-        """Rows that were there when it was opened, and the first row of the run."""
+        """Rows in the storage when it was opened, and the first row of the run."""
         self.resumes = args.resume and has_begun(storage)
-        """Whether a run is continued; --resume of nothing begins one."""
+        """True if a run is continued. With nothing to resume, --resume begins a run."""
         self.runs: list[Any] = storage.manifest["runs"] if storage.mode == "append" else []
         if self.resumes:
             if not self.runs or "first_row_of_run" not in self.runs[-1]:
@@ -142,10 +142,10 @@ class CollectRun:
                 )
             self.first_row = last_run_of(self.runs, storage.path, self.head).first_row
         self.began, self.has_begun = 0, False
-        """Rows that the run had before, and whether it stands in the manifest."""
+        """Rows that the run had before, and whether the run is in the manifest."""
         self.plan = self._planned()
         self.frames = self.plan.own_frames
-        """Frames of the run, of a shard its own part; None: its budget is one of episodes."""
+        """Frames of the run, or of its shard; None if the budget is a number of episodes."""
         self.checkpoints = RegularCheckpoints(
             None if args.checkpoint is None else Path(args.checkpoint),
             args.checkpoint_every,
@@ -175,8 +175,8 @@ class CollectRun:
         return plan
 
     def _require_fit(self, given: Plan, before: Plan, plan: Plan) -> None:
-        """Raise where ``given`` cannot continue the run ``before``, or does not say enough."""
-        # Nothing that a storage names is imported: the command line has to name it again.
+        """Raise if ``given`` cannot continue the run ``before``, or lacks required options."""
+        # Nothing that a storage names is imported; the command line must name the code again.
         env_module = given.env is None and ":" in (before.env or "")
         if env_module or (given.policy is None and before.policy is not None):
             raise CommandError(
@@ -213,14 +213,14 @@ class CollectRun:
             )
 
     def note(self, text: str, below: str = "", *, lines: bool = False) -> None:
-        """Write one line, or ``lines``, to stderr unless --quiet, and a command below it."""
+        """Write one line, or ``lines``, to stderr, and a command below, unless --quiet."""
         if not self.args.quiet:
             say(f"tallyroll: {text}", below=below, lines=lines)
 
     # --- collecting -------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Collect what is missing, and report it; returns the exit status."""
+        """Collect the missing data, report it, and return the exit status."""
         report, done = "", False
         try:
             done = self._is_complete()
@@ -236,14 +236,14 @@ class CollectRun:
             if self.storage.head > self.head:
                 self._say_what_an_error_left(error)
             raise
-        # The rows are complete, or as complete as they could be: what fails here is said as it is.
+        # Collecting is over, so later errors are reported without advice to resume.
         try:
             if done and self.args.finalize:
                 with shown_progress("finalized", self.args.quiet) as progress:
-                    total = 2 * self.storage.nbytes  # for checksums, and for the hash
+                    total = 2 * self.storage.nbytes  # read once for checksums, once for the hash
                     self.storage.finalize(partial(progress.add, total=total))
             if report and not self.args.quiet:
-                # A stdout that is not read must not keep a run that was asked to end.
+                # If stdout is not read, it must not block a run that a signal ended.
                 with output_dropped(*["stdout"] * self.signals.received):
                     emit(report)
         finally:
@@ -252,11 +252,11 @@ class CollectRun:
         return 0 if done else self.signals.exit_status
 
     def _collect(self) -> tuple[Collector, float]:
-        """The collector when it has ended, and how long it took."""
+        """Collect; return the collector after its end, and the seconds that it took."""
         plan = self.plan
         assert plan.env is not None
         module, colon, _ = plan.env.partition(":")
-        if colon and registry.find(plan.env) is None:  # it registers the environment
+        if colon and registry.find(plan.env) is None:  # the module registers the environment
             _import_module_of(plan.env, module)
         policy = load_policy(plan.policy)
         self._warn_of_repetition()
@@ -292,7 +292,7 @@ class CollectRun:
 
     @contextmanager
     def _log_targets(self) -> Iterator[list[LogTarget]]:
-        """Open what --log names, before the storage has a run."""
+        """Open the targets of --log before the storage has a run."""
         with ExitStack() as stack:
             targets = []
             for each in self.args.log or ():
@@ -308,7 +308,7 @@ class CollectRun:
 
     @contextmanager
     def _logs(self, collector: Collector, targets: list[LogTarget]) -> Iterator[list[RunLog]]:
-        """The logs, which have their last row before the collector ends."""
+        """Open the logs, which write their last row before the collector ends."""
         every = self.args.log_every or EVERY
         with ExitStack() as stack:
             yield [stack.enter_context(RunLog(collector, each, every=every)) for each in targets]
@@ -337,14 +337,14 @@ class CollectRun:
             same.append("policy_placement")
             if plan.sharded:
                 arguments["mode"] = "async"
-        # What is left out is as the collector has it.
+        # Options that are left out have the defaults of the collector.
         arguments |= {name: value for name, value in plan.as_dict().items() if name in same}
         with_workers = RayCollector if plan.by_ray else MultiprocessCollector
         make = with_workers if plan.workers else SyncCollector
         return make(env, policy, **arguments)
 
     def _budget(self, collector: Collector) -> tuple[int, int]:
-        """How much of the budget is there, and the budget."""
+        """Return the amount of the budget that is used, and the budget."""
         if self.frames is not None:
             ledger = collector.ledger
             have = ledger.agent_transitions if self.plan.by_agent else ledger.stored
@@ -352,7 +352,7 @@ class CollectRun:
         return collector.ledger.episodes_complete, self.plan.episodes or 0
 
     def _is_complete(self) -> bool:
-        """Say so where the run that is to be continued has all it was asked for."""
+        """Return True, with a note, if the run to continue has its whole budget already."""
         run_rows, frames = self.head - self.first_row, self.frames
         if not self.resumes or frames is None or run_rows < frames or self.plan.by_agent:
             return False
@@ -435,7 +435,7 @@ class CollectRun:
         return pasteable(shlex.join(["tallyroll", "inspect", self.out]))
 
     def _resume_command(self, plan: Plan) -> str:
-        # All else stands in the manifest.
+        # All other options are in the manifest.
         options = [*self._kept_options(), *["--finalize"] * self.args.finalize]
         return Plan(env=plan.env, policy=plan.policy).command(self.out, "--resume", *options)
 
@@ -447,7 +447,7 @@ class CollectRun:
         return [*logs, *every, *(word for pair in saved for word in pair)]
 
     def _say_what_an_error_left(self, error: Exception) -> None:
-        """Say how to go on, too."""
+        """Report the committed rows after an error, and how to continue."""
         committed = f"{self.storage.head:,} rows are committed in {self.out}"
         resume = self._resume_command(self.plan)
         if not isinstance(error, StorageLocked):
@@ -461,7 +461,7 @@ class CollectRun:
         self.note("if it is this one, go on with", resume)
 
     def _say_what_a_signal_left(self) -> None:
-        """Say how to go on, too."""
+        """Report the state after a signal, and how to continue."""
         name = self.signals.number.name
         has_rows = self.storage.head > self.first_row
         kept = "what is complete is committed" if has_rows else "nothing was collected yet"
@@ -475,7 +475,7 @@ class CollectRun:
 
 
 def _import_module_of(env: str, module: str) -> None:
-    """Import the module before the colon of an id."""
+    """Import the module before the colon of an environment id."""
     try:
         imported(module, env)
     except CommandError as error:
@@ -500,7 +500,7 @@ def _returns(collector: Collector) -> str:
 
 
 def wrong_shard(plan: Plan) -> str | None:
-    """The fault of --shard; None if there is none."""
+    """Return the error message for --shard, or None if the options are valid."""
     if plan.shard is None:
         return None
     option = f"--shard {plan.shard}"
@@ -520,7 +520,7 @@ def wrong_shard(plan: Plan) -> str | None:
 
 
 def wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
-    """The fault of the options for workers; None if there is none."""
+    """Return the error message for the worker options, or None if they are valid."""
     if (plan.workers or 0) > plan.own_lanes:
         of = "" if plan.shard is None else f" in shard {plan.shard}"
         return (
@@ -548,13 +548,13 @@ def wrong_workers(plan: Plan, args: argparse.Namespace) -> str | None:
 
 
 def _sampler(resets: list[str] | None) -> dict[str, Draw] | None:
-    """How options of resets are drawn, by name."""
+    """Return the draws of reset options by name; None without any."""
     pairs = [each.split("=", 1) for each in resets or ()]
     return {name: parsed_draw(text) for name, text in pairs} or None
 
 
 def default_batch(plan: Plan, ring: int = 0) -> int:
-    """Transitions a commit: 64 a lane, within bounds, a multiple of the lanes."""
+    """Return the transitions in a commit: 64 per lane, within bounds, a multiple of the lanes."""
     lanes = plan.own_lanes
     batch = max(lanes, min(max(1024, 64 * lanes), 8192) // lanes * lanes)
     if 0 < ring < batch:
@@ -563,7 +563,7 @@ def default_batch(plan: Plan, ring: int = 0) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll collect``; returns the exit status."""
+    """Run ``tallyroll collect`` and return the exit status."""
     if not args.resume and args.env is None:
         args.usage_error("the following arguments are required: ENV")
     if not args.resume and args.frames is None and args.episodes is None:
@@ -580,7 +580,7 @@ def run(args: argparse.Namespace) -> int:
     options = [each.partition("=")[0] for each in args.reset or ()]
     if twice := [name for name in options if options.count(name) > 1]:
         args.usage_error(f"--reset: {twice[0]} is given twice; give it once")
-    # What a resumed run leaves out stands in its manifest.
+    # The manifest has the options that a resumed run leaves out.
     plan = Plan.of(args)
     if not args.resume and (
         wrong := wrong_shard(plan) or wrong_workers(plan, args) or wrong_sharded(plan, args)
@@ -600,5 +600,5 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             return signals.exit_status
         finally:
-            if signals.received:  # what code of others does at exit may print, too
+            if signals.received:  # exit handlers of other code may print too
                 atexit.register(drop_output)

@@ -1,4 +1,4 @@
-"""``tallyroll completion``: a script, made from the parser, that completes commands in a shell."""
+"""``tallyroll completion``: print a shell completion script, generated from the parser."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from tallyroll.collector.errors import MissingExtra
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll completion``; returns the exit status."""
+    """Run ``tallyroll completion`` and return the exit status."""
     try:
         import shtab
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""``tallyroll envs``: the environment systems there are, and what each of them needs."""
+"""``tallyroll envs``: list the environment systems and their requirements."""
 
 import argparse
 import json
@@ -21,12 +21,12 @@ _ABOVE = (
 )
 
 PYGAMES = {"pygame", "pygame-ce"}
-"""Two distributions of one package."""
+"""Two distributions that install the same package."""
 
 
 @dataclass(frozen=True)
 class KnownSystem:
-    """A system, and what can be said of it without importing what it needs."""
+    """A system, and the facts that are known without importing its package."""
 
     name: str
     installed: bool
@@ -36,18 +36,18 @@ class KnownSystem:
     conflicts: str = ""
     about: str = ""
     fault: str = ""
-    """Why its entry point cannot be used."""
+    """Reason why the entry point of the system cannot be used."""
 
     @property
     def command(self) -> str:
-        """Command that installs it."""
+        """Command that installs the system, or the reason why there is none."""
         if self.extra:
             return f"pip install 'tallyroll[{self.extra}]'"
         return self.fault or f"needs the package {self.package}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll envs``; returns the exit status."""
+    """Run ``tallyroll envs`` and return the exit status."""
     names = registry.names()
     if unknown := [name for name in args.systems if name not in names]:
         near = did_you_mean(unknown[0], names)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(name: str, distributions: Mapping[str, Sequence[str]]) -> KnownSystem:
-    """Describe a system; ``distributions`` are those that have a package."""
+    """Describe a system; ``distributions`` maps packages to their distributions."""
     try:
         system = registry.load(name)
     except (MissingExtra, ArgumentError) as error:
@@ -81,7 +81,7 @@ def look(name: str, distributions: Mapping[str, Sequence[str]]) -> KnownSystem:
 
 
 def as_text(found: Sequence[KnownSystem], has_both: bool) -> str:
-    """The list for people; ``has_both``: pygame and pygame-ce."""
+    """Format the list; ``has_both`` means that pygame and pygame-ce are both installed."""
     page = Page()
     page.print(_ABOVE)
     for head, there in (("installed", True), ("not installed", False)):

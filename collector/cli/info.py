@@ -1,4 +1,4 @@
-"""``tallyroll info``: what reports of bugs need to say about an installation and a machine."""
+"""``tallyroll info``: describe the installation and the machine for bug reports."""
 
 import argparse
 import json
@@ -19,14 +19,14 @@ from tallyroll.storage.package.versions import installed
 
 PACKAGES = ("torch", "tensordict", "torchrl", "numpy", "gymnasium", "h5py", "zarr")
 EXTRAS = {"h5py": "hdf5"}
-"""Packages that an extra brings."""
+"""Packages that an extra installs."""
 SYSTEMS = "tallyroll.envs"
-"""The group of entry points; its registry imports torch, which may be broken."""
+"""Group of entry points, repeated here because its registry imports torch, which may be broken."""
 _HOMES = re.compile(r"/(?:home|Users)/[^/\s:;,'\"]+")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll info``; returns the exit status."""
+    """Run ``tallyroll info`` and return the exit status."""
     facts = examine()
     emit(json.dumps(facts, indent=2) + "\n" if args.json else as_text(facts))
     return 0
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Everything that is shown, as JSON values without folders of the user's."""
+    """Collect all facts as JSON values, without the user's folders."""
     systems = sorted({point.name for point in entry_points(group=SYSTEMS)})
     by_package = {name: f"package {name}" for name in PACKAGES}
     by_system = {name: f"system {name}" for name in systems}
@@ -71,12 +71,12 @@ def _extra(package: str) -> str:
 
 
 def _usable() -> int | None:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _shared_memory() -> dict[str, int] | None:
-    """The size of /dev/shm, where workers share memory, and what is free there; None: no such."""
+    """Return the total and free bytes of /dev/shm, which workers share; None without it."""
     try:
         found = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -85,7 +85,7 @@ def _shared_memory() -> dict[str, int] | None:
 
 
 def _open_files() -> dict[str, int | None]:
-    """How many files a process may have open, and the most that it may ask for; None: any."""
+    """Return the limits of open files of a process, current and largest; None means no limit."""
     import resource
 
     soft, hard = (
@@ -96,7 +96,7 @@ def _open_files() -> dict[str, int | None]:
 
 
 def _without_folders(fact: Any) -> Any:
-    """``fact`` with ``~`` in place of home folders, which errors name; reports are public."""
+    """Replace home folders in ``fact`` by ``~``. Errors name them, and bug reports are public."""
     match fact:
         case dict():
             return {name: _without_folders(each) for name, each in fact.items()}
@@ -108,20 +108,20 @@ def _without_folders(fact: Any) -> Any:
 
 
 def _without_ours(text: str) -> str:
-    """``text`` without this user's folders: the environment of Python, the home."""
+    """Replace this user's folders in ``text``: the Python environment and the home folder."""
     ours = {"PREFIX": (Path(sys.prefix), 2), "~": (Path(os.path.expanduser("~")), 1)}
     for short, (folder, least) in ours.items():
         for each in {folder, folder.resolve()}:
-            if len(each.parts) > least:  # not /usr, nor / for a home
+            if len(each.parts) > least:  # skips /usr as environment, and / as home
                 text = re.sub(rf"{re.escape(str(each))}(?![\w.-])", short, text)
     return text
 
 
-# --- showing --------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def as_text(facts: Mapping[str, Any]) -> str:
-    """``facts`` for people, and for the issue that they are pasted to."""
+    """Format ``facts`` as text, suitable for pasting into an issue."""
     return "".join(f"{visible(line)}\n" for line in _lines(facts))
 
 
@@ -169,7 +169,7 @@ def _extension(extension: Mapping[str, Any]) -> str:
 
 
 def _package(package: Mapping[str, Any]) -> str:
-    """The version, or what installs it; an error beside what is known."""
+    """Format a version, or the command that installs the package, with its error if any."""
     if package["error"]:
         return ", ".join(filter(None, (package["version"], f"not usable: {package['error']}")))
     if package.get("installed", package["version"]):

@@ -1,8 +1,8 @@
-"""Output of commands: on stdout and stderr, which may be closed, full, or no longer read.
+"""Output of commands to stdout and stderr, which may be closed, full, or no longer read.
 
-Text from a storage is made safe for a terminal. A manifest, a file name or a column's name may
-hold anything: codes that a terminal obeys, marks that turn the direction of reading, line ends
-that make one line look like two.
+Text from a storage is escaped for terminals. A manifest, a file name or a column name may contain
+terminal control codes, marks that change the reading direction, and line breaks that make one line
+look like two.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ _NOT_SHOWN = (
 
 
 class CommandError(CollectorError):
-    """The command cannot be carried out; the message says what to do. Nothing was changed.
+    """The command cannot be carried out. The message says what to do; nothing has changed.
 
-    ``command`` is one to be pasted instead, shown below the message.
+    ``command`` is an alternative command to paste, shown below the message.
     """
 
     def __init__(self, message: str, command: str = "") -> None:
@@ -34,13 +34,13 @@ class CommandError(CollectorError):
 
 
 class OutputFailed(CollectorError):
-    """Standard output cannot be written. Everything else that the command did is done."""
+    """Standard output cannot be written. Everything else that the command did is complete."""
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    r"""``text`` with all that is not printable escaped as in Python: ``\x1b``, ``\u202e``.
+    r"""Escape characters of ``text`` that are not printable, as in Python: ``\x1b``, ``\u202e``.
 
-    Line ends and tabs too, unless they are to stay (``lines``).
+    With ``lines``, line breaks and tabs are kept.
     """
     if text.isprintable():
         return text
@@ -52,28 +52,28 @@ def visible(text: str, *, lines: bool = False) -> str:
 
 
 def shortened(text: str) -> str:
-    """``text`` without its middle, where it is as long as values that are given by mistake."""
+    """Remove the middle of ``text`` if it is very long, such as a value passed by mistake."""
     most = _MOST_LETTERS // 2
     return text if len(text) <= 2 * most else f"{text[:most]} … {text[-most:]}"
 
 
 def pasteable(command: str) -> str:
-    """A command that does in a shell what it shows, or a sentence that says why there is none."""
+    """Return ``command`` if it is safe to paste into a shell, otherwise an explanation."""
     return command if visible(command) == command else _NOT_SHOWN
 
 
 def emit(text: str) -> None:
-    """Write ``text`` to stdout, with letters that its encoding does not have escaped.
+    """Write ``text`` to stdout, escaping letters that its encoding lacks.
 
     Raises:
-        OutputFailed: that failed.
-        BrokenPipeError: its reader is gone.
+        OutputFailed: stdout cannot be written.
+        BrokenPipeError: the reader has closed the pipe.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
-    except KeyboardInterrupt:  # a signal while nothing took it
+    except KeyboardInterrupt:  # a signal during a blocked write
         _abandon_stdout()
         raise
     except OSError as error:
@@ -86,19 +86,19 @@ def emit(text: str) -> None:
 
 
 def _abandon_stdout() -> None:
-    """Let the interpreter's own flush at exit succeed."""
+    """Redirect stdout to /dev/null, so that the interpreter's flush at exit succeeds."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def say(text: str, *, below: str = "", lines: bool = False) -> None:
-    """Write one line to stderr, with what a terminal would obey made visible.
+    """Write one line to stderr, with terminal control characters escaped.
 
     Args:
-        text: the line; of several where ``lines`` is True.
-        below: a line of its own behind it, indented.
-        lines: keep line ends.
+        text: the line, or several if ``lines`` is True.
+        below: a second line, indented.
+        lines: keep line breaks.
     """
     shown = visible(text, lines=lines) + (f"\n    {visible(below)}" if below else "")
     sys.stderr.write(shown + "\n")
@@ -106,7 +106,7 @@ def say(text: str, *, below: str = "", lines: bool = False) -> None:
 
 @contextlib.contextmanager
 def visible_warnings() -> Iterator[None]:
-    """Within it, a warning that Python shows has nothing in it that a terminal would obey."""
+    """Escape terminal control characters in warnings within this context."""
     before: Any = warnings.formatwarning
 
     def formatted(message: object, *where: Any, **more: Any) -> str:
@@ -120,10 +120,10 @@ def visible_warnings() -> Iterator[None]:
 
 
 def reopen_closed() -> None:
-    """Put something in the place of standard streams that are closed.
+    """Open replacements for standard streams that are closed.
 
-    A file that is opened later would take their number, and what is written to stderr would land
-    in it. Writing to a stdout that was closed stays an error; the rest is not missed.
+    Otherwise a file opened later would take their number, and output to stderr would be written to
+    it. Writing to a stdout that was closed remains an error.
     """
     for number, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
@@ -137,7 +137,7 @@ def reopen_closed() -> None:
 
 
 def as_json(value: Any) -> Any:
-    """``value``, with text where JSON has no number for it."""
+    """Convert ``value`` to JSON values, with text for numbers that JSON lacks."""
     if isinstance(value, dict):
         return {name: as_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

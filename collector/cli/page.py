@@ -1,4 +1,4 @@
-"""The page that a report is written on."""
+"""Page on which a command writes its report."""
 
 import io
 import sys
@@ -25,14 +25,14 @@ _LEDGER = {
     "episodes_complete": ("episodes complete", ""),
     "episodes_cut": ("episodes cut", "left unfinished"),
 }
-"""Counts that are always shown: their labels, and what they mean."""
+"""Counts that are always shown, with their labels and meanings."""
 _AGENTS = ("agent transitions", "of agents that lived or had their turn, in stored transitions")
 
 
 class Page(Console):
-    """A report to stdout, made as text first. All that is printed to it is made visible.
+    """Console that formats a report as text for stdout, and escapes control characters.
 
-    What goes to a file or a pipe is not folded to 80 columns. Styles are its own.
+    Text for a file or a pipe is not wrapped to 80 columns. Only this class applies styles.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Page(Console):
         )
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Make text of all that `Console` is given here."""
+        """Convert a string to escaped text."""
         return super().render_str(visible(text), **options)
 
     def head(self, text: str) -> None:
@@ -57,7 +57,7 @@ class Page(Console):
         self.print(text, style="bold")
 
     def table(self, header: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-        """A column of names, and columns of values to the right."""
+        """Print a table with a column of names and right-aligned columns of values."""
         name, *values = header
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column(name, no_wrap=True)
@@ -68,7 +68,7 @@ class Page(Console):
         self.print(table)
 
     def ledger(self, counts: Mapping[str, int], episodes: str = "") -> None:
-        """The counts of a run, a line each; ``episodes`` stands beside those that are complete."""
+        """Print the counts of a run, one per line; ``episodes`` is the text for complete ones."""
         shown = {**_LEDGER, "episodes_complete": ("episodes complete", episodes)}
         for name, count in counts.items():
             if count and name not in ("incarnation", "respawned"):
@@ -83,7 +83,7 @@ class Page(Console):
                 f"workers were replaced {times(respawned)}; what they had not handed over is lost, "
                 "and was collected again"
             )
-        # Not every start was a resumption.
+        # Replacing a worker counts as a start too.
         if (resumed := counts.get("incarnation", 0) - respawned) > 0:
             self.print(
                 f"resumed {times(resumed)}; of a process that was killed, the counts are those of "
@@ -92,11 +92,11 @@ class Page(Console):
 
     @property
     def text(self) -> str:
-        """Text that was printed to it."""
+        """Text printed so far."""
         assert isinstance(self.file, io.StringIO)
         return self.file.getvalue()
 
 
 def times(count: int) -> str:
-    """A number of times in words: once, 2 times."""
+    """Format a number of times in words: once, 2 times."""
     return "once" if count == 1 else f"{count} times"

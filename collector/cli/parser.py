@@ -1,4 +1,4 @@
-"""The commands' arguments, and what ``--help`` says."""
+"""Parser of all commands and the help texts of their options."""
 
 import argparse
 import json
@@ -20,33 +20,36 @@ _CHECKS = (
     "zeros, episodes, checksums"
 )
 _CHECKS_OF_OTHERS = "columns, rows, timestamps, tasks, spaces, videos, statistics"
-"""Checks of datasets of other libraries, which have some of the others, too."""
+"""Checks that only apply to datasets of other libraries, besides some of those above."""
 SHELLS = ("bash", "zsh", "tcsh")
-"""Shells whose completion `tallyroll completion` prints."""
+"""Shells for which `tallyroll completion` prints a script."""
 _FILE = "file"
-"""The word by which shtab knows arguments that are paths."""
+"""Word by which shtab recognises path arguments."""
 _MOST_DIGITS = 20
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser of the command, or of one of its commands."""
+    """Parser of the program, or of one of its commands."""
 
     def __init__(self, **kwargs: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=formatter, allow_abbrev=False, **kwargs)
 
     def print_help(self, file: Any = None) -> None:
-        """Show it on stdout; argparse's own, by the version, drops or passes on a failure."""
+        """Write the help to stdout.
+
+        argparse's own method drops or raises a failed write, depending on the Python version.
+        """
         emit(self.format_help())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse what is unknown by the command that does not know it, with its usage.
+        """Refuse an unknown option with the usage of the command that lacks it.
 
-        argparse looks at what is missing first, and names what is unknown with the usage of all
-        commands.
+        argparse first reports missing arguments, and reports unknown ones with the usage of the
+        program.
         """
         words = list(sys.argv[1:] if args is None else args)
-        # Spelled as for collectors; "--resume auto" would take an environment of that name.
+        # Collectors accept resume="auto"; "--resume auto" would take "auto" as the environment.
         words = ["--resume" if each == "--resume=auto" else each for each in words]
         ours = takewhile(lambda word: word[:1] == "-", words) if self._subparsers else words
         self._refuse_unknown(takewhile(lambda word: word != "--", ours))
@@ -65,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized option {name}{near}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value, or the name of a command, that there is not."""
+        """Refuse an invalid value, or the name of an unknown command."""
         if action.choices is None or value in action.choices:
             return
         names = [str(each) for each in action.choices]
@@ -75,17 +78,17 @@ class _Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"expected {in_words(names)}, got {value!r}{near}")
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong with words that may be names of files."""
+        """Report an error. The words in it may be file names, so they are escaped."""
         super().error(shortened(visible(message)))
 
 
 class _Version(argparse.Action):
-    """Versions are looked up when they are asked for."""
+    """Action that looks up and shows the versions."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Show them and exit."""
+        """Show the versions and exit."""
         from tallyroll.storage.package.versions import (
-            versions,  # metadata take 30 ms, and --help none
+            versions,  # here, as metadata takes 30 ms
         )
 
         found = versions()
@@ -96,10 +99,10 @@ class _Version(argparse.Action):
 
 
 def _integer(text: str) -> int:
-    """A whole number: 1000, 1_000 or 1e3."""
+    """Parse a whole number: 1000, 1_000 or 1e3."""
     try:
         number = Decimal(text)
-        # Its size first: to write 1e999999999 out takes hours.
+        # Check the size first: writing out 1e999999999 takes hours.
         whole = number.is_finite() and number.adjusted() < _MOST_DIGITS and int(number)
         if whole is not False and abs(whole) < 2**63 and number == whole:
             return whole
@@ -109,7 +112,7 @@ def _integer(text: str) -> int:
 
 
 def _path(text: str) -> str:
-    if not text:  # an unset variable in a script, and not the current directory
+    if not text:  # an unset variable in a script must not mean the current directory
         raise argparse.ArgumentTypeError("expected a path, got ''")
     return text
 
@@ -175,7 +178,7 @@ def _rename(text: str) -> str:
 
 def _shard(text: str) -> str:
     from tallyroll.collector.errors import ArgumentError
-    from tallyroll.collector.options.sharding import Shard  # torch takes seconds, and --help none
+    from tallyroll.collector.options.sharding import Shard  # here, as torch takes seconds
 
     try:
         return str(Shard.parsed(text))
@@ -185,7 +188,7 @@ def _shard(text: str) -> str:
 
 def _reset(text: str) -> str:
     from tallyroll.collector.errors import ArgumentError
-    from tallyroll.collector.options.draws import parsed  # torch takes seconds, and --help none
+    from tallyroll.collector.options.draws import parsed  # here, as torch takes seconds
 
     name, equals, draw = text.partition("=")
     if not equals or not name:
@@ -199,7 +202,7 @@ def _reset(text: str) -> str:
 
 def _infos(text: str) -> list[str]:
     from tallyroll.collector.errors import ArgumentError
-    from tallyroll.collector.slab.info import parsed  # torch takes seconds, and --help none
+    from tallyroll.collector.slab.info import parsed  # here, as torch takes seconds
 
     names = _names(text)
     try:
@@ -246,8 +249,8 @@ def _names(text: str) -> list[str]:
 
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
-# Of each option: what reads its value (a function, or the values that there are; None: it is a
-# flag), and what --help says: a name for the value, and a text.
+# For each option: the parser of its value (a function, the allowed values, or None for a flag), the
+# name of the value in --help, and the help text.
 # fmt: off
 _OPTIONS: dict[str, tuple[Any, str, str]] = {
     "--out": (_path, "PATH",
@@ -411,7 +414,7 @@ _OPTIONS: dict[str, tuple[Any, str, str]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands: arguments get ``command``, its name."""
+    """Return the parser of all commands; its arguments have the command's name in ``command``."""
     parser = _Parser(prog="tallyroll", description=texts.ABOUT, epilog=texts.EXAMPLES)
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(
@@ -419,7 +422,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     def command(name: str, about: str) -> _Parser:
-        """Add a command, with its texts."""
+        """Add a command with its texts."""
         usage, description, examples = (
             getattr(texts, name.upper() + end) for end in ("_USAGE", "", "_EXAMPLES")
         )
@@ -484,7 +487,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_collect(parser: argparse.ArgumentParser) -> None:
-    """Every option defaults to None, so that --resume can tell what was left out."""
+    """Add the options of ``collect``. A default of None lets --resume detect absent options."""
     parser.set_defaults(usage_error=parser.error)
     help_of_env = (
         "Gymnasium id, module:Id-v0 where importing the module registers it, or SYSTEM:ID of an "
@@ -520,7 +523,7 @@ def _add_collect(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:
-    """Add the storage that a command reads."""
+    """Add the argument for the storage that a command reads."""
     added: Any = parser.add_argument(
         "path", type=_path, metavar="PATH", help="the storage, of any format"
     )
@@ -528,19 +531,19 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_paths(parser: argparse.ArgumentParser) -> None:
-    """Add the storages that a command reads as one."""
+    """Add the argument for storages that a command reads as one."""
     text = "the storage, of any format; several, or a pattern in quotes, are read as one"
     added: Any = parser.add_argument("path", nargs="+", type=_path, metavar="PATH", help=text)
     added.complete = _FILE
 
 
 def _add_output(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add the options of what is shown: these, and --traceback."""
+    """Add the output options of a command: ``names`` and --traceback."""
     _add(parser.add_argument_group("output"), *names, "--traceback")
 
 
 def _add(group: Any, *names: str, **more: Any) -> None:
-    """Add options of the table to a parser, or to a group of its options."""
+    """Add options of the table above to a parser or to an argument group."""
     for name in names:
         kind, metavar, text = _OPTIONS[name]
         if kind is None:

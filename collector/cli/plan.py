@@ -1,4 +1,4 @@
-"""The options of a ``tallyroll collect`` command, and the storage that it writes to."""
+"""Options of a ``tallyroll collect`` command, and the storage that it writes to."""
 
 import argparse
 import contextlib
@@ -35,7 +35,7 @@ from tallyroll.storage.storages import DiskStorage, is_sharded, storage_class
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of a run. None: left out on the command line."""
+    """Options of a run. None means that the command line leaves the option out."""
 
     env: str | None = None
     frames: int | None = None
@@ -69,15 +69,15 @@ class Plan:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Plan":
-        """The plan that a command line gives."""
+        """Return the plan of a command line."""
         return cls(**{each.name: getattr(args, each.name) for each in fields(cls)})
 
     @classmethod
     def of_run(cls, run: Mapping[str, Any]) -> "Plan":
-        """The plan of a run in a manifest, made by a command or by a call.
+        """Return the plan of a run in a manifest, made by a command or by Python code.
 
         Raises:
-            CorruptStorage: its values are none that a plan could have.
+            CorruptStorage: the manifest has values that no plan can have.
         """
         call, environment = part(run, "call"), part(run, "environment")
         command = part(run, "command") or {
@@ -87,7 +87,7 @@ class Plan:
             "frames": call.get("total_frames"),
             "episodes": call.get("total_episodes"),
             "workers": call.get("num_workers"),
-            "policy": None,  # the call says its class, and not where that is
+            "policy": None,  # the call names the class of the policy, but not its module
             **_resets_of(part(call, "resets")),
             **_shard_of(part(run, SHARD)),
         }
@@ -102,27 +102,30 @@ class Plan:
         return plan
 
     def or_else(self, other: "Plan") -> "Plan":
-        """This plan, with what it leaves out taken from ``other``; one kind of budget."""
+        """Return this plan, with missing options from ``other``.
+
+        A budget in this plan replaces both kinds of budget in ``other``.
+        """
         if self.frames is not None or self.episodes is not None:
             other = replace(other, frames=None, episodes=None)
         return replace(other, **self.as_dict())
 
     @property
     def by_ray(self) -> bool:
-        """Workers are actors of a Ray cluster."""
+        """True if workers are actors of a Ray cluster."""
         return self.transport == "ray"
 
     @property
     def lanes(self) -> int:
-        """In all: one, or one a worker, where the command line leaves it out."""
+        """Number of lanes of the run; by default one, or one per worker."""
         return self.num_envs or max(1, self.workers or 0)
 
     @property
     def own(self) -> ShardOfRun | None:
-        """The shard that is collected; None: all of the run.
+        """The shard to collect; None for the whole run.
 
         Raises:
-            ArgumentError: there is no such shard of such a run.
+            ArgumentError: the run has no such shard.
         """
         if self.shard is None:
             return None
@@ -132,17 +135,17 @@ class Plan:
 
     @property
     def own_lanes(self) -> int:
-        """Lanes that are made here."""
+        """Number of lanes of this process: those of the shard, or all."""
         return self.lanes if self.own is None else len(self.own.lanes)
 
     @property
     def own_frames(self) -> int | None:
-        """Frames that are collected here; None: an episode budget has no number of them."""
+        """Number of frames to collect here; None with an episode budget."""
         own = self.own
         return self.frames if own is None else own.among_first(own.asked)
 
     def as_dict(self) -> dict[str, Any]:
-        """The options that were given, as JSON values."""
+        """Return the given options as JSON values."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
@@ -151,7 +154,7 @@ class Plan:
         return self.budget_unit == "agent_transitions"
 
     def command(self, out: str, *options: str) -> str:
-        """The command line of this plan, to be pasted into a shell."""
+        """Return the command line of this plan, to paste into a shell."""
         words = ["tallyroll", "collect"]
         for name, value in self.as_dict().items():
             if name == "env":
@@ -166,14 +169,14 @@ class Plan:
 
 
 def _shard_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a command for the shard that a run is: the call has its own part alone."""
+    """Return the command options for the shard of a run. The call only has the shard's frames."""
     if not said:
         return {}
     return {"shard": f"{said.get('index')}/{said.get('of')}", "frames": said.get("asked")}
 
 
 def _resets_of(resets: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a command for the resets of a call; a function is none of them."""
+    """Return the command options for the resets of a call, except for a sampler function."""
     sampler = part(resets, "sampler")
     found: dict[str, Any] = {"reset": [f"{name}={text}" for name, text in sampler.items()]}
     return {name: value for name, value in found.items() if value} | (
@@ -194,7 +197,7 @@ def _may_be(name: str, value: Any) -> bool:
     if isinstance(value, float):
         return 0 < value < math.inf
     if isinstance(value, str):
-        # Else it would come back in errors of those who get it.
+        # Text with control characters would reappear in error messages.
         return value.isprintable() and (name != "shard" or _names_shard(value))
     if isinstance(value, list):
         return all(isinstance(each, str) for each in value)
@@ -217,12 +220,12 @@ def _word(value: Any) -> str:
 
 
 def open_output(args: argparse.Namespace) -> DiskStorage:
-    """Open the storage as the command line says; nothing is written yet.
+    """Open the storage that the command line names, without writing to it.
 
     Raises:
-        CommandError: a storage is there and nothing said what to do with it, or the reverse; or
-            what is there, or the suffix, is of another format.
-        StorageError: it cannot be opened or created.
+        CommandError: the storage exists without an option that says how to treat it, or is missing
+            although an option needs it, or its format or suffix does not fit.
+        StorageError: the storage cannot be opened or created.
     """
     if args.resume:
         return _open_resumed(args)
@@ -276,17 +279,17 @@ def _open(args: argparse.Namespace, mode: Literal["create", "append"]) -> DiskSt
 
 
 def wants_shards(args: argparse.Namespace) -> bool:
-    """Return whether the storage is, or is to be, a sharded one."""
+    """Return True if the storage is a sharded one, or will be."""
     return bool(args.sharded or (args.resume and is_sharded(args.out)))
 
 
 def load_policy(spec: str | None) -> Any:
-    """The policy, or several, that ``module:attr`` or ``file.py:attr`` names.
+    """Load the policy, or several policies, from ``module:attr`` or ``file.py:attr``.
 
-    A class, or a function that needs no arguments, is called once to make it.
+    A class, or a function that needs no arguments, is called once to make the policy.
 
     Raises:
-        CommandError: there is no such thing, or importing or making it failed.
+        CommandError: the policy does not exist, or importing or making it failed.
     """
     if spec is None:
         return None
@@ -304,7 +307,7 @@ def load_policy(spec: str | None) -> Any:
         with _named(f"--policy {spec}: calling {path}"):
             policy = policy()
     if are_several(policy):
-        return policy  # the collector looks at each
+        return policy  # the collector checks each policy
     policy = as_policy(policy)
     if not callable(policy):
         raise CommandError(
@@ -315,10 +318,10 @@ def load_policy(spec: str | None) -> Any:
 
 
 def imported(name: str, wanted: str) -> Any:
-    """The module of that name, which ``wanted`` needs; those of the current directory too.
+    """Import a module, also from the current directory; ``wanted`` names the use in errors.
 
     Raises:
-        CommandError: importing it failed.
+        CommandError: the import failed.
     """
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -327,18 +330,18 @@ def imported(name: str, wanted: str) -> Any:
 
 
 def _loaded(name: str, spec: str) -> ModuleType:
-    """The module in the file of that name, which can import modules beside it as a script can.
+    """Load a module from a file. Like a script, it can import modules beside it.
 
-    It has a name of its own, which no other module has, and travels to workers by value.
+    The module has a unique name, and is pickled by value for workers.
 
     Raises:
-        CommandError: there is no such file, or running it failed.
+        CommandError: the file does not exist, or running it failed.
     """
     path = os.path.abspath(os.path.expanduser(name))
     if not os.path.isfile(path):
         raise CommandError(f"--policy {spec}: expected a Python file, and {path} is none")
     if (folder := os.path.dirname(path)) not in sys.path:
-        sys.path.append(folder)  # last: a random.py in it is not the library's
+        sys.path.append(folder)  # last: a random.py in it must not hide the standard one
     called = f"policy_file_{os.path.basename(path).removesuffix('.py')}"
     found = spec_from_file_location(called, path)
     assert found is not None
@@ -352,7 +355,7 @@ def _loaded(name: str, spec: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Say of what fails within that it was done for the command."""
+    """Convert an exception within the context to a CommandError that names the action."""
     try:
         yield
     except Exception as error:

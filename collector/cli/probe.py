@@ -1,7 +1,7 @@
-"""Questions that only an import answers, each of which may fail, print, hang or crash.
+"""Answer questions that need an import, which may fail, print, hang or crash.
 
-So they are put to a process apart. It answers them in turn; if it ends or is silent, the question
-that it was at has that for an answer, and another process goes on with the next.
+A separate process answers them in turn. If it ends or does not answer, the current question gets an
+error as its answer, and a new process continues with the next question.
 """
 
 import importlib
@@ -18,14 +18,14 @@ from typing import Any
 Answer = dict[str, Any]
 
 SECONDS = 60.0
-"""The longest wait for one answer."""
+"""Timeout for one answer."""
 _MOST_LETTERS = 300
 
 
 def answers(questions: Sequence[str]) -> dict[str, Answer]:
     """Return the answer to each question, ``KIND`` or ``KIND NAME``.
 
-    A question that could not be answered has an ``error`` in its answer.
+    The answer to a question that failed has an ``error``.
     """
     found: dict[str, Answer] = {}
     while left := [each for each in questions if each not in found]:
@@ -34,7 +34,7 @@ def answers(questions: Sequence[str]) -> dict[str, Answer]:
 
 
 def _ask(questions: Sequence[str]) -> Iterator[tuple[str, Answer]]:
-    """Yield answers of one process, up to the first question that it fails at."""
+    """Yield the answers of one process, up to the first question at which it fails."""
     path = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-P", "-m", __name__, *questions]
     child = subprocess.Popen(
@@ -60,7 +60,7 @@ def _ask(questions: Sequence[str]) -> Iterator[tuple[str, Answer]]:
             line, _, said = said.partition(b"\n")
             yield question, json.loads(line)
     finally:
-        child.kill()  # what packages do at their exit is not waited for
+        child.kill()  # do not wait for exit handlers of packages
         child.wait()
         child.stdout.close()
 
@@ -70,11 +70,11 @@ def _end(status: int) -> str:
     return f"the process that tried it ended ({how})"
 
 
-# --- in the process apart -------------------------------------------------------------------------
+# --- in the separate process ----------------------------------------------------------------------
 
 
 def _package(name: str) -> Answer:
-    """The version that a package gives itself; none if it is not installed."""
+    """Return the version of a package; "" if it is not installed."""
     if find_spec(name) is None:
         return {"version": ""}
     module = importlib.import_module(name)
@@ -82,7 +82,7 @@ def _package(name: str) -> Answer:
 
 
 def _extension(_: str) -> Answer:
-    """Whether both extensions were built, and load."""
+    """Return whether both extensions were built and can be loaded."""
     packages = "tallyroll.storage.engine", "tallyroll.collector.native"
     built = all(find_spec(f"{each}._kernel") is not None for each in packages)
     answer: Answer = {"built": built, "loads": False, "error": ""}
@@ -90,7 +90,7 @@ def _extension(_: str) -> Answer:
         try:
             for each in packages:
                 importlib.import_module(f"{each}._kernel")
-                importlib.import_module(f"{each}.kernel")  # if it fits our sources
+                importlib.import_module(f"{each}.kernel")  # checks that it fits the Python sources
             answer["loads"] = True
         except Exception as error:  # noqa: BLE001  it is the answer
             answer["error"] = _said(error)
@@ -98,14 +98,14 @@ def _extension(_: str) -> Answer:
 
 
 def _ways(_: str) -> Answer:
-    """The faster ways that are switched off."""
+    """Return the fast paths that are switched off."""
     from tallyroll.storage import fast_paths
 
     return {"off": sorted(fast_paths.off())}
 
 
 def _system(name: str) -> Answer:
-    """An environment system: its package's version, or what installs it."""
+    """Return the package version of an environment system, or the command that installs it."""
     from tallyroll.collector.cli.envs import look
 
     found = look(name, metadata.packages_distributions())
@@ -124,7 +124,7 @@ def _system(name: str) -> Answer:
 
 
 def _devices(_: str) -> Answer:
-    """The accelerators that torch sees."""
+    """Return the accelerators that torch detects."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -144,13 +144,13 @@ _KINDS: dict[str, Callable[[str], Answer]] = {
 
 
 def _said(error: BaseException) -> str:
-    """An error in one line, of a length that fits a table."""
+    """Format an error as one line, truncated to fit a table."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} …"
 
 
 def main(questions: Sequence[str]) -> None:
-    """Answer the questions on stdout, a line of JSON each; what packages print is dropped."""
+    """Answer the questions on stdout, one line of JSON each; discard other output."""
     out = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress display: a bar on a terminal, and occasional plain lines elsewhere."""
 
 import contextlib
 import time
@@ -13,19 +13,19 @@ from tallyroll.collector.cli.output import say
 
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
-"""Between lines: for logs, where a bar's control codes are noise."""
+"""Seconds between lines. Lines suit logs, where a bar's control codes are noise."""
 _RATE_SECONDS = 60.0
 _MOST_SECONDS = 10**9
 
 
 class Display:
-    """Shows how far something is; called with how much of how much is done.
+    """Progress display. Call it with the amount done and the total.
 
     Args:
-        bar: drawn on a terminal; it also knows how long the rest will take.
-        what: is counted, or what was done with the bytes that are counted.
+        bar: bar for terminals. It also estimates the remaining time.
+        what: noun that is counted, or the past participle for counted bytes.
         quiet: show nothing.
-        number: how counts are written.
+        number: function that formats counts.
     """
 
     def __init__(
@@ -42,7 +42,10 @@ class Display:
     def __call__(
         self, done: int, total: int, details: Callable[[], Sequence[str]] = list, last: bool = False
     ) -> None:
-        """Show it and its ``details``, but where that was done a moment ago the ``last`` alone."""
+        """Show the progress and ``details``.
+
+        A call soon after the previous one shows nothing, unless it is the ``last``.
+        """
         self.done = done
         now = time.monotonic()
         if self._quiet or (now < self._next and not last):
@@ -60,7 +63,7 @@ class Display:
         say(f"tallyroll: {', '.join([share, *details(), clock])} left")
 
     def add(self, more: int, total: int) -> None:
-        """So much more of ``total`` is done."""
+        """Add ``more`` of ``total`` to the amount done."""
         self(self.done + more, total)
 
 
@@ -68,7 +71,7 @@ class Display:
 def shown_progress(
     what: str, quiet: bool, number: Callable[[int], str] = decimal, *, stays: bool = False
 ) -> Iterator[Display]:
-    """A display as stderr suits it; a bar ``stays`` on the terminal, or goes."""
+    """Yield a display that suits stderr; with ``stays``, a bar remains on the terminal."""
     console = Console(stderr=True)
     bar = Progress(
         TextColumn(what),

@@ -1,6 +1,6 @@
-"""Descriptions, usages and examples of the commands: what ``--help`` says around the options.
+"""Descriptions, usages and examples of the commands, which ``--help`` shows around the options.
 
-No line is longer than 78 columns, or 76 in a group of options, which is indented.
+Lines have at most 78 columns, or 76 in a group of options, which is indented.
 """
 
 ABOUT = """\

@@ -33,7 +33,10 @@ EnvState: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation. ``ledger`` counts what the evaluation itself cost."""
+    """The result of an evaluation.
+
+    ``ledger`` counts the transitions that the evaluation executed.
+    """
 
     episodes: list[Episode]
     ledger: Ledger
@@ -55,7 +58,7 @@ class Evaluation:
             return float(self.returns.mean())
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of a log: ``episodes``, mean and spread of the returns, mean length.
+        """Return metrics to log: ``episodes``, mean and spread of the returns, mean length.
 
         ``return_std`` is the standard deviation over the episodes. Without episodes, the means and
         the deviation are NaN.
@@ -89,33 +92,36 @@ def evaluate(
     reward_dtype: torch.dtype | str | None = None,
     env_state: EnvState | None = None,
 ) -> Evaluation:
-    """Run exactly the ``episodes`` first-started episodes, whole, and report them.
+    """Run the first ``episodes`` episodes that start, each to its end, and return their statistics.
 
-    Taking the episodes that *end* first would favour short ones; these are those that start
-    first, whichever lane runs them. Nothing is stored, and no training budget is touched: pass
-    an id or a factory, so that the environment is not the one that training drives. The policy's
-    modules are in evaluation mode meanwhile (dropout does nothing, BatchNorm uses its statistics),
-    and modes and buffers are as before afterwards.
+    Taking the episodes that *end* first would favour short ones. This function takes the episodes
+    that start first, in any lane. It stores nothing and uses no training budget. Pass an id or a
+    factory, so that the evaluation does not drive the training environment. During the evaluation,
+    the policy's modules are in evaluation mode: dropout is off and BatchNorm uses its running
+    statistics. Afterwards the function restores the modes and buffers.
 
     Args:
-        policy: as for :class:`SyncCollector`; None evaluates random actions. Of several no one
-            begins with random actions.
+        policy: as for :class:`SyncCollector`. None evaluates random actions. If there are several
+            policies, none of them starts with random actions.
         create_env_fn: as for :class:`SyncCollector`.
-        episodes: how many.
-        num_envs: lanes, with an id or a function that makes a single environment; None: one.
-        env_kwargs: keyword arguments of ``gymnasium.make``, or of the system's own, with an id.
-        seed: as for :class:`SyncCollector`; None draws a fresh one, which the ledger reports.
-            Global generators are as before afterwards.
-        exploration_type: by default actions are deterministic where the policy knows how.
-        max_frames_per_traj: a time limit.
+        episodes: number of episodes.
+        num_envs: number of lanes, if ``create_env_fn`` is an id or a function that makes a single
+            environment. None means one.
+        env_kwargs: keyword arguments of ``gymnasium.make``, or of the environment system, if
+            ``create_env_fn`` is an id.
+        seed: as for :class:`SyncCollector`. None draws a seed, which the ledger reports. The
+            function restores the global random generators afterwards.
+        exploration_type: by default, actions are deterministic if the policy supports it.
+        max_frames_per_traj: a time limit, in transitions.
         rename: as for :class:`SyncCollector`.
-        reward_dtype: as of :class:`Columns`: ``torch.float64`` sums rewards up with all bits.
+        reward_dtype: as for :class:`Columns`. ``torch.float64`` sums rewards at full precision.
         env_state: ``collector.state_dict()["env"]``, or ``env.state_dict()``: the state of the
-            environment's transforms, such as the statistics of `VecNorm`, which stay as they are.
-            Of several workers it is that of the first. None: those of a fresh environment.
+            environment's transforms, such as the statistics of `VecNorm`. The evaluation does not
+            update it. If the state has an entry for each of several workers, the first non-empty
+            entry applies. None keeps the state of a new environment.
 
     Raises:
-        ArgumentError: ``env_state`` is no state, or another environment's.
+        ArgumentError: ``env_state`` is not a state, or is the state of another environment.
     """
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1)[0])
@@ -146,7 +152,7 @@ def evaluate(
 
 
 class _EvaluationRun(SyncCollector):
-    """Gives ``env_state`` to the environment before the first reset."""
+    """Collector that loads ``env_state`` into the environment before the first reset."""
 
     def __init__(self, env_state: EnvState | None, *args: Any, **kwargs: Any) -> None:
         self._given = _one_of(env_state)
@@ -176,7 +182,7 @@ def _one_of(state: EnvState | None) -> Mapping[str, Any] | None:
 
 @contextmanager
 def _as_it_was(policies: Sequence[Any]) -> Iterator[None]:
-    """Evaluate ``policies``; their modes and buffers, which calls may change, are restored."""
+    """Put ``policies`` in evaluation mode; restore their modes and buffers on exit."""
     found = [each for one in policies if isinstance(each := as_policy(one), nn.Module)]
     modes = [(module, module.training) for each in found for module in each.modules()]
     buffers = [

@@ -1,8 +1,9 @@
-"""The budget of a run whose workers keep their rows: what each may store, and what counts.
+"""Lease the budget of a run to workers that keep their rows in shards.
 
-In the place of `Leases`, and of the loop that puts batches together of what these give: no row
-comes here. A worker stores exactly the transitions of a lease in its shard and answers with counts;
-they count once the storage has noted that, in one line for all answers that came together.
+`ShardedLeases` replaces `Leases` and the loop that assembles batches, because no row reaches this
+process. A worker stores exactly the transitions of a lease in its shard and answers with counts.
+The counts take effect once the storage has recorded them, in one line for all answers that arrived
+together.
 """
 
 from collections import deque
@@ -37,11 +38,14 @@ from tallyroll.storage.ext.sharded.sink import ShardedWriter
 
 _sums_of = attrgetter(*SUMS)
 _LEASES = 2
-"""Leases that a worker has at once: it never waits for this process."""
+"""Leases that a worker holds at once. With two, it never waits for this process."""
 
 
-class _ShardsWoken(BaseException):
-    """A signal's handler waits; raised and caught around the wait for workers alone."""
+class _Woken(BaseException):
+    """Exception that interrupts the wait for workers because a signal handler is pending.
+
+    Only `_hear` raises and catches it.
+    """
 
 
 def _wake() -> None:
@@ -50,41 +54,44 @@ def _wake() -> None:
 
 @dataclass
 class _Part:
-    """A start of a worker: its shard, and what is known of it."""
+    """A shard and its counts. Each start of a worker has one."""
 
     name: str
     leased: deque[m.Lease] = field(default_factory=deque)
-    """Leases that have not come back."""
+    """Leases without an answer so far."""
     held: int = 0
     open: int = 0
     sums: tuple[int, ...] = (0,) * len(SUMS)
-    """Its part of the counts that are sums over rows."""
+    """The worker's share of the counts that are sums over rows."""
 
 
 class WithoutRows:
-    """The part of `ShardedLeases` that refuses what needs rows; the run goes on."""
+    """The part of `ShardedLeases` that refuses calls that need rows.
+
+    The run continues after a refusal.
+    """
 
     _run: RunState
 
     def batch(self, size: int | None = None) -> NoReturn:
-        """Refuse: no row comes here."""
+        """Refuse: this process has no rows."""
         self._refuse("its rows stay in the shards; call collect(n), and open the storage to read")
 
     def discard(self, *_: object) -> None:
         """Do nothing, before `restart_lanes` refuses."""
 
     def restart_lanes(self, *_: object) -> NoReturn:
-        """Refuse."""
+        """Refuse: workers number their rows."""
         self._refuse("workers number their rows; give seed= to another collector")
 
     @contextmanager
     def still(self) -> Iterator[Sequence[PendingTransitions]]:
-        """Refuse: a call between rows of several shards has no place among them."""
+        """Refuse: an environment call cannot be ordered among the rows of several shards."""
         self._refuse("calls of environments have no place among rows of several shards")
         yield ()
 
     def leave(self) -> None:
-        """Do nothing: no policy acts here."""
+        """Do nothing: no policy acts in this process."""
 
     def _refuse(self, why: str) -> NoReturn:
         self._run.reach_safe_point()  # the run goes on
@@ -92,7 +99,7 @@ class WithoutRows:
 
 
 class GoesOnFromStorage:
-    """In the place of `Restart`: a sharded run goes on from its storage alone."""
+    """Replacement of `Restart` that refuses: a sharded run resumes only from its storage."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise StateError(
@@ -101,13 +108,13 @@ class GoesOnFromStorage:
 
 
 class ShardedLeases(WithoutRows):
-    """Lets workers store exactly so many transitions, and notes which of them count.
+    """Leases of exact numbers of transitions to workers, and a record of those that count.
 
     Args:
         pool: the workers.
-        startup: replaces one that failed.
-        storage: the sharded storage, whose writer notes what counts.
-        frames: transitions a lease.
+        startup: replaces a worker that failed.
+        storage: the sharded storage, whose writer records the transitions that count.
+        frames: largest number of transitions in a lease.
     """
 
     fast_collect = None
@@ -119,36 +126,36 @@ class ShardedLeases(WithoutRows):
         self._worker_pool, self._startup = pool, startup
         self._sink, self._frames = _writer_of(storage), frames
         self._parts: dict[int, _Part] = {}
-        """The shard of each worker that has one, by its index."""
+        """The shard of each worker that has one, by worker index."""
         self._unleased = self._numbered = self._size = 0
-        # Sums over all workers are kept, for there may be a thousand of them.
+        # Keep running sums over all workers, because there may be a thousand of them.
         self._out = self._open = 0
         self.held = 0
-        """Transitions that wait in workers for the next lease."""
+        """Transitions that workers hold until the next lease."""
         self._hungry = {*range(len(pool.members))}
-        """Workers that may have fewer leases than they may have."""
+        """Workers that may accept another lease."""
         self._stopping = False
         here = Decision("in shards", "workers keep their rows")
         self.plan = StoringPlan(here, Decision("none", "rows stay where they are"), here, here)
 
     def run_loop_of(self, run: RunState) -> Self:
-        """Be the loop of ``run``, too."""
+        """Bind the run and return this object, which is also the run's loop."""
         self._run = run
         return self
 
     # --- leases -----------------------------------------------------------------------------------
 
     def collect(self, want: int) -> None:
-        """Store ``want`` more transitions, fewer if the run ends before."""
+        """Store ``want`` more transitions, or fewer if the run ends first."""
         run, ledger = self._run, self._run.ledger
         run.writer.stored_run.require_open()
         if not run.writer.stored_run.begun:
-            run.reach_safe_point()  # after a refusal the run may begin later
+            run.reach_safe_point()  # after a refusal the run may still begin later
             run.writer.stored_run.begin(run.provenance)
             run.leave_safe_point()
         goal = ledger.stored + run.budget.batch(run.counted, want)
         self._unleased = goal - ledger.stored
-        # So few that each worker has a part, whatever a lease may be.
+        # Small enough that each worker gets a part, whatever the lease size.
         each = -(-self._unleased // len(self._worker_pool.members))
         self._size = min(self._frames, each)
         self._grant()
@@ -164,18 +171,18 @@ class ShardedLeases(WithoutRows):
 
     @property
     def _awaited(self) -> bool:
-        """Leases will come back, or there will be a worker to give one to."""
+        """True while leases are out, or while a replacement worker is starting."""
         return self._out > 0 or (not self._stopping and self._startup.replacements.under_way)
 
     def _grant(self) -> None:
-        """Give a lease to each worker that has fewer than it may have, while there is a budget."""
-        for _ in range(_LEASES):  # one each, then another: no worker is left without
+        """Give leases to the workers that can accept one, while budget remains."""
+        for _ in range(_LEASES):  # one each, then a second, so that no worker is left out
             if self._stopping or not self._unleased:
                 return
             for index in sorted(self._hungry):
                 member = self._worker_pool.members[index]
                 if not member.ready or member.failed is not None:
-                    continue  # it comes in the place of another
+                    continue  # it is being replaced
                 part = self._parts.get(index) or self._begin(member)
                 if len(part.leased) == _LEASES:
                     self._hungry.discard(index)
@@ -192,11 +199,11 @@ class ShardedLeases(WithoutRows):
         self._worker_pool.ask(member, lease)
 
     def _begin(self, member: Member) -> _Part:
-        """Let a worker begin a shard."""
+        """Tell a worker to begin a shard."""
         run = self._run
         part = self._parts[member.index] = _Part(self._sink.new_shard())
         lanes = len(run.lanes.step)
-        # Ids that count are below it, and each lane has a remainder of its own.
+        # All ids that count are below it, and each lane has its own remainder.
         first = first_id(run.writer.stored_run.counts.next_id, lanes)
         path = str(self._sink.files.place_of(part.name))
         own = OpenShard(path, member.lanes, lanes, first, run.provenance)
@@ -204,14 +211,14 @@ class ShardedLeases(WithoutRows):
         return part
 
     def _hear(self) -> None:
-        """Wait for answers, note what counts, and replace workers that failed."""
+        """Wait for answers, record the counts, and replace workers that failed."""
         try:
             events = self._worker_pool.events(during=pausable(_wake))
         except _ShardsWoken:
             return
         others = [event for event in events if not self._startup.replacements.leads(event[0])]
         failed = self._counted(others)
-        try:  # once all is counted: the first may be the end
+        try:  # only after counting: the first call may end the run
             for member, answer in events:
                 self._startup.replacements.hears(member, answer)
             for member, error in failed:
@@ -223,7 +230,7 @@ class ShardedLeases(WithoutRows):
             raise
 
     def _counted(self, events: Iterable[Event]) -> list[tuple[Member, Exception]]:
-        """Count what is stored, or lost; return workers that failed."""
+        """Count stored and lost transitions, and return the workers that failed."""
         failed, kept = [], []
         for member, answer in events:
             self._hungry.add(member.index)
@@ -240,7 +247,7 @@ class ShardedLeases(WithoutRows):
         return failed
 
     def _acknowledge(self, kept: Sequence[tuple[Member, ShardCommit]]) -> None:
-        """Let rows count, whole leases of them."""
+        """Record whole leases of rows in the storage, so that they count."""
         run, stored_run, entry = self._run, self._run.writer.stored_run, NOTHING
         before, rows = run.ledger.stored, dict[str, ShardRows]()
         for member, answer in kept:
@@ -252,7 +259,7 @@ class ShardedLeases(WithoutRows):
             entry = entry.plus(answer.entry)
             stored_run.count_ids(answer.next_id - 1)
             if answer.rows:
-                # All rows of the shard: a worker that is settled may answer several leases.
+                # All rows of the shard, because a settled worker may answer several leases.
                 kept_rows = ShardRows(part.name, answer.host, answer.id, answer.rows, part.sums)
                 rows[part.name] = kept_rows
         post(run.ledger, entry)
@@ -263,7 +270,7 @@ class ShardedLeases(WithoutRows):
                 [*rows.values()], record, max(answer.version for _, answer in kept)
             )
         except BaseException:
-            # They do not count: what was executed for them is lost.
+            # The rows do not count, so their executed transitions are lost.
             post(run.ledger, LedgerEntry(stored=-entry.stored, lost=entry.stored))
             raise
         for _, answer in kept:
@@ -271,7 +278,11 @@ class ShardedLeases(WithoutRows):
             before += answer.entry.stored
 
     def _lost(self, member: Member) -> LedgerEntry:
-        """Take the leases of a failed worker back; return what it had executed, which is lost."""
+        """Return a failed worker's leases to the budget.
+
+        Returns:
+            An entry for the transitions that the worker had executed, which are lost.
+        """
         part = self._parts.pop(member.index, None)
         if part is None:
             return NOTHING
@@ -285,24 +296,24 @@ class ShardedLeases(WithoutRows):
         return LedgerEntry(executed, executed, lost=lost, episodes_cut=cut)
 
     def _holds(self, part: _Part, held: int, open: int) -> None:
-        """Note what waits in a worker, and the trajectories that go on there."""
+        """Record the transitions held and the trajectories open in a worker."""
         self.held += held - part.held
         self._open += open - part.open
         part.held, part.open = held, open
 
-    # --- its end ----------------------------------------------------------------------------------
+    # --- end of the run ---------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End after the steps under way. Safe to call from a signal handler."""
+        """End the run after the steps in progress. Safe to call from a signal handler."""
         self._stopping = True
         self._worker_pool.halt()
 
     def end(self) -> None:
-        """End the run at the caller's wish."""
+        """End the run at the caller's request."""
         self.finish()
 
     def finish(self) -> None:
-        """End the run: hear of all leases, and cut the open trajectories."""
+        """End the run: await the answers to all leases, and cut the open trajectories."""
         run = self._run
         run.end()
         self.stop()
@@ -320,7 +331,11 @@ class ShardedLeases(WithoutRows):
 
 
 def lost_since(startup: WorkerStartup, storage: object) -> list[str]:
-    """Let rows of shards that no node has any more count no more; return what is lost."""
+    """Remove shard rows that no node has any more from the counts.
+
+    Returns:
+        Descriptions of the lost rows.
+    """
     sink = _writer_of(storage)
     names = {
         str(sink.files.place_of(each.name)): each.name

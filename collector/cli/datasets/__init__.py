@@ -1,1 +1,1 @@
-"""Commands that make storages of storages, and choose their rows."""
+"""Commands that make storages from other storages or datasets, and select their rows."""

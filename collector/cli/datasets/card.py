@@ -1,4 +1,4 @@
-"""``tallyroll card``: a page for a hub that says what a dataset is, and how it was made."""
+"""``tallyroll card``: write a dataset card for a hub, with the contents and their origin."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# No line is longer than 78 columns.
+# Lines have at most 78 columns.
 
 _USAGE = "%(prog)s PATH [options]"
 _ABOUT = """\
@@ -33,7 +33,7 @@ exit status:
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser's; ``path`` reads a path, and ``complete`` is shtab's word."""
+    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     parser = commands.add_parser(
         "card",
         help="write a card of a dataset, for a hub",
@@ -57,7 +57,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll card``; returns the exit status."""
+    """Run ``tallyroll card`` and return the exit status."""
     from tallyroll.collector.cli.output import as_json, emit, visible
 
     if args.out is not None and not args.force:
@@ -99,7 +99,7 @@ def _require_free(place: str) -> None:
 
 
 def _write(place: str, text: str, *, force: bool) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     from tallyroll.collector.cli.output import CommandError
     from tallyroll.storage.files.safe_files import Inside
 

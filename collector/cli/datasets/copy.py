@@ -1,4 +1,4 @@
-"""``tallyroll copy``, and its short names: rows of storages, written to a new one."""
+"""``tallyroll copy`` and its short forms: copy rows of storages to a new one."""
 
 import argparse
 import dataclasses
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tallyroll.storage.ext.storage_copy import CopyReport
 
-# No line is longer than 78 columns.
+# Lines have at most 78 columns.
 
 
 class _Texts(NamedTuple):
@@ -142,7 +142,7 @@ NAMES = tuple(_TEXTS)
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the commands to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    """Add the commands to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     for name, (about, usage, description, examples) in _TEXTS.items():
         parser = commands.add_parser(
             name, help=about, usage=usage, description=description, epilog=examples
@@ -263,7 +263,7 @@ def _keys(text: str) -> list[tuple[str, ...]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Run the command and return the exit status."""
     from tallyroll.collector.cli.output import emit, say
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage.errors import InvalidExpression
@@ -302,7 +302,7 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress,
             )
         except InvalidExpression as error:
-            say(f"tallyroll: error: --where: {error}", lines=True)  # a caret is below a place
+            say(f"tallyroll: error: --where: {error}", lines=True)  # a caret is on its own line
             return 2
         except ValueError as error:
             args.usage_error(str(error))
@@ -314,7 +314,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _complete_shards(args: argparse.Namespace) -> "list[Path]":
-    """Return the storages of all shards, waited for where asked; raise for what is missing."""
+    """Return the storages of all shards, after a wait with --wait; raise if some are missing."""
     from tallyroll.collector.cli.datasets.shard_states import ShardStates, waited_for
     from tallyroll.collector.cli.output import CommandError, emit
     from tallyroll.collector.cli.progress import shown_progress
@@ -346,7 +346,7 @@ def _complete_shards(args: argparse.Namespace) -> "list[Path]":
 
 
 def _newest(storage: Any) -> int | None:
-    """Return the version of a storage that is of the newest one; None if it is of an older one."""
+    """Return the format version of a storage if it is current; None if it is older."""
     from tallyroll.storage.files.versions import FORMAT_VERSION
 
     version: int = storage.reader.manifest.get("format_version", FORMAT_VERSION)
@@ -354,16 +354,16 @@ def _newest(storage: Any) -> int | None:
 
 
 def _kind(storage: Any) -> str:
-    """Return the name of a storage's format, as ``--format`` has it."""
+    """Return the name of a storage's format, as in ``--format``."""
     from tallyroll.storage.storages import FORMATS
 
     return next(name for name, kind in FORMATS.items() if isinstance(storage, kind))
 
 
 def _opened(paths: "Sequence[Path]", args: argparse.Namespace) -> Any:
-    """Return the storage to copy; of several, as one, with the columns that all have alike.
+    """Open the storages to copy as one, with the columns that all of them share.
 
-    These are more than those that are wanted: trajectories are chosen by others.
+    These may include unwanted columns, because a condition on trajectories may need them.
     """
     from tallyroll.storage import open_storage
 
@@ -382,14 +382,14 @@ def _opened(paths: "Sequence[Path]", args: argparse.Namespace) -> Any:
         alike = [k for k, own in every.items() if len(own) == len(paths) and len({*own}) == 1]
         wanted = [*(args.columns or every)]
         wanted = [key for key in wanted if key not in (args.drop or ()) and key not in beside]
-        columns = alike if {*wanted} <= {*alike} else wanted  # which says what is not alike
+        columns = alike if {*wanted} <= {*alike} else wanted  # opening these names the difference
         args.drop = [key for key in args.drop or () if key in alike or key not in every]
     return open_storage(paths, ids=args.ids, columns=columns, **options)
 
 
 @contextmanager
 def _until_a_signal(*, wanted: bool) -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether a signal has asked for the end of following."""
+    """Yield a function that returns True once a signal has asked to stop following."""
     came: list[int] = []
     if not wanted:
         yield lambda: False

@@ -1,4 +1,4 @@
-"""``tallyroll export`` and ``tallyroll import``: datasets of other libraries."""
+"""``tallyroll export`` and ``tallyroll import``: convert datasets of other libraries."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-# No line is longer than 78 columns.
+# Lines have at most 78 columns.
 
 _KINDS = """
 kinds:
@@ -86,7 +86,7 @@ _FOLLOW = (
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the commands to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    """Add the commands to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     out = commands.add_parser(
         "export",
         help="write rows in the format of another library",
@@ -162,7 +162,7 @@ def _keys(text: str) -> list[tuple[str, ...]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out one of the commands; returns the exit status."""
+    """Run one of the commands and return the exit status."""
     from tallyroll.collector.cli.output import emit, say
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage.errors import InvalidExpression
@@ -200,11 +200,11 @@ def _exported(args: argparse.Namespace, progress: Any) -> Any:
         except KeyboardInterrupt:
             if not reports:
                 raise
-            return reports[-1]  # of the version that is there, whole
+            return reports[-1]  # report of the last complete version
 
 
 def _follow(args: argparse.Namespace, keep: Callable[[Any], object]) -> Any:
-    """Return the options of following; None without."""
+    """Return the options of --follow; None without --follow."""
     from tallyroll.storage import Follow
 
     if not args.follow:
@@ -215,7 +215,7 @@ def _follow(args: argparse.Namespace, keep: Callable[[Any], object]) -> Any:
 
 
 def _of_lerobot(args: argparse.Namespace) -> Any:
-    """Return the options of LeRobot that were given; None without."""
+    """Return the LeRobot options from the command line; None without any."""
     from tallyroll.storage import LeRobotOptions
 
     names = ("video", "fps", "crf", "task")

@@ -1,4 +1,4 @@
-"""``tallyroll pack``: the rows of a storage, compressed, in a new one."""
+"""``tallyroll pack``: compress the rows of a storage into a new one."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tallyroll.storage.ext.packed.pack import PackReport
 
-# No line is longer than 78 columns.
+# Lines have at most 78 columns.
 
 _ABOUT = "compress the rows of a storage into a new one"
 _USAGE = "%(prog)s SRC DST [options]"
@@ -52,7 +52,7 @@ _STACKS = (
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     parser = commands.add_parser(
         "pack", help=_ABOUT, usage=_USAGE, description=_DESCRIPTION, epilog=_EXAMPLES
     )
@@ -82,7 +82,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
 
 
 def _codec(text: str) -> tuple[str, str]:
-    """Return a column, empty for all, and a codec."""
+    """Split ``[COLUMN=]CODEC``; the column is empty if the codec applies to all columns."""
     column, _, codec = text.rpartition("=")
     if not codec:
         raise argparse.ArgumentTypeError(f"expected CODEC, or COLUMN=CODEC, got {text!r}")
@@ -100,7 +100,7 @@ def _stack(text: str) -> tuple[str, int | None, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll pack``; returns the exit status."""
+    """Run ``tallyroll pack`` and return the exit status."""
     from tallyroll.collector.cli.output import CommandError, emit
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage import open_storage

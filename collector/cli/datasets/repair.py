@@ -1,4 +1,4 @@
-"""``tallyroll repair``: what is readable of a damaged dataset becomes a new storage."""
+"""``tallyroll repair``: write the readable part of a damaged dataset to a new storage."""
 
 import argparse
 import dataclasses
@@ -34,7 +34,7 @@ _SHOWN = 20
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     added = commands.add_parser(
         "repair",
         help="write what is readable of a damaged dataset to a new storage",
@@ -57,7 +57,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Run the command and return the exit status."""
     from tallyroll.collector.cli.output import emit
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage import repair
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_json(report: Any) -> dict[str, object]:
-    """Return the report as JSON values; places without what does not apply."""
+    """Return the report as JSON values, without empty fields of places."""
     value = dataclasses.asdict(report) | {"whole": report.whole, "lost_rows": report.lost_rows}
     for each in value["lost"]:
         place = each["place"]

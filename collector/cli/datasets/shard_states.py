@@ -1,4 +1,4 @@
-"""The shards of a run, waited for: which are complete, which are not, and which are not there."""
+"""Wait for the shards of a run; report complete, unfinished and missing ones."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +10,9 @@ from tallyroll.collector.cli.output import CommandError
 from tallyroll.collector.counting.shards import among_first
 
 SHARD: Final = "shard"
-"""The entry of a shard's run in its manifest, as `storage.datasets.joined.shards` reads it."""
+"""Key of the shard entry in a manifest, as `tallyroll.storage.ext.joined.shards` reads it."""
 _SECONDS: Final = 1.0
-"""Between two looks."""
+"""Seconds between two checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,41 +23,41 @@ class _Shard:
     asked: int | None
     rows: int
     wanted: int | None
-    """The rows that it is to have; None if its run does not say."""
+    """Number of rows that the shard will have; None if its run does not record it."""
 
 
 @dataclass(slots=True)
 class ShardStates:
-    """The state of the shards of a run, as a look at their places has found it."""
+    """State of the shards of a run at one check."""
 
     of: int
     shards: dict[int, _Shard] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Why a place is no storage, or none yet."""
+    """Reasons why paths are not storages, or not yet."""
 
     @property
     def asked(self) -> int | None:
-        """The transitions that were asked of all."""
+        """Number of transitions requested from all shards together."""
         return next((each.asked for each in self.shards.values()), None)
 
     @property
     def missing(self) -> list[int]:
-        """The shards of which there is no storage."""
+        """Indices of shards without a storage."""
         return [index for index in range(self.of) if index not in self.shards]
 
     @property
     def unfinished(self) -> dict[int, tuple[int, int | None]]:
-        """The rows that a shard has, and is to have, of each that has not all."""
+        """Current and final number of rows of each incomplete shard, by index."""
         shards = sorted(self.shards.items())
         return {n: (each.rows, each.wanted) for n, each in shards if each.rows != each.wanted}
 
     @property
     def paths(self) -> list[Path]:
-        """The storages, in the order of shards."""
+        """Paths of the storages, in the order of the shards."""
         return [self.shards[index].path for index in sorted(self.shards)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return the state as JSON values."""
         return {
             "complete": not self.missing and not self.unfinished,
             "of": self.of,
@@ -71,7 +71,7 @@ class ShardStates:
         }
 
     def in_words(self) -> str:
-        """Return what is not complete, as a part of a sentence."""
+        """Describe the missing and incomplete shards as part of a sentence."""
         found = []
         if self.missing:
             found.append(f"shards {', '.join(map(str, self.missing))} of {self.of} are missing")
@@ -84,16 +84,16 @@ class ShardStates:
 def waited_for(
     sources: Sequence[str], of: int, seconds: float, shown: Callable[[ShardStates], object]
 ) -> ShardStates:
-    """Return what is there when all shards are complete, or when the time is up.
+    """Return the state once all shards are complete, or at the timeout.
 
     Args:
-        sources: storages and patterns, of which some may not be there yet.
-        of: the number of shards.
-        seconds: how long to wait; 0 looks once.
-        shown: called with each look.
+        sources: storages and patterns. Some may not exist yet.
+        of: number of shards.
+        seconds: timeout. 0 checks once.
+        shown: function called with the state at each check.
 
     Raises:
-        CommandError: what is there can never become the shards of one run.
+        CommandError: the existing storages can never become the shards of one run.
     """
     end = time.monotonic() + seconds
     while True:
@@ -121,7 +121,7 @@ def _look(sources: Sequence[str], of: int) -> ShardStates:
         try:
             with open_storage(place) as storage:
                 runs, rows = storage.runs, len(storage)
-        except StorageError as error:  # it is being made just now, perhaps
+        except StorageError as error:  # it may be in creation
             found.unreadable[str(place)] = str(error).partition(": ")[0]
             continue
         if (said := shard_said(runs)) is None:
@@ -146,7 +146,7 @@ def _look(sources: Sequence[str], of: int) -> ShardStates:
 
 
 def _wanted(run: Mapping[str, Any], asked: int | None) -> int | None:
-    """Return the rows that a shard is to have of all that were asked for."""
+    """Return the number of rows of a shard once all requested transitions are collected."""
     lanes, own = run.get("lanes"), run[SHARD].get("lanes")
     if not isinstance(own, list) or [type(n) for n in (asked, lanes, *own)] != [int] * 4:
         return None

@@ -1,4 +1,4 @@
-"""``tallyroll split``: the trajectories of a storage divided among new ones."""
+"""``tallyroll split``: divide the trajectories of a storage among new storages."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-# No line is longer than 78 columns.
+# Lines have at most 78 columns.
 
 _ABOUT = "divide the trajectories of a storage among new ones"
 _USAGE = "%(prog)s SRC DST --train SHARE [--val SHARE] [--test SHARE] [options]"
@@ -34,7 +34,7 @@ _NAMES = ("train", "val", "test")
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     from tallyroll.collector.cli.datasets.stats import WHERE
 
     parser = commands.add_parser(
@@ -94,7 +94,7 @@ def _seed(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll split``; returns the exit status."""
+    """Run ``tallyroll split`` and return the exit status."""
     from tallyroll.collector.cli.output import CommandError, emit
     from tallyroll.collector.cli.page import Page
     from tallyroll.collector.cli.progress import shown_progress

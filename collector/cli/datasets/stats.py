@@ -1,4 +1,4 @@
-"""``tallyroll stats``: mean, deviation, extremes and quantiles of the columns of a storage."""
+"""``tallyroll stats``: show mean, deviation, extremes and quantiles of columns."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tallyroll.storage.ext.statistics.statistics import ColumnStatistics, Statistics
     from tallyroll.storage.storages import DiskStorage
 
-# No line is longer than 78 columns.
+# Lines have at most 78 columns.
 
 _ABOUT = "show mean, deviation, extremes and quantiles of columns"
 _USAGE = "%(prog)s PATH [options]"
@@ -37,14 +37,14 @@ WHERE = (
     'only trajectories for which a condition holds, such as "return > 5 and run == 1": by id, '
     "run, lane, length, return, end, whole, policy_version, reset_seed, context.NAME"
 )
-"""A text for options that choose trajectories."""
+"""Help text for options that select trajectories."""
 _MOST_LINES = 8
-"""Numbers of a column that have a line; --json has all."""
+"""Largest number of lines for one column; --json has all."""
 _SHOWN = {0.05: "q05", 0.5: "q50", 0.95: "q95"}
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the command to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    """Add the command to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     parser = commands.add_parser(
         "stats", help=_ABOUT, usage=_USAGE, description=_DESCRIPTION, epilog=_EXAMPLES
     )
@@ -62,7 +62,7 @@ def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll stats``; returns the exit status."""
+    """Run ``tallyroll stats`` and return the exit status."""
     from tallyroll.collector.cli.output import emit
     from tallyroll.collector.cli.progress import shown_progress
     from tallyroll.storage import open_storage

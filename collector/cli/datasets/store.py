@@ -1,4 +1,4 @@
-"""``tallyroll push`` and ``tallyroll pull``: packed datasets to object stores, and back."""
+"""``tallyroll push`` and ``tallyroll pull``: copy packed datasets to and from object stores."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# No line is longer than 78 columns.
+# Lines have at most 78 columns.
 
 _TEXTS = {
     "push": (
@@ -69,7 +69,7 @@ NAMES = tuple(_TEXTS)
 
 
 def add_to(commands: Any, path: Callable[[str], str], complete: str) -> None:
-    """Add the commands to a parser's; ``path`` reads one, and ``complete`` is shtab's word."""
+    """Add the commands to a parser; ``path`` parses paths, and ``complete`` is for shtab."""
     for name, (about, usage, description, examples) in _TEXTS.items():
         parser = commands.add_parser(
             name, help=about, usage=usage, description=description, epilog=examples
@@ -117,7 +117,7 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status."""
+    """Run the command and return the exit status."""
     from rich.filesize import decimal
 
     from tallyroll.collector.cli.output import emit, visible

@@ -1,1 +1,1 @@
-"""Commands that read storages."""
+"""Commands that read storages without writing rows."""

@@ -1,4 +1,4 @@
-"""``tallyroll diff``: what differs between two storages, row by row."""
+"""``tallyroll diff``: compare two storages row by row."""
 
 import argparse
 import dataclasses
@@ -13,7 +13,7 @@ from tallyroll.storage import Differences, diff
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll diff``; returns the exit status."""
+    """Run ``tallyroll diff`` and return the exit status."""
     began = time.monotonic()
     with shown_progress("compared", args.quiet) as progress:
         found = diff(

@@ -1,4 +1,4 @@
-"""``tallyroll inspect``: what a storage holds, what made it, and how its episodes went."""
+"""``tallyroll inspect``: show the contents, origin and episodes of a storage."""
 
 import argparse
 import contextlib
@@ -52,20 +52,20 @@ from tallyroll.storage.trajectories.episodes import (
 )
 
 _MOST_VERSIONS = 12
-"""Versions of the policy that are shown; --json has all."""
+"""Largest number of policy versions that are shown; --json has all."""
 _MOST_EVENTS = 3
-"""Calls of environments that a run's line shows."""
+"""Largest number of environment calls in the line of a run."""
 _LONGEST = 60
-"""Characters of the arguments of one."""
+"""Largest number of characters for the arguments of a call."""
 _MOST_MAKERS = 3
-"""Runs of copied rows that their line names."""
+"""Largest number of runs in the line of copied rows."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll inspect``; returns the exit status."""
+    """Run ``tallyroll inspect`` and return the exit status."""
     path = args.path[0] if len(args.path) == 1 else args.path
     with open_storage(path, accept_copy=args.accept_copy) as storage:
-        with contextlib.suppress(ColumnsMissing, CorruptStorage):  # what is there is shown
+        with contextlib.suppress(ColumnsMissing, CorruptStorage):  # show as much as can be read
             count_rows(storage)
         if args.trajectories:
             show(storage, as_object=args.json, where=args.where)
@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str, Any]:
-    """Everything that is shown, as JSON values; ``hosts`` and folders that made it on demand.
+    """Collect the facts as JSON values; ``hosts`` includes the hosts and folders of the runs.
 
-    Rows that are committed meanwhile do not count: all of it is about the same rows.
+    Rows that are committed during the call do not count, so that all facts are about the same rows.
     """
     span, manifest = storage.span, storage.manifest
     record = RunRecord.parse(storage.record)
@@ -127,7 +127,7 @@ def examine(storage: DiskStorage, rows: int, *, hosts: bool = False) -> dict[str
 
 
 def _overlays(storage: DiskStorage) -> list[dict[str, Any]]:
-    """The overlays beside the rows; of one that cannot be used, the error."""
+    """Describe the overlays; an overlay that cannot be used has its error."""
     found: list[dict[str, Any]] = []
     for name in storage.overlays:
         said: dict[str, Any] = {"name": format_key(name)}
@@ -142,7 +142,7 @@ def _overlays(storage: DiskStorage) -> list[dict[str, Any]]:
 
 
 def _members(storage: DiskStorage) -> dict[str, Any]:
-    """The members of a union, and the shards among them; of one storage nothing."""
+    """Describe the members of a union and its shards; {} for a single storage."""
     if not isinstance(union := storage.reader, UnionReader):
         return {}
     members = [
@@ -161,7 +161,7 @@ def _members(storage: DiskStorage) -> dict[str, Any]:
 
 
 def _finalized(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """When the storage was finalized, and how many rows have checksums since."""
+    """Return when the storage was finalized, and the number of rows with checksums."""
     if "finalized" not in manifest:
         return None
     try:
@@ -174,9 +174,9 @@ def _finalized(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _episodes(storage: DiskStorage, span: range, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The trajectories of the rows ``span``, counted, and those of each of ``runs``.
+    """Count the trajectories of the rows ``span``, and add the statistics of each of ``runs``.
 
-    None if the rows do not say theirs.
+    The counts are None if rows do not name their trajectory.
     """
     if (found := lines_of(storage, span)) is None:
         nothing = {"returns": None, "lengths": None}
@@ -202,7 +202,7 @@ def _episodes(storage: DiskStorage, span: range, runs: list[dict[str, Any]]) -> 
 
 
 def _first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
-    """Some rows, by name of column; of bfloat16 the bits."""
+    """Return some rows as values by column name; bfloat16 values are shown as their bits."""
     reader, numbers = storage.reader, np.arange(rows.start, rows.stop)
     columns = {format_key(key): reader.column(key).take(numbers).tolist() for key in reader.keys}
     return [
@@ -210,11 +210,11 @@ def _first_rows(storage: DiskStorage, rows: range) -> list[dict[str, Any]]:
     ]
 
 
-# --- showing --------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def as_text(facts: Mapping[str, Any]) -> str:
-    """``facts`` for people."""
+    """Format ``facts`` as text."""
     page = Page()
     page.print(
         f"{facts['path']}: {facts['rows']:,} rows of {facts['row_bytes']:,} bytes, "
@@ -313,7 +313,7 @@ def _show_members(page: Page, facts: Mapping[str, Any]) -> None:
 
 
 def runs_as_text(facts: Mapping[str, Any]) -> str:
-    """The runs of ``facts`` for people, with the place and the code that made each."""
+    """Format the runs of ``facts`` as text, with the place and the code that made each."""
     page = Page()
     _show_runs(page, facts["runs"], made=True)
     return page.text
@@ -343,7 +343,7 @@ def _show_runs(page: Page, runs: list[dict[str, Any]], *, made: bool = False) ->
 
 
 def _made_line(made: Mapping[str, Any]) -> str:
-    """Words on the time, the host, the commit and the policy's hashes of a run."""
+    """Describe time, host, commit and policy hashes of a run."""
     git, policy = part(made, "git"), part(made, "policy")
     changed = " and changes" if git.get("changed") else ""
     words = {
@@ -358,7 +358,7 @@ def _made_line(made: Mapping[str, Any]) -> str:
 
 
 def _events_line(events: Sequence[Mapping[str, Any]]) -> str:
-    """Words on the calls of a run's environments, the last ones by name."""
+    """Describe the environment calls of a run, with the last ones by name."""
     shown = [
         f"{each['call']} {each['name']}({_arguments(each)})"
         + ("" if each["lanes"] is None else f" of lanes {str(each['lanes'])[1:-1]:.40}")
@@ -370,7 +370,7 @@ def _events_line(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _arguments(event: Mapping[str, Any]) -> str:
-    """The arguments of a call, in a few characters."""
+    """Format the arguments of a call, truncated."""
     if event["args"] is None:
         said = str(event.get("repr", "?"))
     else:
@@ -394,7 +394,7 @@ def _version_line(found: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _copy_line(run: Mapping[str, Any]) -> str:
-    """One line for rows that were copied, with the newest runs that made them."""
+    """Describe copied rows in one line, with the newest runs that made them."""
     span = f"{run['rows']:,} rows from row {run['first_row']:,}"
     if LEFT_OUT in run:
         return f"{span}, copied from elsewhere in more pieces than the manifest notes"
@@ -409,7 +409,7 @@ def _copied_from(run: Mapping[str, Any]) -> str:
 
 
 def _makers(run: Mapping[str, Any]) -> str:
-    """The newest runs that made copied rows, what resumed one with it."""
+    """Describe the newest runs that made copied rows, each together with its resumptions."""
     told = [
         f"rows copied from {_copied_from(each)}" if is_copied(each) else _told(each)
         for each in copied_runs(run)
@@ -427,7 +427,7 @@ def _run_line(run: Mapping[str, Any]) -> str:
 
 
 def _told(run: Mapping[str, Any], span: str | None = None, resumed: str | None = None) -> str:
-    """Words on a run's environment, lanes, seed, budget and policy."""
+    """Describe a run's environment, lanes, seed, budget and policy."""
     environment, call = part(run, "environment"), part(run, "call")
     workers = whole_number(call, "num_workers")
     asked = {**call, **part(run, "command")}
@@ -468,7 +468,7 @@ def _resumed(run: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value in a few characters."""
+    """Format a value in a few characters."""
     flat = np.asarray(value, dtype=object).reshape(-1).tolist()
     shown = " ".join(_number(each) for each in flat[:4])
     if not isinstance(value, list) or len(flat) == 1:

@@ -17,7 +17,7 @@ _SHOWN = 10
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll replay``; returns the exit status."""
+    """Run ``tallyroll replay`` and return the exit status."""
     create = args.env if args.env_factory is None else _factory(args.env_factory)
     wanted: Any = "all" if args.all else args.trajectory
     with shown_progress("rows replayed", args.quiet, "{:,}".format) as progress:
@@ -46,7 +46,7 @@ def _factory(spec: str) -> Any:
     """Return the function that ``module:function`` names.
 
     Raises:
-        CommandError: there is no such thing.
+        CommandError: the function does not exist, or is not callable.
     """
     name, _, path = spec.rpartition(":")
     if not name or not path:

@@ -1,4 +1,4 @@
-"""``tallyroll report``: a table, and one page, over the runs of many storages."""
+"""``tallyroll report``: summarise the runs of many storages as a table and a page."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from tallyroll.collector.ext.report.report import RunsReport, report
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll report``; returns the exit status."""
+    """Run ``tallyroll report`` and return the exit status."""
     scale = dict(args.scale or ())
     try:
         if args.html:  # before all rows are read
@@ -52,7 +52,7 @@ def _unwritten(path: str, error: OSError) -> CommandError:
 
 
 def as_text(found: RunsReport) -> str:
-    """The report for people."""
+    """Format the report as text."""
     page = Page()
     page.head(f"Returns: mean of the last {found.window} episodes of each run, 95 % intervals")
     page.table(

@@ -1,4 +1,4 @@
-"""The trajectories of a storage: counted with a bar, listed, and put together in groups."""
+"""Count, list and group the trajectories of a storage."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,12 +16,12 @@ from tallyroll.storage.storages import DiskStorage
 from tallyroll.storage.trajectories.episodes import END_NAMES
 
 _AT_ONCE = 5_000
-"""Lines that are made into text at once: a million take no more memory than these."""
+"""Number of lines formatted at once, which bounds the memory for a million of them."""
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def count_rows(storage: DiskStorage) -> None:
-    """Bring the table of trajectories up to the rows, a stretch at a time, with a bar on stderr."""
+    """Update the trajectory table to the newest rows, with a progress bar on stderr."""
     reader = storage.reader
     if not reader.head:
         return
@@ -30,7 +30,10 @@ def count_rows(storage: DiskStorage) -> None:
 
 
 def spreads(storage: DiskStorage, lines: Table) -> dict[str, Any]:
-    """Returns and lengths of episodes; None without any, or without one reward a row."""
+    """Return statistics of returns and lengths of episodes.
+
+    They are None without episodes. Those of returns are also None without one reward per row.
+    """
     scalar = REWARD in storage.schema and lines["return"].ndim == 1
     return {
         "returns": _spread(lines["return"]) if scalar else None,
@@ -39,9 +42,10 @@ def spreads(storage: DiskStorage, lines: Table) -> dict[str, Any]:
 
 
 def by_version(storage: DiskStorage, lines: Table) -> list[dict[str, Any]]:
-    """The same by the policy's version at the last action; none if rows do not have it.
+    """Return the same statistics by the policy's version at the last action.
 
-    Where several policies act in lanes of their own, by policy first.
+    The list is empty if rows have no version. If several policies act in their own lanes, the
+    groups are by policy and version.
     """
     if POLICY_VERSION not in storage.schema or not len(lines):
         return []
@@ -57,7 +61,7 @@ def by_version(storage: DiskStorage, lines: Table) -> list[dict[str, Any]]:
 
 
 def _spread(values: Table) -> dict[str, Any] | None:
-    """Count, mean, deviation and quantiles, None without values."""
+    """Return count, mean, deviation and quantiles; None without values."""
     if not len(values):
         return None
     with np.errstate(all="ignore"):  # returns may be infinite
@@ -75,7 +79,7 @@ def _spread(values: Table) -> dict[str, Any] | None:
 
 
 def show(storage: DiskStorage, *, as_object: bool, where: str | None = None) -> None:
-    """Write a line a trajectory to stdout, or one JSON object; some thousands at a time."""
+    """Write one line per trajectory to stdout, or one JSON object, in chunks."""
     span = storage.span
     matching = None if where is None else storage.trajectories.matching(where)
     found = lines_of(storage, span) if matching is None else table_of(matching, span)

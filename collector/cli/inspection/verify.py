@@ -1,4 +1,4 @@
-"""``tallyroll verify``: read every row of a storage or a dataset, and say what is wrong with it."""
+"""``tallyroll verify``: read every row of a storage or dataset, and report problems."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,7 @@ from tallyroll.storage.ext.dataset_checks.verify_dataset import kind_at, kinds
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``tallyroll verify``; returns the exit status."""
+    """Run ``tallyroll verify`` and return the exit status."""
     began = time.monotonic()
     with shown_progress("verified", args.quiet) as progress:
         report = _report(args, progress)
@@ -44,13 +44,16 @@ def _report(args: argparse.Namespace, progress: Any) -> Report:
 
 
 def _parts(path: str) -> tuple[str, str] | None:
-    """Return the kind and the path of a dataset; None of a storage, whatever its name."""
+    """Return the kind and the path of a dataset.
+
+    Return None for a storage, even with a colon in its name.
+    """
     kind, colon, rest = path.partition(":")
     return (kind, rest) if colon and kind in kinds() and not os.path.lexists(path) else None
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """The report as JSON values; places without what does not apply."""
+    """Return the report as JSON values, without empty fields of places."""
     value = dataclasses.asdict(report) | {"sound": report.sound}
     for finding in (*value["findings"], *value["notes"]):
         finding["places"] = [
@@ -61,7 +64,7 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def as_text(report: Report, seconds: float) -> str:
-    """The report for people."""
+    """Format the report as text."""
     page = Page()
     page.print(_head(report, seconds))
     for before, found in (("", report.findings), ("note: ", report.notes)):

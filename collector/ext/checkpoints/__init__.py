@@ -1,1 +1,1 @@
-"""Checkpoints: all that a run goes on from, saved together and loaded together."""
+"""Checkpoints, which save and load all state that a run needs to continue."""

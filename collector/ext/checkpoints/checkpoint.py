@@ -1,4 +1,7 @@
-"""`save_checkpoint` and `load_checkpoint`: model, counts and rows, restored together."""
+"""Save and load checkpoints: `save_checkpoint` and `load_checkpoint`.
+
+A checkpoint restores the model, the counts and the rows together.
+"""
 
 import os
 import random
@@ -34,25 +37,25 @@ from tallyroll.storage.stores.rewinds import require_kept, require_rewindable, t
 
 @dataclass(frozen=True)
 class RowsAt:
-    """Which rows a storage had, by their number, and the record that went with them."""
+    """The rows of a storage at a checkpoint, and the record saved with them."""
 
     path: str
     id: str
     rows: int
     rewinds: int
     first: int
-    """The first row that was there: of a ring, the oldest."""
+    """The oldest row in the storage. It is above 0 if a ring has overwritten rows."""
     first_row: int
-    """The first row of the collector's run; -1 without one."""
+    """The first row of the collector's run; -1 without a run."""
     record: tuple[int, bytes] | None
 
     @classmethod
     def of(cls, storage: DiskStorage, run: StoredRun | None) -> "RowsAt":
-        """Return those of a storage, which are on the disk when this returns."""
+        """Return the rows of a storage, which are synced to disk when this returns."""
         reader, writer = storage.reader, storage.writer
         with writer.turn:
             if storage.mode != "read":
-                writer.opened.settle()  # a power cut must not leave a checkpoint without them
+                writer.opened.settle()  # a power cut must not leave a checkpoint without its rows
             return cls(
                 str(storage.path),
                 reader.id or "",
@@ -69,10 +72,10 @@ class RowsAt:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "RowsAt":
-        """Return a result of :meth:`as_state`.
+        """Return the object that :meth:`as_state` described.
 
         Raises:
-            StateError: it is none.
+            StateError: ``state`` is not a result of :meth:`as_state`.
         """
         try:
             numbers = [state[name] for name in ("rows", "rewinds", "first")]
@@ -90,20 +93,23 @@ class RowsAt:
         rows, rewinds, oldest = numbers
         return cls(str(state["path"]), state["id"], rows, rewinds, oldest, first, record)
 
-    # --- going back -------------------------------------------------------------------------------
+    # --- rewinding --------------------------------------------------------------------------------
 
     def require_same(self, storage: DiskStorage, run: StoredRun | None, *, keep: bool) -> None:
-        """Refuse another storage, or one whose rows cannot be gone back to; nothing changes.
+        """Refuse another storage, or one that cannot rewind to these rows; change nothing.
 
-        ``keep``: its rows stay as they are. ``run`` is that of the collector.
+        Args:
+            storage: the storage to check.
+            run: the run of the collector.
+            keep: True if the later rows stay, so that no rewind is needed.
 
         Raises:
-            StateMismatch: says why.
-            RunUnderWay: another collector writes to it.
-            WriteError: this process may not write to it.
+            StateMismatch: the storage does not fit. The message gives the reason.
+            RunUnderWay: another collector writes to the storage.
+            WriteError: this process may not write to the storage.
         """
         reader = storage.reader
-        if not self.id:  # it had no rows and no files yet
+        if not self.id:  # the storage had no rows and no files
             return
         if not reader.initialised:
             raise StateMismatch(
@@ -127,10 +133,11 @@ class RowsAt:
         require_rewindable(storage.writer, self.rows, run)
 
     def go_back(self, storage: DiskStorage, run: StoredRun | None) -> tuple[int, int, Since]:
-        """Take back the rows that came later.
+        """Rewind the storage to the checkpoint.
 
-        Return how many, how many of a ring's earlier rows they had replaced, and the numbers that
-        only grow.
+        Returns:
+            The number of rows taken back, the number of a ring's earlier rows that they had
+            overwritten, and the numbers that never decrease.
         """
         if not storage.reader.initialised or not self.id:
             return 0, 0, Since(0)
@@ -153,7 +160,7 @@ class RowsAt:
 
 
 def _today(storage: DiskStorage, first_row: int) -> Since:
-    """Return the numbers of a run that only grow, as they are now."""
+    """Return the current values of a run's numbers that never decrease."""
     known = [-1]
     for entry in storage.manifest["runs"]:
         if is_count(entry.get("incarnation")):
@@ -171,7 +178,7 @@ def copy_of_rows(storage: DiskStorage, path: Path) -> None:
 
 
 def restore_rows(storage: DiskStorage, path: Path) -> bool:
-    """Fill a storage that has no files yet from a copy; whether there was one to fill it from."""
+    """Copy rows into a storage that has no files yet; return True if it copied them."""
     if storage.reader.initialised or not path.exists():
         return False
     if path.is_symlink():
@@ -184,7 +191,7 @@ _NUMBERS = {"MT19937": 624, "Philox": 4}
 
 
 def states() -> dict[str, Any]:
-    """Return the states of all of them."""
+    """Return the states of the global random generators."""
     cpu, *cuda = generator_states(gpus_in_use())
     kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
@@ -196,7 +203,7 @@ def states() -> dict[str, Any]:
 
 
 def require(found: dict[str, Any]) -> None:
-    """Raise an error of any kind unless :meth:`load` would accept a result of :meth:`states`."""
+    """Raise an error of any type unless :func:`load` would accept ``found``."""
     torch.Generator().set_state(found["torch"])
     _, _, place, _, _ = found["numpy"]
     require_place("MT19937", place)
@@ -206,7 +213,7 @@ def require(found: dict[str, Any]) -> None:
 
 
 def require_bits(state: Mapping[str, Any]) -> None:
-    """Raise ValueError if the state of a NumPy bit generator points outside of its numbers."""
+    """Raise ValueError if the position of a NumPy bit generator is out of bounds."""
     if state["bit_generator"] == "MT19937":
         require_place("MT19937", state["state"]["pos"])
     elif state["bit_generator"] == "Philox":
@@ -214,13 +221,13 @@ def require_bits(state: Mapping[str, Any]) -> None:
 
 
 def require_place(kind: str, place: Any) -> None:
-    """Raise ValueError if a place is outside of the numbers of a generator: NumPy reads there."""
+    """Raise ValueError if ``place`` is out of bounds, because NumPy would read there unchecked."""
     if type(place) is not int or not 0 <= place <= _NUMBERS[kind]:
         raise ValueError(f"place {place!r:.40} of {_NUMBERS[kind]} numbers of {kind}")
 
 
 def load(found: dict[str, Any]) -> None:
-    """Go on from a result of :meth:`states`. Those of devices that are not here are left out."""
+    """Restore a result of :func:`states`, except the states of devices that are absent."""
     torch.set_rng_state(found["torch"])
     if torch.cuda.is_available():
         for device, state in enumerate(found["cuda"][: torch.cuda.device_count()]):
@@ -234,29 +241,32 @@ PathLike: TypeAlias = str | os.PathLike[str]
 Rows: TypeAlias = Literal["rewind", "keep"]
 
 _ARGUMENTS = ("path", "collector", "storage", "every", "keep_last", "copy_rows", "rows")
-"""Names of arguments of `save_checkpoint` or `load_checkpoint`, which no part can have."""
+"""Argument names of `save_checkpoint` and `load_checkpoint`, which parts must not use."""
 _UNSOUND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-"""Errors of values that are none of a state, whatever finds them."""
+"""Errors that any code may raise for values that are not a valid state."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A report of `load_checkpoint`; print it."""
+    """Report of `load_checkpoint`. Print it for a summary."""
 
     path: Path
-    """The checkpoint."""
+    """Path of the checkpoint."""
     transitions: int
     """Transitions that the run has now."""
     rewound: int = 0
-    """Rows that were committed after the checkpoint, and were taken back."""
+    """Rows that were committed after the checkpoint and taken back."""
     kept: int = 0
-    """Rows that were committed after the checkpoint, and stay."""
+    """Rows that were committed after the checkpoint and kept."""
     gone: int = 0
-    """Rows of a ring at the checkpoint that were overwritten since: they do not come back."""
+    """Rows of a ring at the checkpoint that were overwritten since. They cannot be restored."""
     cut: int = 0
-    """Trajectories that were open at the checkpoint: environments are not saved, so they ended."""
+    """Trajectories that were open at the checkpoint.
+
+    They end as cut, as environments are not saved.
+    """
     unused: tuple[str, ...] = ()
-    """Parts of the checkpoint that were not asked for."""
+    """Parts of the checkpoint that the caller did not request."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Parts that were saved as plain values, such as numbers, by name."""
 
@@ -287,38 +297,40 @@ def save_checkpoint(
     copy_rows: bool = False,
     **parts: Any,
 ) -> Path | None:
-    """Save all that a run goes on from, together: whole, or not at all.
+    """Save all state that a run needs to continue, atomically.
 
-    Call it between two batches, or two calls of ``collect``. The storage is named by the rows
-    that it has now; a later `load_checkpoint` takes it back to them. The global generators of
-    torch, NumPy and Python are always saved.
+    Call it between two batches, or between two calls of ``collect``. The checkpoint refers to the
+    rows that the storage has now, and a later `load_checkpoint` rewinds the storage to them. It
+    always includes the global random generators of torch, NumPy and Python.
 
     Args:
-        path: a folder, made if it is not there. Each checkpoint is a folder in it,
-            ``000007-at-120000``: its number, and its transitions.
-        collector: its counts, ids, seeds, policy, generators, and its environments' transforms.
-        storage: the storage, where the collector has none, or there is no collector.
-        every: save only if so many transitions came since the newest one there; None: now.
-        keep_last: checkpoints that stay, this one included; None: all.
-        copy_rows: copy the rows, too, so that the folder can go to another machine. Without it the
-            checkpoint names the rows, which costs nothing, and belongs to this storage.
-        **parts: what else is to be restored, by name: whatever has ``state_dict()`` and
-            ``load_state_dict()``, generators of torch, NumPy and Python, and plain values: numbers,
-            text, bytes, None, tensors, arrays and scalars of NumPy, and lists, tuples, sets,
-            deques and dicts of these. A value comes back equal, and of the same type, in ``values``
-            of what `load_checkpoint` returns; tensors come back on the CPU. No part can have the
+        path: a folder, created if missing. Each checkpoint is a subfolder such as
+            ``000007-at-120000``: its number and its transitions.
+        collector: the collector. The checkpoint saves its counts, ids, seeds, policy, generators
+            and the transforms of its environments.
+        storage: the storage, if the collector has none or there is no collector.
+        every: save only if this many transitions came since the newest checkpoint. None saves now.
+        keep_last: number of checkpoints to keep, including this one. None keeps all.
+        copy_rows: copy the rows too, so that the folder can move to another machine. Without a
+            copy, the checkpoint only refers to the rows, which takes no time, but it then needs
+            this storage.
+        **parts: more state to save, by name. A part is an object with ``state_dict()`` and
+            ``load_state_dict()``, a generator of torch, NumPy or Python, or a plain value: numbers,
+            text, bytes, None, tensors, arrays and scalars of NumPy, and lists, tuples, sets, deques
+            and dicts of these. A value is restored equal and with the same type, in ``values`` of
+            the result of `load_checkpoint`. Tensors are restored on the CPU. A part cannot have the
             name of an argument of either function.
 
     Returns:
-        The checkpoint; None if it was not due.
+        The path of the checkpoint, or None if it was not due.
 
     Raises:
-        ArgumentError: a part that cannot be saved, or arguments that contradict each other. The
-            message names the part, and the place in it.
-        StateError: something in a state cannot come back equal; or another process saves to the
+        ArgumentError: a part cannot be saved, or arguments contradict each other. The message names
+            the part and the place in it.
+        StateError: a value in a state cannot be restored equal, or another process saves to the
             folder.
-        StorageError: the checkpoint cannot be written, as on a full disk. The checkpoints that are
-            there stay as they are.
+        StorageError: the checkpoint cannot be written, for example because the disk is full. The
+            existing checkpoints are unchanged.
     """
     place = _path_of(path, parts)
     _require_names(parts)
@@ -367,32 +379,36 @@ def load_checkpoint(
     rows: Rows = "rewind",
     **parts: Any,
 ) -> Loaded:
-    """Go on from a checkpoint: what is given gets the state that it had then.
+    """Restore the state of a checkpoint into the given objects.
 
     Call it before the collector collects. Environments are not saved: each lane begins a new
-    episode, from a seed that was not used before, and those that were open end as cut. Ids, seeds
-    of lanes and policy versions are never used twice: they go on from the largest there ever was.
+    episode with a seed that was not used before, and the open episodes end as cut. Ids, seeds of
+    lanes and policy versions are never reused. They continue after the largest value that was ever
+    used.
 
     Args:
-        path: a folder of checkpoints, of which the newest is taken, or one checkpoint.
-        collector: made as the one that was saved, over the same storage.
-        storage: where there is no collector. A new one, without files yet, gets the rows of a
-            checkpoint that has a copy; then make the collector, with ``resume=True``, and load it.
-        rows: what becomes of the rows that were committed after the checkpoint: ``"rewind"``
-            takes them back, so that counts, model and rows are those of the checkpoint; ``"keep"``
-            leaves them, and their counts, and restores the policy and the parts alone, for a
-            collector that was made with ``resume=True``.
-        **parts: as they were saved, by name. Those that are left out are not loaded.
+        path: a folder of checkpoints, of which the newest is loaded, or one checkpoint.
+        collector: a collector made like the saved one, over the same storage.
+        storage: the storage, if there is no collector. A new storage without files receives the
+            rows of a checkpoint that has a copy. Then make the collector with ``resume=True``, and
+            load the checkpoint into it.
+        rows: treatment of the rows that were committed after the checkpoint. ``"rewind"`` takes
+            them back, so that counts, model and rows match the checkpoint. ``"keep"`` keeps them
+            and their counts, and restores only the policy and the parts, for a collector made with
+            ``resume=True``.
+        **parts: the objects to restore, by the names with which they were saved. Other parts are
+            not loaded.
 
     Returns:
-        What was done; print it.
+        A report. Print it for a summary.
 
     Raises:
-        StateError: no checkpoint, a damaged one, or one that does not fit; nothing changed, but
-            for parts that were loaded before one that cannot take its state.
-        StateMismatch: it belongs to other rows, or the storage cannot go back; nothing changed.
-        RunUnderWay: another collector writes to the storage; nothing changed.
-        ArgumentError: ``rows`` is neither.
+        StateError: there is no checkpoint, or it is damaged or does not fit. Nothing has changed,
+            except parts that were loaded before one that rejects its state.
+        StateMismatch: the checkpoint belongs to other rows, or the storage cannot rewind. Nothing
+            has changed.
+        RunUnderWay: another collector writes to the storage. Nothing has changed.
+        ArgumentError: an argument is invalid, such as a value of ``rows`` that is not listed above.
     """
     place = _path_of(path, parts)
     if not isinstance(rows, str) or rows not in ("rewind", "keep"):
@@ -452,7 +468,10 @@ def _rewound(
     collector: Collector | None,
     storage: DiskStorage | None,
 ) -> Loaded:
-    """Take rows back, then counts; random numbers last, for what is restored before draws some."""
+    """Rewind rows, then counts, then the random generators.
+
+    The generators come last, because the earlier steps draw from them.
+    """
     own, since = None if collector is None else collector.restarting, None
     if storage is not None and at is not None:
         run = None if own is None else own.stored_run
@@ -467,7 +486,7 @@ def _rewound(
 
 
 def _storage_of(collector: Collector | None, storage: DiskStorage | None) -> DiskStorage | None:
-    """Return the collector's storage, or the one that is given."""
+    """Return the collector's storage, or the given storage."""
     if collector is not None and not isinstance(collector, Collector):
         raise ArgumentError(
             f"collector: expected one of tallyroll's collectors, got {type(collector).__name__}. "
@@ -498,7 +517,7 @@ def _transitions(collector: Collector | None, storage: DiskStorage | None) -> in
 
 
 def _is_due(place: Path, transitions: int, every: int) -> bool:
-    # Later ones are of a future that was taken back.
+    # Later checkpoints belong to rows that were taken back.
     before = [each.transitions for each in folder.entries_of(place)]
     newest = max((each for each in before if each <= transitions), default=None)
     return newest is None or transitions - newest >= every
@@ -508,7 +527,7 @@ def _is_due(place: Path, transitions: int, every: int) -> bool:
 
 
 def _kind_of(part: Any) -> str:
-    """Return how the state of a part is asked for and given back."""
+    """Return the kind of a part, which determines how its state is saved and restored."""
     for kind, of in (
         ("torch", torch.Generator),
         ("numpy", np.random.Generator),
@@ -521,7 +540,7 @@ def _kind_of(part: Any) -> str:
 
 
 def _plain_part(name: str, part: Any) -> tuple[str, Any]:
-    """Return the kind of a part, and its state in the form in which it is written."""
+    """Return the kind of a part and its state as plain values."""
     kind, state = _kind_of(part), part
     if kind == "torch":
         state = part.get_state()
@@ -545,7 +564,7 @@ def _plain_part(name: str, part: Any) -> tuple[str, Any]:
 def _parts_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the parts of a checkpoint, by name."""
     parts = state["parts"]
-    if isinstance(parts, dict):  # of format 1, which encoded plain values twice
+    if isinstance(parts, dict):  # format 1 encoded plain values twice
         return {
             name: {**each, "state": from_plain(each["state"])} if each["kind"] == "value" else each
             for name, each in parts.items()
@@ -554,7 +573,7 @@ def _parts_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _require_sound(state: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise an error of any kind for a state that nothing could go on from."""
+    """Raise an error of any type for a state from which no run could continue."""
     require(state["generators"])
     for name, part in parts.items():
         if not isinstance(name, str):
@@ -586,7 +605,7 @@ def _require_sound(state: Mapping[str, Any], parts: Mapping[str, Mapping[str, An
 
 
 def _require_policy(state: Mapping[str, Any]) -> None:
-    """Raise an error of any kind for the state of no policy; its weights may be any."""
+    """Raise an error of any type for an invalid policy state; weights are not checked."""
     numbers, several = [state["version"]], "parts" in state
     for id, part in zip(state["ids"], state["parts"], strict=True) if several else ():
         if not isinstance(id, int | str):
@@ -604,7 +623,7 @@ def _require_policy(state: Mapping[str, Any]) -> None:
 
 
 def _path_of(path: PathLike | None, parts: dict[str, Any]) -> Path:
-    """Return the path of checkpoints, which a caller may give by the keyword ``path``, too."""
+    """Return the path of the folder, which the caller may also pass as the keyword ``path``."""
     if path is not None and "path" in parts:
         raise _not_a_part("path")
     path = parts.pop("path", path)
@@ -652,7 +671,7 @@ def _load(name: str, part: Any, saved: Mapping[str, Any]) -> None:
             part.setstate((version, tuple(numbers), gauss))
         else:
             part.load_state_dict(state)
-    except Exception as error:  # each has its own
+    except Exception as error:  # each kind of part raises its own
         raise StateError(
             f"{name}: cannot load the saved state: {error}. Rows and counts are unchanged. "
             "Construct it with the arguments that the saved one had."

@@ -1,4 +1,4 @@
-"""A folder of checkpoints on disk: each is whole or not there, and the newest are kept."""
+"""A folder of checkpoints on disk. Writes are atomic, and only the newest ones are kept."""
 
 import errno
 import fcntl
@@ -24,7 +24,10 @@ from tallyroll.storage.files.safe_files import JSON_LIMIT, Inside
 STATE, ABOUT, ROWS = "state.pt", "checkpoint.json", "rows"
 FORMAT = "tallyroll.checkpoint"
 VERSION = 2
-"""The format that is written: 1 changed the types of values, 2 keeps them."""
+"""The format version that is written.
+
+Version 1 changed the types of values; version 2 keeps them.
+"""
 _READ = (1, 2)
 
 _NAME = re.compile(r"(\d{6,})-at-(\d+)")
@@ -38,19 +41,19 @@ class Entry:
     """A checkpoint in a folder."""
 
     number: int
-    """Which it was, counted over all that were ever saved there."""
+    """Sequence number, counted over all checkpoints that were ever saved in the folder."""
     transitions: int
     path: Path
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """Return that of a path; None where it is none."""
+        """Return the entry for a path, or None if it is not the path of a checkpoint."""
         found = _NAME.fullmatch(path.name)
         return None if found is None else cls(int(found[1]), int(found[2]), path)
 
 
 def entries_of(folder: Path) -> list[Entry]:
-    """Return the checkpoints in a folder, the oldest first."""
+    """Return the checkpoints in a folder, oldest first."""
     with translated(folder):
         try:
             names = os.listdir(folder)
@@ -61,10 +64,10 @@ def entries_of(folder: Path) -> list[Entry]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let no other process save to the folder meanwhile.
+    """Lock the folder against saves by other processes.
 
     Raises:
-        StateError: another one does, and does not end.
+        StateError: another process holds the lock for longer than the timeout.
     """
     file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
@@ -93,19 +96,19 @@ def write(
     copy_rows: Callable[[Path], None] | None,
     keep_last: int | None,
 ) -> Path:
-    """Write a checkpoint aside, sync it, and give it its name; then drop old ones.
+    """Write a checkpoint to a temporary folder, sync it, rename it, and remove old ones.
 
     Args:
-        folder: where it goes, made if it is not there.
-        transitions: a part of its name.
+        folder: folder of checkpoints, created if missing.
+        transitions: number of transitions, part of the checkpoint's name.
         state: plain values.
-        about: JSON, for readers.
-        copy_rows: copies rows to the path that it is given; None: none are.
-        keep_last: how many checkpoints stay; None: all.
+        about: JSON values that describe the checkpoint.
+        copy_rows: function that copies the rows to a path. None copies no rows.
+        keep_last: number of checkpoints to keep. None keeps all.
 
     Raises:
         StateError: another process saves to the folder.
-        StorageError: the disk is full, or does not let us write.
+        StorageError: the disk is full, or writing is not permitted.
     """
     with translated(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,10 +143,10 @@ def write(
 
 
 def _save(state: dict[str, Any], path: Path, folder: Path) -> None:
-    """Write a state to a new file; errors name the ``folder``.
+    """Write a state to a new file; errors name ``folder``.
 
     Raises:
-        StorageError: the system cannot write it.
+        StorageError: the system cannot write the file.
     """
     written = _CheckedFile(open(path, "xb"))  # noqa: SIM115 - closed below, where errors are kept
     try:
@@ -154,16 +157,16 @@ def _save(state: dict[str, Any], path: Path, folder: Path) -> None:
             raise failed(folder, written.error, written.nbytes) from written.error
 
 
-class _CheckedFile:
-    """A file for `torch.save` that keeps the first error of the system, and then drops bytes.
+class _Written:
+    """File for `torch.save` that keeps the first system error and discards later bytes.
 
-    `torch.save` raises a RuntimeError in the place of an error of the file.
+    `torch.save` would replace an error of the file by a RuntimeError.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.nbytes = 0
-        """Bytes of the whole state, dropped bytes included."""
+        """Size of the whole state in bytes, including discarded bytes."""
         self.error: OSError | None = None
 
     def write(self, content: bytes) -> int:
@@ -176,7 +179,7 @@ class _CheckedFile:
         return len(content)
 
     def flush(self) -> None:
-        """Do nothing: `close` writes the rest."""
+        """Do nothing: `close` writes the buffered bytes."""
 
     def close(self) -> None:
         try:
@@ -186,11 +189,11 @@ class _CheckedFile:
 
 
 def read(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Return the checkpoint at a path, or the newest in the folder there: path, about, state.
+    """Return the checkpoint at a path, or the newest one in a folder: path, about, state.
 
     Raises:
-        StateError: there is none, or it is damaged.
-        StorageError: it cannot be read.
+        StateError: there is no checkpoint, or it is damaged.
+        StorageError: the checkpoint cannot be read.
     """
     chosen = _chosen(path)
     inside = Inside(Path(os.path.abspath(chosen)))
@@ -258,7 +261,7 @@ def _sha256(path: Path) -> str:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Return when all below a folder is on the disk, names too."""
+    """Sync all files and directories below a folder to disk."""
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
             _sync(os.path.join(place, name))
@@ -270,20 +273,20 @@ def _sync(path: str) -> None:
     try:
         os.fsync(file)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems sync no directories
+        if error.errno != errno.EINVAL:  # some file systems cannot sync directories
             raise
     finally:
         os.close(file)
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a process left that was killed while it saved, or removed an old one."""
+    """Remove leftovers of a process that was killed while it saved or removed a checkpoint."""
     for name in os.listdir(folder):
         if name.startswith((_WRITING, _OLD)):
             shutil.rmtree(folder / name)
 
 
 def _remove(path: Path) -> None:
-    old = path.with_name(_OLD + path.name)  # at once: never half of one under its name
+    old = path.with_name(_OLD + path.name)  # a partly removed checkpoint must not keep its name
     path.rename(old)
     shutil.rmtree(old)

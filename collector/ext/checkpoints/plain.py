@@ -1,7 +1,7 @@
-"""State as values that ``torch.load(weights_only=True)`` reads: tensors, numbers, text. Pure.
+"""Encode state as values that ``torch.load(weights_only=True)`` reads. Pure functions.
 
-A value of another type becomes a dict whose key ``"tallyroll"`` names the type. A user's dict that
-has this key is written as such a dict, too, so that it is never read as an encoded value.
+A value of another type becomes a dict whose key ``"tallyroll"`` names the type. A user's dict with
+this key is encoded in the same way, so that decoding never mistakes it for an encoded value.
 """
 
 import collections
@@ -17,10 +17,10 @@ from tallyroll.collector.errors import StateError
 _KIND: Final = "tallyroll"
 _NATIVE: Final = (bool, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _KEYS: Final = (bool, float, str, type(None))
-"""Types of keys with which a dict stays a dict."""
+"""Types of keys with which a dict needs no encoding."""
 _WORD: Final = range(-(2**63), 2**63)
 _DEEPEST: Final = 100
-"""Levels of nested containers that a state may have."""
+"""Maximum depth of nested containers in a state."""
 _DICTS: Final = {
     each.__name__: each
     for each in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
@@ -40,25 +40,25 @@ _LAYOUTS: Final = (
     torch.sparse_bsc,
 )
 _BITS: Final = {getattr(torch, f"{sign}int{n}", None) for sign in ("", "u") for n in range(1, 8)}
-"""Dtypes of less than a byte, which `torch.save` refuses."""
+"""Dtypes smaller than a byte, which `torch.save` rejects."""
 
 
 def to_plain(value: Any, where: str, *, mapped: bool = False) -> Any:
-    """Return ``value`` in a form from which :meth:`from_plain` makes an equal one of its type.
+    """Encode ``value`` so that :func:`from_plain` returns an equal value of the same type.
 
     Args:
         value: a state, as ``state_dict()`` returns it.
-        where: the name of what it is the state of, for messages.
-        mapped: accept memory-mapped tensors, which come back as plain tensors.
+        where: the name of the object with this state, for messages.
+        mapped: accept memory-mapped tensors, which are decoded as plain tensors.
 
     Raises:
-        StateError: something in it cannot come back equal; the message names it.
+        StateError: a part of the value cannot be restored equal. The message names it.
     """
     return _Encoder(mapped).encode(value, where, 0)
 
 
 def from_plain(value: Any) -> Any:
-    """Return what :meth:`to_plain` was given.
+    """Decode a result of :func:`to_plain`.
 
     Raises:
         StateError: the value is not a result of `to_plain`.
@@ -80,7 +80,7 @@ def from_plain(value: Any) -> Any:
 
 
 class _Encoder:
-    """Encodes one state; a container that is in it twice stays one container.
+    """Encoder of one state. A container that occurs twice in it is encoded once.
 
     Args:
         mapped: as in `to_plain`.
@@ -91,7 +91,7 @@ class _Encoder:
         self._done: dict[int, Any] = {}
         """Encoded values by the ids of the values, which the state keeps alive."""
         self._open: set[int] = set()
-        """Ids of the containers around the value."""
+        """Ids of the containers that enclose the current value."""
         self._in_key = 0
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
@@ -174,13 +174,13 @@ class _Encoder:
 
 
 class _Decoder:
-    """Makes the values of one state again."""
+    """Decoder of one state."""
 
     def __init__(self) -> None:
         self._done: dict[int, Any] = {}
 
     def decode(self, value: Any) -> Any:
-        """Return the value of an encoded form, which the caller keeps alive."""
+        """Decode a value, which the caller keeps alive."""
         if type(value) not in (dict, list, tuple):
             return value
         if id(value) not in self._done:
@@ -194,14 +194,14 @@ class _Decoder:
         if kind is None:
             return {key: self.decode(each) for key, each in value.items()}
         match kind:
-            case "mapping":  # of format 1
+            case "mapping":  # from format 1
                 return {key: self.decode(each) for key, each in value["values"].items()}
             case "int":
                 return int(value["hex"], 16)
             case "bytes" | "bytearray":
                 octets = value["values"].numpy().tobytes()
                 return octets if kind == "bytes" else bytearray(octets)
-            case "array" if "dtype" not in value:  # of format 1
+            case "array" if "dtype" not in value:  # from format 1
                 return value["values"].numpy()
             case "array" | "scalar":
                 return _array_of(value)
@@ -235,7 +235,7 @@ def _is_word(key: Any) -> bool:
 
 
 def _octets(values: np.ndarray) -> torch.Tensor:
-    """Return a copy of bytes [n], which may be read-only, as a tensor."""
+    """Copy bytes [n], which may be read-only, to a tensor."""
     return torch.from_numpy(values.copy())
 
 
@@ -243,8 +243,8 @@ def _octets(values: np.ndarray) -> torch.Tensor:
 
 
 def _array(value: Any, where: str) -> dict[str, Any]:
-    """Encode an array or a scalar of NumPy, as its bytes."""
-    if isinstance(value, (np.str_, np.bytes_)):  # an array would drop NULs at the end
+    """Encode an array or scalar of NumPy as its bytes."""
+    if isinstance(value, (np.str_, np.bytes_)):  # an array would drop trailing NULs
         of = "".join(value) if isinstance(value, np.str_) else to_plain(b"".join([value]), where)
         return {_KIND: type(value).__name__, "value": of}
     dtype = value.dtype
@@ -278,7 +278,7 @@ def _array_of(value: dict[str, Any]) -> Any:
 
 
 def _description(dtype: np.dtype[Any]) -> Any:
-    """Return plain values from which `_dtype_of` makes the dtype; None if it cannot."""
+    """Return plain values from which `_dtype_of` restores the dtype, or None if it cannot."""
     if dtype.hasobject or dtype.metadata is not None:
         return None
     found: Any
@@ -297,7 +297,7 @@ def _description(dtype: np.dtype[Any]) -> Any:
         }
         if None in found["formats"] or not all(type(t) in _KEYS for t in found["titles"]):
             found = None
-    elif dtype.kind in "biufc":  # the C type: long and long long differ in name alone
+    elif dtype.kind in "biufc":  # char distinguishes long from long long
         found = dtype.str[0] + dtype.char
     else:
         found = dtype.str if dtype.kind in "mMSUV" else None

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that are saved now and then, and loaded when it goes on."""
+"""Save checkpoints of a run at regular intervals, and load the newest when it resumes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +13,20 @@ from tallyroll.collector.ext.checkpoints.checkpoint import (
 from tallyroll.collector.ext.checkpoints.folder import entries_of
 
 EVERY = 10_000
-"""Transitions between two checkpoints, by default."""
+"""Default number of transitions between two checkpoints."""
 _KEPT = 2
 
 
 class RegularCheckpoints:
-    """The checkpoints of a run; without a folder every method does nothing.
+    """The checkpoints of a run. Without a folder, every method does nothing.
 
     Args:
-        folder: where they are; None: there are none.
-        every: transitions between two of them.
-        resumes: whether a run is continued.
+        folder: the folder of checkpoints. None saves no checkpoints.
+        every: number of transitions between two checkpoints. None selects the default.
+        resumes: True if the run continues an earlier one.
 
     Raises:
-        ArgumentError: a new run, and the folder has checkpoints of another one.
+        ArgumentError: the run is new, and the folder has checkpoints of another run.
     """
 
     def __init__(self, folder: Path | None, every: int | None, *, resumes: bool) -> None:
@@ -39,12 +39,12 @@ class RegularCheckpoints:
             )
 
     def load(self, collector: Collector, rows: Rows, note: Callable[[str], None]) -> None:
-        """Go back to the newest one, where there is one, and ``note`` what that did."""
+        """Load the newest checkpoint, if there is one, and pass the report to ``note``."""
         if self._there:
             note(str(load_checkpoint(self._there[-1].path, collector=collector, rows=rows)))
 
     def save(self, collector: Collector, *, last: bool = False) -> None:
-        """Save one, if it is due or the ``last``."""
+        """Save a checkpoint if one is due, or if it is the ``last``."""
         if self._folder is not None:
             every = None if last else self._every
             save_checkpoint(self._folder, collector=collector, every=every, keep_last=_KEPT)

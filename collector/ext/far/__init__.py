@@ -1,1 +1,1 @@
-"""Memory of workers that share none with their parent: rows travel with the answers."""
+"""Workers that share no memory with their parent; answers carry the rows."""

@@ -1,4 +1,4 @@
-"""Memory of this process, which rows of far workers are copied into as they come."""
+"""Memory of the parent process that receives the rows of far workers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,10 +28,10 @@ from tallyroll.storage.rows.keys import POLICY_VERSION, VALID
 
 
 class FarBoard:
-    """Words of a worker that is elsewhere, as far as they are known here.
+    """Board of a worker in another process or host, as far as the parent knows it.
 
     Args:
-        ordered: is called once :data:`HALT` has another word. Safe in a signal handler.
+        ordered: callback for a new word of :data:`HALT`. It must be safe in a signal handler.
     """
 
     def __init__(self, ordered: Callable[[], None]) -> None:
@@ -48,11 +48,11 @@ class FarBoard:
 
 
 class FarWeights:
-    """Weights that are handed on as bytes, once a version.
+    """Weights that are published to workers as bytes, once per version.
 
     Args:
-        local: checks them, and keeps a copy.
-        publish: hands a version, and the bytes of each tensor, to all workers.
+        local: weights of the parent, which check the tensors and keep a copy.
+        publish: sends a version, and the bytes of each tensor, to all workers.
     """
 
     def __init__(self, local: Any, publish: Callable[[int, list[NDArray[np.uint8]]], None]) -> None:
@@ -60,15 +60,15 @@ class FarWeights:
 
     @property
     def version(self) -> int:
-        """The version of the weights that were published last; -1 before."""
+        """Version of the last published weights; -1 before the first."""
         return int(self._local.version)
 
     def load_into(self, module: object) -> int:
-        """Copy the weights published last into ``module``."""
+        """Copy the last published weights into ``module``."""
         return int(self._local.load_into(module))
 
     def publish(self, module: object, version: int) -> None:
-        """Hand the tensors of ``module`` to all workers."""
+        """Publish the tensors of ``module`` to all workers."""
         self._local.publish(module, version)
         self._publish(version, [_bytes_of(tensor) for tensor in self._local.current])
 
@@ -79,14 +79,14 @@ def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 
 class FarPlace:
-    """The memory that rows are read from.
+    """Memory from which the parent reads rows.
 
     Args:
-        share: of all workers.
-        plan: what a slab looks like.
+        share: shares of all workers.
+        plan: layout of a slab.
         module: the policy.
-        ordered: is called with the index of a worker that is to end, or to go on.
-        publish: hands a version of weights, and what was put, to all workers.
+        ordered: callback with the index of a worker whose HALT word changed.
+        publish: sends a version of weights, and their bytes, to all workers.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class FarPlace:
         workers = range(len(share.lanes))
         self._boards = [FarBoard(lambda worker=each: ordered(worker)) for each in workers]  # type: ignore[misc]
         self._slabs = [self._blocks.slab_of(each) for each in workers]
-        # In step this process says which slots are transitions, and which weights act in them.
+        # In sync mode this process decides which slots are transitions and which weights act.
         own = set() if share.segments else {POLICY_VERSION, *(() if plan.marked else (VALID,))}
         self._memory = [
             {k: as_array(v) for k, v in self._blocks.memory_of(each).items() if k not in own}
@@ -111,28 +111,28 @@ class FarPlace:
         ]
 
     def board(self, worker: int) -> FarBoard:
-        """The words of a worker."""
+        """Return the board of a worker."""
         return self._boards[worker]
 
     def slab_of_all(self) -> Slab:
-        """The slab of all lanes."""
+        """Return the slab of all lanes."""
         return self._blocks.slab_of_all()
 
     def slab_of(self, worker: int) -> Slab:
-        """The slab of a worker."""
+        """Return the slab of a worker."""
         return self._slabs[worker]
 
     def segment(self, worker: int, index: int) -> Slab:
-        """One segment of a worker."""
+        """Return one segment of a worker."""
         return self._blocks.segment(worker, index)
 
     def actions(self, worker: int) -> None:
-        """None: actions of a worker that died are not here."""
+        """Return None: the parent does not have the actions of a worker that died."""
 
-    # --- what travels with questions and answers --------------------------------------------------
+    # --- contents of questions and answers --------------------------------------------------------
 
     def given(self, worker: int, question: object) -> tuple[int | None, Rows]:
-        """The slots that are filled, where this process decides that, and rows of a question."""
+        """Return the number of filled slots, if this process decides it, and rows of a question."""
         if self._share.segments or isinstance(question, m.ActionReply):
             return None, {}
         rows: Rows = {}
@@ -145,7 +145,7 @@ class FarPlace:
         return self._boards[worker][FILLED], rows
 
     def land(self, worker: int, question: object, answer: Answer) -> None:
-        """Copy rows into the memory, and count them on the board."""
+        """Copy the rows of an answer into the memory, and update the board."""
         memory, board = self._memory[worker], self._boards[worker]
         for key, rows in (answer.rows or {}).items():
             if len(rows) and key in memory:
@@ -158,10 +158,10 @@ class FarPlace:
                 board[ROUNDED], board[REWARD] = answer.words[ROUNDED], answer.words[REWARD]
 
     def tell(self, worker: int, words: list[int]) -> None:
-        """Note how far a worker is whose rows have not come."""
+        """Record the progress of a worker whose rows have not arrived."""
         board = self._boards[worker]
         board[STEPPED] = words[FILLED]
         if self._share.segments and words[LEASE] > board[LEASE]:
-            # Counted are whole slots: of those that follow no row is known here.
+            # Only whole slots count, because rows of later slots are unknown here.
             board[COUNTED], board[FILLED] = words[COUNTED], words[COUNTED] >> 32
             board[LEASE] = words[LEASE]

@@ -1,4 +1,4 @@
-"""A worker without memory of its parent's: it is asked by calls, and sends rows with answers."""
+"""Worker without access to its parent's memory. Calls ask it questions; answers carry rows."""
 
 import threading
 from queue import SimpleQueue
@@ -19,48 +19,48 @@ from tallyroll.collector.workers.worker import work
 from tallyroll.storage.rows.keys import Key
 
 _WEIGHTS_SECONDS = 60.0
-"""How long weights may take that were sent before a question."""
+"""Timeout for weights that were sent before a question."""
 
 
 class Given(NamedTuple):
-    """Words and rows that a question needs from its parent's memory."""
+    """Words and rows that a question needs from the parent's memory."""
 
     weights: int
-    """The version of the weights that were sent before; -1: none were."""
+    """Version of the weights that were sent before the question; -1 if none were."""
     halt: tuple[int, int]
-    """The number of this order among all of its kind, and the word."""
+    """Sequence number of the order, and the HALT word."""
     filled: int | None = None
-    """Slots that are filled, where the parent decides that."""
+    """Number of filled slots, if the parent decides it."""
     rows: Rows | None = None
     """Memory from the first slot of the question on."""
 
 
 class Answer(NamedTuple):
-    """An answer, and memory of the slab that it is about."""
+    """An answer, with the memory of its slots."""
 
     content: Any
     first: int = 0
-    """The slot that ``rows`` begin with."""
+    """The first slot of ``rows``."""
     rows: Rows | None = None
     words: tuple[int, ...] = ()
-    """The board."""
+    """Words of the board."""
     others: dict[Key, Others] | None = None
-    """Next observations that are not in ``rows``, and are not those of another slot."""
+    """Next observations that are not in ``rows`` and do not equal those of another slot."""
 
 
 class Ended(NamedTuple):
-    """The worker ended without an answer."""
+    """Message that the worker ended without an answer."""
 
     how: str
 
 
 class _WorkerMemory:
-    """Memory of one worker, laid out as its part of the parent's.
+    """Memory of one worker, laid out like its part of the parent's memory.
 
     Args:
-        share: of all workers.
-        worker: whose part it is.
-        plan: what a slab looks like.
+        share: shares of all workers.
+        worker: index of the worker.
+        plan: layout of a slab.
         module: the policy.
     """
 
@@ -90,7 +90,7 @@ class _WorkerMemory:
         return None
 
     def rows(self, first: int, stop: int) -> Rows:
-        """Slots ``[first, stop)``, and of what flows the slot after them."""
+        """Return slots ``[first, stop)``; flowing columns also include the slot ``stop``."""
         return {
             key: as_array(piece[first : stop + (key in self._flowing)])
             for key, piece in self.memory.items()
@@ -98,7 +98,7 @@ class _WorkerMemory:
 
 
 def as_array(piece: torch.Tensor) -> NDArray[Any]:
-    """Memory as an array; what NumPy has no type for as integers of its size."""
+    """Return memory as an array; bfloat16, which NumPy lacks, becomes int16."""
     array: NDArray[Any] = (
         piece.view(torch.int16) if piece.dtype is torch.bfloat16 else piece
     ).numpy()
@@ -106,7 +106,7 @@ def as_array(piece: torch.Tensor) -> NDArray[Any]:
 
 
 class _Channel:
-    """Questions and answers between what the parent calls and the thread that is the worker."""
+    """Questions and answers between the parent's calls and the thread of the worker."""
 
     def __init__(self) -> None:
         self.questions: SimpleQueue[Any] = SimpleQueue()
@@ -137,11 +137,11 @@ class _Channel:
             self._load()
         return own
 
-    # --- what the parent calls --------------------------------------------------------------------
+    # --- calls of the parent ----------------------------------------------------------------------
 
     @property
     def words(self) -> list[int]:
-        """The board; of another lease's counts none are given."""
+        """Words of the board, read so that they all belong to one lease."""
         own = self.own
         board = new_board() if own is None else own.board(0)
         while True:
@@ -151,7 +151,7 @@ class _Channel:
                 return words
 
     def halt(self, order: tuple[int, int]) -> None:
-        """Take over the word of the newest order, in whichever order they come."""
+        """Set the HALT word of the newest order. Orders may arrive in any order."""
         with self._changed:
             if order > self._halt:
                 self._halt = order
@@ -159,7 +159,7 @@ class _Channel:
                     self.own.board(0)[HALT] = order[1]
 
     def take(self, version: int, arrays: list[NDArray[Any]]) -> None:
-        """Take over newer weights, which the worker loads before its next action."""
+        """Store newer weights, which the worker loads before its next action."""
         with self._changed:
             if version > self._weights[0]:
                 self._weights = version, arrays
@@ -178,7 +178,7 @@ class _Channel:
             self.own.weights.publish_tensors(tensors, version)
 
     def prepare(self, question: object, given: Given) -> None:
-        """Bring the memory to the state that the parent's is in."""
+        """Bring the memory to the state of the parent's memory."""
         self.halt(given.halt)
         with self._changed:
             if not self._changed.wait_for(
@@ -196,7 +196,7 @@ class _Channel:
             as_array(own.memory[key])[first : first + len(rows)] = rows
 
     def answered(self, question: object, given: Given, content: object) -> Answer:
-        """The answer, with the rows that it is about."""
+        """Return the answer with its rows."""
         own = self.own
         filled = content.filled if isinstance(content, m.ExceptionReport) else content
         if own is None or filled is None or isinstance(filled, (m.ActionRequest, Ended)):
@@ -216,20 +216,20 @@ class _Channel:
 
 
 class FarWorker:
-    """A worker in a thread of its own, for a process that a parent elsewhere calls.
+    """A worker in its own thread, for a process that a remote parent calls.
 
-    Questions are asked one after the other; :meth:`halt`, :meth:`take_weights` and :attr:`words`
-    are for another thread, while a question is answered.
+    The parent asks one question at a time. While the worker answers, another thread may use
+    :meth:`halt`, :meth:`take_weights` and :attr:`words`.
     """
 
     def __init__(self) -> None:
         self._channel = _Channel()
         self._over = False
         self._about: tuple[Any, Given]
-        """The question that is not answered yet, while actions are chosen for it."""
+        """The pending question, kept while the parent chooses actions for it."""
 
     def start(self, job: bytes) -> Answer:
-        """Start the worker; returns what it says first."""
+        """Start the worker and return its first message."""
         threading.Thread(target=self._work, args=(job,), daemon=True).start()
         return self._next()
 
@@ -244,16 +244,16 @@ class FarWorker:
         return self._channel.answered(*self._about, self._next().content)
 
     def halt(self, number: int, word: int) -> None:
-        """Take over a word that tells it to end, or to go on; the highest number holds."""
+        """Set the HALT word, which makes the worker stop or continue; the highest number wins."""
         self._channel.halt((number, word))
 
     def take_weights(self, version: int, arrays: list[NDArray[Any]]) -> None:
-        """Take over weights, which are used before the next action."""
+        """Store weights, which the worker uses from its next action on."""
         self._channel.take(version, arrays)
 
     @property
     def words(self) -> list[int]:
-        """How far it is: its board."""
+        """Progress of the worker: the words of its board."""
         return self._channel.words
 
     def _next(self) -> Answer:
@@ -265,6 +265,6 @@ class FarWorker:
         how = "ended"
         try:
             work(self._channel, job)
-        except BaseException as error:  # noqa: BLE001  the parent says it
+        except BaseException as error:  # noqa: BLE001  the parent reports it
             how = f"ended by {error!r}"
         self._channel.send(Ended(how))

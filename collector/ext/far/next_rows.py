@@ -1,6 +1,6 @@
-"""Next observations on their way to the parent: sent where no other slot has them.
+"""Transfer of next observations, which are sent only if no other slot has them.
 
-The slot after begins with the same bits, but where an episode ended.
+Unless an episode ended, the following slot begins with the same bits.
 """
 
 import math
@@ -16,19 +16,19 @@ from tallyroll.storage.ext.packed.stacks import same_bits
 from tallyroll.storage.rows.keys import NEXT, Key
 
 Rows = dict[Key, NDArray[Any]]
-"""Memory of a slab from a slot on, ``[slot, lane, ...]``."""
+"""Memory of a slab from some slot on, ``[slot, lane, ...]``."""
 
 
 class Others(NamedTuple):
-    """Next observations of one key that no slot after them begins with."""
+    """Next observations of one key with which no following slot begins."""
 
     at: NDArray[np.bool_]
-    """Their places, ``[slot, lane]``."""
+    """Mask of their places, ``[slot, lane]``."""
     rows: NDArray[Any]
 
 
 def decide(plan: SlabPlan) -> tuple[Decision, Collection[Key]]:
-    """Return how next observations are sent, and the keys of those that `taken_out` takes out."""
+    """Return how next observations are sent, and the keys that `taken_out` removes."""
     made = {
         key: _sent(plan, column.dtype.itemsize * math.prod(column.shape))
         for key, column in plan.layout.items()
@@ -44,12 +44,12 @@ def _sent(plan: SlabPlan, nbytes: int) -> Decision:
 
 
 def taken_out(rows: Rows, keys: Collection[Key]) -> dict[Key, Others]:
-    """Take next observations out of ``rows``; return those that other slots do not have."""
+    """Remove next observations from ``rows``; return those that no other slot has."""
     found = {}
     for key in keys:
         after, begins = rows.pop(key), rows[key[1:]]
         slots, lanes, *shape = after.shape
-        known = max(0, min(slots, len(begins) - 1))  # slots that have one after them here
+        known = max(0, min(slots, len(begins) - 1))  # slots whose following slot is available
         others = np.ones((slots, lanes), np.bool_)
         flat = (known * lanes, *shape)
         same = same_bits(after[:known].reshape(flat), begins[1 : known + 1].reshape(flat))
@@ -59,7 +59,7 @@ def taken_out(rows: Rows, keys: Collection[Key]) -> dict[Key, Others]:
 
 
 def put_back(memory: Rows, first: int, others: Mapping[Key, Others]) -> None:
-    """Write next observations to slots from ``first`` on, where all other rows are already."""
+    """Restore next observations of slots from ``first`` on, after all other rows."""
     for key, (at, rows) in others.items():
         after = memory[key][first : first + len(at)]
         begins = memory[key[1:]][first + 1 : first + 1 + len(at)]

@@ -1,1 +1,1 @@
-"""Logs of runs: a row of numbers every so many transitions, and a file for each kind of target."""
+"""Logs of runs: a row of numbers at regular intervals, with one module per kind of target."""

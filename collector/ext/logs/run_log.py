@@ -1,4 +1,4 @@
-"""A log of a run: a row of numbers every so many transitions."""
+"""Log of a run: a row of numbers at regular intervals."""
 
 import math
 import time
@@ -18,7 +18,10 @@ _MOST_WAITING = 10_000
 
 
 class LogWarning(UserWarning):
-    """Warning: rows of a log cannot be written. Collecting goes on, and they are kept to retry."""
+    """Warning: rows of a log cannot be written.
+
+    Collecting continues, and the log keeps the rows to retry.
+    """
 
 
 class _EvaluationResult(Protocol):
@@ -33,32 +36,33 @@ def _number(name: str, value: float) -> float:
 
 
 class RunLog:
-    """Writes a row of a collector's numbers every so many transitions.
+    """Log that writes a row of a collector's numbers every ``every`` transitions.
 
-    A row has ``frames`` (stored transitions), ``seconds`` since the log was begun, the other
-    numbers of `Collector.metrics`, the run's ``seed``, and the numbers that the caller passed since
-    the row before. The first :meth:`update` at or after each multiple of ``every`` transitions
-    writes it, and :meth:`close` writes the last one, which may repeat the newest transitions with
-    numbers that came after their row. A resumed run continues after the existing rows, and writes
-    the row that a kill left out.
+    A row has ``frames`` (stored transitions), ``seconds`` since the log began, the other numbers of
+    `Collector.metrics`, the run's ``seed``, and the numbers that the caller passed since the
+    previous row. The first :meth:`update` at or after each multiple of ``every`` transitions writes
+    a row. :meth:`close` writes the last row. It may repeat the number of transitions of the
+    previous row, with numbers that were added later. A resumed run appends to the existing rows,
+    and first writes a row that a kill prevented.
 
-    A name may appear in any row. Earlier and later rows without it have an empty cell in a CSV
-    file, and no point in TensorBoard or Weights & Biases.
+    A name may first appear in any row. Rows without it have an empty cell in a CSV file, and no
+    point in TensorBoard or Weights & Biases.
 
-    If a row cannot be written there is one :class:`LogWarning`, and collecting goes on; it is
-    written with the next one, if that can be.
+    If a row cannot be written, the log warns once with :class:`LogWarning` and collecting
+    continues. The log retries the row with each later one.
 
     Args:
         collector: the collector, before it collects.
-        target: the path of a CSV file, ``"tensorboard:DIR"``, ``"wandb:PROJECT"`` (offline where
-            WANDB_MODE=offline is set), or a function that is called with each row, a dict. A CSV
-            file, or a folder of TensorBoard's, is of one run, which locks it meanwhile.
+        target: the path of a CSV file, ``"tensorboard:DIR"``, ``"wandb:PROJECT"`` (offline if
+            WANDB_MODE=offline is set), or a function that the log calls with each row, a dict. A
+            CSV file or a TensorBoard folder belongs to one run, which locks it while the log is
+            open.
         every: transitions between two rows.
-        window: the means are over so many last episodes.
+        window: number of last episodes over which means are taken.
 
     Raises:
-        ArgumentError: there is no such target, it cannot be opened, it has rows of another run, or
-            another run writes to it.
+        ArgumentError: the kind of target is unknown, or the target cannot be opened, has rows of
+            another run, or is in use by another run.
         MissingExtra: a package that the target needs is not installed.
 
     Examples:
@@ -92,16 +96,16 @@ class RunLog:
         """Transitions of the run at the last row."""
         self._began = time.monotonic() - (0.0 if before is None else before.seconds)
         self._pending: dict[str, float] = {}
-        """Numbers of the caller for the next row."""
+        """Numbers from the caller for the next row."""
         self._waiting: deque[Row] = deque(maxlen=_MOST_WAITING)
         self._warned = self._closed = False
         self._reserved = frozenset(self._own_numbers())
         self._next = self._next_after(self._frames)
-        if frames >= self._next:  # a kill left it out
+        if frames >= self._next:  # a kill prevented this row
             self.update()
 
     def _newest(self) -> Newest | None:
-        """Return the last row of the run to be continued; refuse one of another run."""
+        """Return the last row of the run to continue; refuse a row of another run."""
         newest, ledger = self._target.newest, self._collector.ledger
         if newest is None:
             return None
@@ -122,10 +126,10 @@ class RunLog:
     def update(self, **numbers: float) -> None:
         """Add numbers to the next row, and write it if it is due.
 
-        Of several calls before a row is due, the newest value of each name is written.
+        If several calls before the row pass the same name, the newest value is written.
 
         Args:
-            **numbers: by name; each name may be new.
+            **numbers: numbers by name. A name may be new.
 
         Raises:
             ArgumentError: a value is not a number, or a name is one of the log's own or has a line
@@ -193,7 +197,7 @@ class RunLog:
             )
 
     def close(self) -> None:
-        """Write the last row, if transitions or numbers came since the one before. Idempotent."""
+        """Write the last row if transitions or numbers are pending, and close. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -209,7 +213,7 @@ class RunLog:
                 self._warn(error)
 
     def __enter__(self) -> Self:
-        """The log; leaving the block closes it."""
+        """Return the log. Leaving the block closes it."""
         return self
 
     def __exit__(
@@ -218,7 +222,7 @@ class RunLog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close it."""
+        """Close the log."""
         self.close()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The door of logs: what a target takes, and the kinds that there are by name."""
+"""Interface of log targets, their registry by name, and the CSV target."""
 
 import contextlib
 import csv
@@ -17,7 +17,7 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.rollout.os_signals import deferred
 
 Row: TypeAlias = Mapping[str, int | float]
-"""Numbers by name, ``frames`` first; one that is unknown is NaN."""
+"""Numbers by name, ``frames`` first. An unknown number is NaN."""
 
 _KINDS = {
     "tensorboard": "tallyroll.collector.ext.logs.tensorboard:TensorboardLog",
@@ -27,36 +27,39 @@ EXPECTED = "a path that ends in .csv, tensorboard:DIR, wandb:PROJECT, or a funct
 
 
 class Newest(NamedTuple):
-    """The last row that a log has."""
+    """The last row of a log."""
 
     frames: int
     seconds: float = 0.0
     seed: int | None = None
-    """The seed of its run; None: the log does not say."""
+    """Seed of the run; None if the log does not record it."""
 
 
 class LogTarget(ABC):
-    """A place that rows are written to, open for one run. Its name is shown in errors."""
+    """A target that accepts the rows of one run. Errors show its name."""
 
     newest: Newest | None = None
-    """The last row that was there when it was opened; None: there was none, or none is known."""
+    """Last row when the target was opened; None if there was none, or if it is unknown."""
     name: str
 
     @abstractmethod
     def write(self, row: Row) -> None:
-        """Write a row whole, or raise; a row that is there already is left out."""
+        """Write a complete row, or raise; ignore a row that the target already has."""
 
     @abstractmethod
     def forget_after(self, frames: int) -> None:
-        """Remove rows of more ``frames``: their transitions were lost, and are collected again."""
+        """Remove rows with more ``frames``.
+
+        Their transitions were lost and will be collected again.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave it to others. Idempotent."""
+        """Close the target. Idempotent."""
 
 
 class Function(LogTarget):
-    """A function of the caller's, which is called with each row, a new dict."""
+    """Adapter for a function of the caller, called with each row as a new dict."""
 
     name = "the function"
 
@@ -64,25 +67,26 @@ class Function(LogTarget):
         self._call = call
 
     def write(self, row: Row) -> None:
-        """Call it."""
+        """Call the function."""
         self._call(dict(row))
 
     def forget_after(self, frames: int) -> None:
-        """Do nothing: it says of no row that it is there."""
+        """Do nothing: the adapter keeps no rows."""
 
     def close(self) -> None:
-        """Do nothing: it is the caller's."""
+        """Do nothing: the caller owns the function."""
 
 
 Target: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, int | float]], object] | LogTarget
 
 
 def open_target(target: Target) -> LogTarget:
-    """Open the target of a log, before anything is collected.
+    """Open the target of a log before the run collects.
 
     Raises:
-        ArgumentError: there is no such kind, another run writes to it, or it cannot be opened.
-        MissingExtra: the package that writes it is not installed.
+        ArgumentError: the kind is unknown, another run writes to the target, or it cannot be
+            opened.
+        MissingExtra: the package that writes the target is not installed.
     """
     if isinstance(target, LogTarget):
         return target
@@ -113,20 +117,20 @@ def _opened(text: str) -> LogTarget:
 
 _BEGINNING = b"frames,seconds,"
 _END_NBYTES = 2**16
-"""Bytes at the end of a file in which its last line is."""
+"""Number of bytes at the end of a file in which the last line begins."""
 
 
 class CsvLog(LogTarget):
-    """Rows of a CSV file, from those that an earlier process left.
+    """Rows in a CSV file. The log appends to rows of an earlier process.
 
-    A half line at its end, which a full disk or a kill left, is cut off.
+    An incomplete line at the end, left by a full disk or a kill, is truncated.
 
     Args:
-        path: of the file; it is made where there is none.
+        path: path of the file, created if missing.
 
     Raises:
-        ArgumentError: another process writes to it, or it is no log.
-        OSError: it cannot be opened.
+        ArgumentError: another process writes to the file, or it is not a log.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -157,7 +161,7 @@ class CsvLog(LogTarget):
             ) from error
 
     def _look(self) -> None:
-        """Find the names and the last line, and cut off what is no whole line."""
+        """Find the names and the last line, and truncate an incomplete line."""
         size = os.fstat(self._file).st_size
         head = os.pread(self._file, _END_NBYTES, 0)
         first, line_end, _ = head.partition(b"\n")
@@ -218,7 +222,7 @@ class CsvLog(LogTarget):
             self.newest = Newest(int(row["frames"]), row["seconds"], int(row["seed"]))
 
     def _add_columns(self, names: list[str]) -> None:
-        """Replace the file by one that has more columns, empty in the rows that exist."""
+        """Replace the file by one with more columns, which are empty in the existing rows."""
         lines = os.pread(self._file, self._end, 0).splitlines()[1:]
         empty = b"," * (len(names) - len(self._names)) + b"\n"
         content = _line(names) + b"".join(line + empty for line in lines)
@@ -242,7 +246,7 @@ class CsvLog(LogTarget):
         self._file, self._end, self._names = file, len(content), names
 
     def forget_after(self, frames: int) -> None:
-        """Cut off the rows of more ``frames``."""
+        """Truncate the rows with more ``frames``."""
         content = os.pread(self._file, self._end, 0)
         keep = last = content.index(b"\n") + 1
         for line in content[keep:].splitlines(keepends=True):
@@ -254,11 +258,11 @@ class CsvLog(LogTarget):
         self._end = keep
 
     def close(self) -> None:
-        """Close the file, and let its lock go."""
+        """Close the file and release its lock."""
         if self._file >= 0:
             file, self._file = self._file, -1
             with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # children that were forked hold it, too
+                fcntl.flock(file, fcntl.LOCK_UN)  # forked children hold the lock too
             os.close(file)
 
 

@@ -1,7 +1,7 @@
-"""A log as TensorBoard's event files.
+"""Log target that writes TensorBoard event files.
 
-torch's writer is used itself, and not by TorchRL's `TensorboardLogger` around it, which cannot say
-from which step on an earlier file does not count.
+The module uses torch's writer directly. TorchRL's `TensorboardLogger`, which wraps it, has no
+option for the step from which an earlier file no longer counts.
 """
 
 import fcntl
@@ -15,19 +15,19 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.ext.logs.target import LogTarget, Newest, Row
 
 _LEFT_OUT = ("frames", "seed")
-"""Names that are no curves: the first is the axis."""
+"""Names without a curve; the first one is the axis."""
 
 
 class TensorboardLog(LogTarget):
-    """Curves by the number of transitions, in event files of a folder that its writer locks.
+    """Curves by number of transitions, in event files in a folder that the writer locks.
 
     Args:
-        path: of the folder; it is made where there is none.
+        path: path of the folder, created if missing.
 
     Raises:
-        ArgumentError: another process writes to it.
+        ArgumentError: another process writes to the folder.
         MissingExtra: TensorBoard is not installed.
-        OSError: it cannot be opened.
+        OSError: the folder cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -48,7 +48,7 @@ class TensorboardLog(LogTarget):
         self._after: int | None = None if self.newest is None else self.newest.frames + 1
 
     def write(self, row: Row) -> None:
-        """Write a point of each curve, but for numbers that are unknown."""
+        """Write a point of each curve, except for unknown numbers."""
         if self._writer is None:
             self._writer = self._make(self._path, purge_step=self._after)
         for name, value in row.items():
@@ -57,11 +57,11 @@ class TensorboardLog(LogTarget):
         self._writer.flush()
 
     def forget_after(self, frames: int) -> None:
-        """Let TensorBoard hide points of more ``frames``."""
+        """Make TensorBoard hide points with more ``frames``."""
         self._after = frames + 1
 
     def close(self) -> None:
-        """Close the event file, and let the lock go."""
+        """Close the event file and release the lock."""
         writer, self._writer = self._writer, None
         folder, self._folder = self._folder, -1
         try:
@@ -74,7 +74,7 @@ class TensorboardLog(LogTarget):
 
 
 def _newest_in(path: str) -> Newest | None:
-    """Return the last step in the event files of a folder; None without any."""
+    """Return the last step in the event files of a folder; None if there are no files."""
     files = sorted(Path(path).glob("events.out.tfevents.*"))
     if not files:
         return None

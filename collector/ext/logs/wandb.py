@@ -1,6 +1,6 @@
-"""A log as a run of Weights & Biases; offline by their variable WANDB_MODE=offline.
+"""Log target that writes a run of Weights & Biases; set WANDB_MODE=offline to work offline.
 
-Its library is used itself: TorchRL's `WandbLogger` adds packages and paths of this machine.
+The module uses the wandb library directly. TorchRL's `WandbLogger` adds packages and local paths.
 """
 
 import math
@@ -11,19 +11,19 @@ from tallyroll.collector.errors import ArgumentError, MissingExtra
 from tallyroll.collector.ext.logs.target import LogTarget, Newest, Row
 
 _PATIENCE_SECONDS = 60.0
-"""For a login that asks, and for a network that takes the last rows."""
+"""Timeout for an interactive login, and for the upload of the last rows."""
 
 
 class WandbLog(LogTarget):
-    """Rows of a new run, or of the one that their variable WANDB_RUN_ID names.
+    """Rows of a new run, or of the run that the environment variable WANDB_RUN_ID names.
 
-    Neither the host nor a path, a file or a commit of this machine is sent.
+    The log does not send the host name, or any path, file or commit of this machine.
 
     Args:
-        project: the name of the project.
+        project: name of the project.
 
     Raises:
-        ArgumentError: wandb refuses to begin, as without a login.
+        ArgumentError: wandb cannot start a run, for example without a login.
         MissingExtra: wandb is not installed.
     """
 
@@ -31,7 +31,7 @@ class WandbLog(LogTarget):
         self.name = f"wandb:{project}"
         self._run: Any = None
         wandb: Any = needs("wandb", "wandb", "logs for Weights & Biases")
-        if not hasattr(wandb, "init"):  # a folder of that name, which their runs are kept in
+        if not hasattr(wandb, "init"):  # a local folder "wandb" with run files shadows the package
             raise MissingExtra(
                 "logs for Weights & Biases need the package wandb, which is not installed: "
                 "pip install 'tallyroll[wandb]'"
@@ -59,12 +59,12 @@ class WandbLog(LogTarget):
             self.newest = Newest(self._run.step - 1)
 
     def write(self, row: Row) -> None:
-        """Log a row, but for numbers that are unknown; its step is the number of transitions."""
+        """Log a row without unknown numbers; its step is the number of transitions."""
         known = {name: value for name, value in row.items() if not math.isnan(value)}
         self._run.log(known, step=row["frames"])
 
     def forget_after(self, frames: int) -> None:
-        """Do nothing: a run of theirs takes no step back, and drops rows that it has."""
+        """Do nothing: wandb cannot go back a step, and drops rows that it has."""
 
     def close(self) -> None:
         """Finish the run."""

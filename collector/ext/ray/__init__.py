@@ -1,1 +1,1 @@
-"""Workers in Ray actors, on any node of a cluster; rows come back through its object store."""
+"""Workers in Ray actors on any node of a cluster. Ray's object store transfers the rows."""

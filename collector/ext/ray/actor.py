@@ -1,4 +1,4 @@
-"""A worker in an actor on some node."""
+"""Ray actor that runs a worker."""
 
 import os
 import pickle
@@ -15,10 +15,10 @@ from tallyroll.storage.package.versions import versions
 
 
 class Facts(NamedTuple):
-    """An actor, and the node that it is on."""
+    """Process and node of an actor."""
 
     node: str
-    """Ray's id of it."""
+    """Ray's id of the node."""
     host: str
     pid: int
 
@@ -26,39 +26,39 @@ class Facts(NamedTuple):
 @ray.remote(
     max_restarts=0,
     max_task_retries=0,
-    enable_task_events=False,  # Ray's server would keep 4 KB of each call, of 100,000 calls
+    enable_task_events=False,  # Ray's server would keep 4 KB for each of 100,000 calls
     concurrency_groups={"questions": 1, "orders": 1},
 )
 class ActorLanes:
-    """A worker; orders reach it while it answers a question."""
+    """A worker that receives orders while it answers a question."""
 
     def __init__(self) -> None:
         self._worker = FarWorker()
 
     @ray.method(concurrency_group="orders")
     def facts(self) -> Facts:
-        """Say where it is."""
+        """Return the node, host and process of the actor."""
         context = ray.get_runtime_context()
         return Facts(context.get_node_id(), platform.node(), os.getpid())
 
     @ray.method(concurrency_group="orders")
     def words(self) -> list[int]:
-        """Say how far it is: the answer is a heartbeat."""
+        """Return the progress of the worker, as a heartbeat."""
         return self._worker.words
 
     @ray.method(concurrency_group="orders")
     def halt(self, number: int, word: int) -> None:
-        """Take over a word that tells it to end, or to go on."""
+        """Set the HALT word, which makes the worker stop or continue."""
         self._worker.halt(number, word)
 
     @ray.method(concurrency_group="orders")
     def weights(self, version: int, arrays: list[NDArray[Any]]) -> None:
-        """Take over weights."""
+        """Store weights for the worker."""
         self._worker.take_weights(version, arrays)
 
     @ray.method(concurrency_group="questions")
     def make(self, job: bytes, here: dict[str, str]) -> Answer:
-        """Start the worker, if this node has the packages of its parent."""
+        """Start the worker if this node has the parent's package versions."""
         try:
             _require_same(here)
         except ArgumentError as error:
@@ -67,7 +67,7 @@ class ActorLanes:
 
     @ray.method(concurrency_group="questions")
     def ask(self, content: bytes, weights: list[NDArray[Any]] | None = None) -> Answer:
-        """Answer a question; ``content`` is that and what it needs, pickled by the parent."""
+        """Answer a question; ``content`` is the question with its :class:`Given`, pickled."""
         question, given = pickle.loads(content)
         if weights is not None:
             self._worker.take_weights(given.weights, weights)
@@ -75,7 +75,7 @@ class ActorLanes:
 
 
 def _require_same(here: dict[str, str]) -> None:
-    """Raise unless this node has the packages that the parent has."""
+    """Raise unless this node has the parent's package versions."""
     own = {name: version.partition("+")[0] for name, version in versions().items()}
     differing = [
         f"{name} {own.get(name, 'missing')} (the driver has {here.get(name, 'none')})"

@@ -1,4 +1,4 @@
-"""Heartbeats of actors: a frozen node is silent for a minute before Ray takes it for dead."""
+"""Heartbeats of actors, because Ray takes a minute to declare a frozen node dead."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,27 +12,27 @@ from ray.exceptions import RayError
 from tallyroll.collector.ext.ray.links import RayLink
 
 BEATS = 5
-"""Heartbeats that an actor may miss, one after the other."""
+"""Number of consecutive heartbeats that an actor may miss."""
 
 
 class Heart:
-    """Asks actors how far they are, and sends them orders, in a thread of its own.
+    """Thread that polls the progress of actors and sends them orders.
 
     Args:
-        seconds: between two heartbeats.
-        links: returns the actors that there are now.
+        seconds: interval between two heartbeats.
+        links: function that returns the current links.
     """
 
     def __init__(self, seconds: float, links: Callable[[], Sequence[RayLink]]) -> None:
         self._seconds, self._links = seconds, links
         self._orders: SimpleQueue[int | None] = SimpleQueue()
         self._out: dict[RayLink, tuple[Any, int]] = {}
-        """The heartbeat that an actor has not answered, and the beats since."""
+        """The unanswered heartbeat of each actor, and the number of missed beats."""
         self.heard: dict[RayLink, list[int]] = {}
-        """The last words of each actor, until they are taken."""
+        """The last words of each actor, until the transport takes them."""
 
     def order(self, index: int) -> None:
-        """Let a worker have the word on its board. Safe in a signal handler."""
+        """Send a worker the word on its board. Safe in a signal handler."""
         self._orders.put(index)
 
     def stop(self) -> None:
@@ -40,14 +40,14 @@ class Heart:
         self._orders.put(None)
 
     def run(self) -> None:
-        """Go on until :meth:`stop`."""
+        """Run until :meth:`stop`."""
         due = time.monotonic() + self._seconds
         while True:
             try:
                 index = self._orders.get(timeout=max(0.0, due - time.monotonic()))
             except Empty:
                 due = time.monotonic() + self._seconds
-                with suppress(Exception):  # Ray was shut down: the others hear of it
+                with suppress(Exception):  # Ray was shut down, which other calls report
                     self._beat()
                 continue
             if index is None:
@@ -63,10 +63,10 @@ class Heart:
         for link in links:
             ref, missed = self._out.pop(link, (None, 0))
             if ref in ready:
-                with suppress(RayError):  # it is dead, which its answers say
+                with suppress(RayError):  # the actor is dead, which its answers report
                     self.heard[link] = ray.get(ref, timeout=self._seconds)
                 ref = None
-            if link.answered:  # which was a sign of life as well: it is not asked for another
+            if link.answered:  # an answer is a sign of life too, so no heartbeat is needed
                 link.answered, missed = False, 0
             elif ref is None:
                 ref, missed = link.actor.words.remote(), 0

@@ -1,4 +1,4 @@
-"""The way to one actor: questions are calls of its methods, answers are objects of the store."""
+"""Link to one actor. Questions are method calls; answers are objects in Ray's store."""
 
 import pickle
 from collections import deque
@@ -20,19 +20,20 @@ from tallyroll.collector.workers import messages as m
 from tallyroll.collector.workers.transport import Gone
 
 _FETCH_SECONDS = 20.0
-"""How long it may take to read where an actor is, once it has answered."""
+"""Timeout for reading the location of an actor that has answered."""
 _orders = count(1)
 
 
 class RayLink:
-    """An actor, and the questions that it was asked.
+    """Link to an actor, and the questions that it has not answered.
 
     Args:
-        index: of the worker.
-        start: starts an actor with the job of the worker; ``spare``: it may be one that waits.
-        place: returns the memory, once there is one.
-        weights: returns the version of the newest weights, and what was put.
-        due: gets the link when there is something to be heard.
+        index: index of the worker.
+        start: function that starts an actor with the job of the worker. If its second argument is
+            True, it may use a spare actor.
+        place: function that returns the memory, once there is one.
+        weights: function that returns the version of the newest weights and their object reference.
+        due: collection to which the link adds itself when an answer is available.
     """
 
     pid: int | None = None
@@ -51,23 +52,29 @@ class RayLink:
         self._sent_weights = -1
         self._bound = self._made = self._ended = False
         self.facts: Facts | None = None
-        """Where it is, once its environment was made."""
+        """Location of the actor, known once its environment was made."""
         self.lost = ""
-        """Why it is given up although its actor may be alive."""
+        """Reason why the link was given up, although its actor may be alive."""
         self.answered = False
-        """Whether an answer came since the last heartbeat, which it is not asked for then."""
+        """True if an answer arrived since the last heartbeat.
+
+        The actor then needs no heartbeat.
+        """
         self._begin(spare=True)
 
     def _begin(self, spare: bool) -> None:
         self.actor, facts, made = self._start(self.index, spare)
-        self._ask = self.actor.ask  # Ray makes another one each time
+        self._ask = self.actor.ask  # Ray makes a new object at each access
         self._facts = facts
         self._again = spare
         self._asked.clear()
         self._await(made, None)
 
     def _await(self, ref: Any, question: object) -> None:
-        """Let Ray say when an answer has come, and read it: that costs the same for any number."""
+        """Register a callback for an answer.
+
+        The cost does not depend on the number of links.
+        """
         answer = ref.future()
         self._asked.append((answer, question))
         answer.add_done_callback(self._answers)
@@ -75,40 +82,43 @@ class RayLink:
     def _answers(self, _: Future[Any]) -> None:
         self.answered = True
         self._due.add(self)
-        if self._ended:  # by another thread: there is nothing more to be heard
+        if self._ended:  # another thread ended the link, so no answer matters
             self._due.forget(self)
 
     @property
     def name(self) -> str:
-        """The thing that it is."""
+        """Name of the actor in messages."""
         if self.facts is None:
             return "Ray actor"
         return f"Ray actor of process {self.facts.pid} on node {self.facts.host}"
 
     @property
     def alive(self) -> bool:
-        """Whether it was not seen to end."""
+        """True until the link has ended or was given up."""
         return not (self._ended or self.lost)
 
     @property
     def beats(self) -> bool:
-        """Whether it has to answer heartbeats: until its environment was made it may be busy."""
+        """True if the actor must answer heartbeats.
+
+        While the actor makes its environment, it may be too busy to answer.
+        """
         return self._made and self.alive
 
     @property
     def says(self) -> bool:
-        """Whether there is something to be heard."""
+        """True if an answer, or the end of the actor, is available."""
         if self.lost or self._ended:
             return True
         return bool(self._asked) and self._asked[0][0].done()
 
     def lose(self, why: str) -> None:
-        """Give it up, although its actor may be alive."""
+        """Give up the link, although its actor may be alive."""
         self.lost = why
         self._due.add(self)
 
     def send(self, question: object) -> None:
-        """Send a question; one that is gone is heard of later."""
+        """Send a question; if the actor is gone, `hear` reports it later."""
         if self._ended:
             self._due.add(self)
             return
@@ -117,23 +127,23 @@ class RayLink:
         if self._bound:
             version, weights = self._newer_weights()
             place = self._place()
-            number = next(_orders)  # first: an order of that number is not older than its word
+            number = next(_orders)  # read first: the word may be newer than its number
             word = place.board(self.index)[HALT]
             given = Given(version, (number, word), *place.given(self.index, question))
-        # Bytes, for Ray's own way of pickling arguments takes many times as long.
+        # Send bytes, because Ray's own pickling of arguments takes many times as long.
         content = pickle.dumps((question, given), pickle.HIGHEST_PROTOCOL)
         more = () if weights is None else (weights,)
         self._await(self._ask.remote(content, *more), question)
 
     def send_weights(self) -> None:
-        """Send the newest weights, if it has not got them, while it may answer a question."""
+        """Send the newest weights if the actor lacks them; it may be answering a question."""
         if self._bound and not self._ended:
             version, weights = self._newer_weights()
             if weights is not None:
                 self.actor.weights.remote(version, weights)
 
     def _newer_weights(self) -> tuple[int, Any]:
-        """The version of the newest weights, and these, if they are still to be sent."""
+        """Return the version of the newest weights, and the weights if they were not sent yet."""
         version, put = self._weights()
         if version <= self._sent_weights:
             return version, None
@@ -141,13 +151,16 @@ class RayLink:
         return version, put
 
     def order(self) -> None:
-        """Send the word that tells it to end, or to go on. Called by one thread alone."""
+        """Send the HALT word, which makes the worker stop or continue.
+
+        Only one thread calls this.
+        """
         if self._bound and not self._ended:
             number = next(_orders)
             self.actor.halt.remote(number, self._place().board(self.index)[HALT])
 
     def starts_again(self) -> bool:
-        """Whether it was a spare that had died meanwhile, and a new actor is in its place."""
+        """Replace a spare actor that died before it started; return True if that happened."""
         if self._made or not self._again or self.lost or self._ended:
             return False
         if isinstance(self._asked[0][0].exception(), RayError):
@@ -158,10 +171,10 @@ class RayLink:
         return False
 
     def hear(self) -> object:
-        """The next answer, with its rows in place, or how it ended.
+        """Return the next answer after its rows are in place, or the way the actor ended.
 
-        Whatever became of an answer, it is not heard twice: an actor whose answer is lost is
-        killed, and nothing that it filled counts.
+        An answer is never returned twice. If an answer is lost, the link kills the actor, and none
+        of the slots that the actor filled count.
         """
         if not self.says or self.lost or self._ended:
             return self._gone(self.lost or "ended")
@@ -185,7 +198,7 @@ class RayLink:
         return Gone(how, hint=hint)
 
     def over(self, seconds: float) -> bool:
-        """Wait until it has answered the last question."""
+        """Wait for the last answer; return False if it does not arrive in time."""
         if self._ended or not self._asked:
             return True
         return bool(wait([self._asked[-1][0]], timeout=seconds).done)
@@ -195,17 +208,17 @@ class RayLink:
         if not self._ended:
             self._ended = True
             self._due.forget(self)
-            with suppress(Exception):  # Ray may be gone before us
+            with suppress(Exception):  # Ray may have shut down before this process
                 ray.kill(self.actor, no_restart=True)
 
     def end(self) -> None:
-        """Kill the actor; what it was asked is not heard any more."""
+        """Kill the actor and drop its pending answers."""
         self.kill()
         self._asked.clear()
 
 
 def _how(error: RayError) -> tuple[str, str]:
-    """The end of a sentence that says how an actor ended, and a hint."""
+    """Return the end of a sentence about how an actor ended, and a hint."""
     said = " ".join(str(error).split())
     kind = type(error).__name__
     if isinstance(error, OutOfMemoryError):

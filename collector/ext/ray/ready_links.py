@@ -1,4 +1,4 @@
-"""Links that have something to be heard; Ray says so of each, so that none is looked at in vain."""
+"""Wait for links with available answers. Ray's callbacks report them, so there is no polling."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -7,56 +7,56 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Says(Protocol):
-    """A link."""
+    """A link that can report whether an answer is available."""
 
     @property
     def says(self) -> bool:
-        """Whether it has something to be heard."""
+        """True if an answer is available."""
 
 
 L = TypeVar("L", bound=Says)
 
 
 class ReadyLinks(Generic[L]):
-    """Waits for links, at the same cost for any number of them.
+    """Set of links with answers. The cost of a wait does not depend on their number.
 
-    Threads add links; one thread waits, and says what it has heard. A link stays due until then,
-    so that an exception while it waits loses nothing.
+    Any thread may add links. One thread waits for them, and calls :meth:`heard` after it has read
+    an answer. A link stays due until then, so that an exception during a wait loses nothing.
     """
 
     def __init__(self) -> None:
         self._links: set[L] = set()
         self._added: SimpleQueue[None] = SimpleQueue()
-        """Has an entry once a link was added since :meth:`ready` looked."""
+        """Receives an entry whenever a link is added, to wake :meth:`ready`."""
         self._asked_for: Sequence[L] = ()
         self._wanted: set[L] = set()
         """The links of the last call of :meth:`ready`."""
 
     def add(self, link: L) -> None:
-        """Let a link be due. Safe in any thread."""
+        """Mark a link as due. Safe in any thread."""
         self._links.add(link)
         self._added.put(None)
 
     def heard(self, link: L) -> None:
-        """Let a link be due no more, unless it has more to be heard."""
+        """Remove the due mark of a link, unless another answer is available."""
         self._links.discard(link)
-        if link.says:  # it may have been added since
+        if link.says:  # it may have been marked since
             self._links.add(link)
 
     def forget(self, link: L) -> None:
-        """Let a link be due no more, whatever it says."""
+        """Remove the due mark of a link in any case."""
         self._links.discard(link)
 
     def ready(self, links: Sequence[L], seconds: float) -> Collection[L]:
-        """Return those of ``links`` that are due; waits for one, at most so many ``seconds``.
+        """Return those of ``links`` that are due. Wait at most ``seconds`` for the first one.
 
-        The list of the call before is known to have the same links.
+        The set of links is cached by the identity of the list.
         """
         if links is not self._asked_for:
             self._asked_for, self._wanted = links, {*links}
         until = time.monotonic() + seconds
         while True:
-            while not self._added.empty():  # before it looks: what comes later has an entry
+            while not self._added.empty():  # before the search: later marks still wake it
                 self._added.get_nowait()
             found = [link for link in self._links.copy() if link in self._wanted and link.says]
             if found:

@@ -1,4 +1,4 @@
-"""Workers in actors: started on any node, asked through the object store, found dead, replaced."""
+"""Transport that starts workers in Ray actors, detects their death and replaces them."""
 
 import os
 import socket
@@ -25,26 +25,28 @@ from tallyroll.collector.workers.worker_options import Actors
 from tallyroll.storage.package.versions import versions
 
 _ANSWER_SECONDS = 10.0
-"""How long a cluster's address may take to answer."""
+"""Timeout for an answer from the address of a cluster."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""The beginning of every client of gRPC (RFC 9113, 3.4), whose server answers with its settings."""
+"""First bytes of a gRPC client (RFC 9113, 3.4). A server answers with its settings."""
 _SETTINGS = 4
 _IN_REPLIES = "max_direct_call_object_size"
 _MOST_IN_REPLIES = 512 * 1024
-"""Bytes of an answer that comes with Ray's own reply, and not by the object store: on loopback the
-store costs more time than that below some 700 KB, and less above."""
+"""Largest answer in bytes that travels in Ray's own reply instead of the object store.
+
+On loopback, the object store is slower below some 700 KB and faster above.
+"""
 
 
 def connect(address: str | None, cpus: int) -> bool:
-    """Connect to a cluster; returns whether the connection is the caller's to end.
+    """Connect to a cluster; return True if the caller must end the connection.
 
     Args:
-        address: ``"local"``, ``"auto"`` or ``HOST:PORT``; None: the one that this process has
-            already, or else a cluster of its own.
-        cpus: that a cluster of its own has to offer.
+        address: ``"local"``, ``"auto"`` or ``HOST:PORT``. None uses the existing connection of this
+            process, or starts a local cluster.
+        cpus: number of CPUs of a local cluster.
 
     Raises:
-        ArgumentError: no cluster answers there, or it has other versions.
+        ArgumentError: no cluster answers at the address, or it has other versions.
     """
     if ray.is_initialized():
         if address is None:
@@ -80,7 +82,7 @@ def connect(address: str | None, cpus: int) -> bool:
 
 
 def _require_answer(address: str) -> None:
-    """Raise unless a server of gRPC answers there: Ray itself waits for minutes."""
+    """Raise unless a gRPC server answers at the address. Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         raise ArgumentError(f'address: expected "local", "auto" or HOST:PORT, got {address!r}')
@@ -99,15 +101,15 @@ def _require_answer(address: str) -> None:
 
 
 _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "enable_task_events": False}
-"""Options of actors that a caller may give others for; each lease would be an event of a task."""
+"""Default actor options, which the caller may override. Task events would record each lease."""
 
 
 class RayTransport:
-    """Starts actors of the cluster that this process is connected to.
+    """Transport that starts actors in the cluster to which this process is connected.
 
     Args:
-        jobs: one pickled job a worker.
-        actors: where the cluster is, and what the actors are.
+        jobs: one pickled job per worker.
+        actors: the address of the cluster, and options of the actors.
     """
 
     kills = True
@@ -121,22 +123,22 @@ class RayTransport:
         self._options = {**_OPTIONS, **own}
         self._spare_count = actors.spares
         self._spares: list[tuple[Any, Any]] = []
-        """Actors that wait, and where they are."""
+        """Spare actors, and references to their locations."""
         self._frozen: set[str] = set()
-        """Nodes that are not to get any more."""
+        """Nodes that receive no more actors."""
         self.links: dict[int, RayLink] = {}
         self._due = ReadyLinks[RayLink]()
         self._weights: tuple[int, Any] = (-1, None)
         self._made_place: FarPlace | None = None
         self._in_lease = False
-        """Whether new weights act within a lease, and not from the next question on."""
+        """True if new weights act within a lease. Otherwise they act from the next question on."""
         links = self.links
         self._heart = Heart(actors.heartbeat, lambda: [links[index] for index in sorted(links)])
         threading.Thread(target=self._heart.run, name="tallyroll-ray", daemon=True).start()
         self._stop = weakref.finalize(self, _stop, self._heart, self._spares)
 
     def start(self, index: int) -> RayLink:
-        """Start an actor with its job, or give it to one that waits."""
+        """Start an actor with its job, or give the job to a spare actor."""
         before = self.links.get(index)
         if before is not None and before.lost and before.facts is not None:
             self._frozen.add(before.facts.node)
@@ -164,7 +166,7 @@ class RayTransport:
         return ActorLanes.options(**options).remote()  # type: ignore[attr-defined]
 
     def _spare(self) -> tuple[Any, Any] | None:
-        """An actor that waits, one that is ready before others; never waits for it."""
+        """Return a spare actor, preferably one that is ready; never wait for one."""
         unready = []
         while self._spares:
             actor, facts = self._spares.pop(0)
@@ -187,9 +189,9 @@ class RayTransport:
             self._spares.append((actor, actor.facts.remote()))
 
     def ready(self, links: Sequence[RayLink], seconds: float) -> set[RayLink]:
-        """Links that have something to be heard.
+        """Return the links with available answers.
 
-        The list of the call before is known to have the same links.
+        The set of links is cached by the identity of the list.
         """
         self._tell()
         return {link for link in self._due.ready(links, seconds) if not link.starts_again()}
@@ -206,7 +208,7 @@ class RayTransport:
         return self._made_place
 
     def place(self, share: Share, plan: SlabPlan, module: object) -> FarPlace:
-        """Memory of this process; actors make their own."""
+        """Return memory of this process; actors allocate their own."""
         self._in_lease = share.segments > 0
         self._made_place = FarPlace(share, plan, module, self._heart.order, self._publish)
         self._fill_up()
@@ -220,12 +222,12 @@ class RayTransport:
 
     @property
     def nodes(self) -> list[str]:
-        """The host that each worker is on."""
+        """Host of each worker."""
         facts = [self.links[index].facts for index in sorted(self.links)]
         return [each.host for each in facts if each is not None]
 
     def close(self) -> None:
-        """End the spares, and the connection if it was made here. Idempotent."""
+        """End the spares, and the connection if this object made it. Idempotent."""
         self._stop()
         connected, self._connected = self._connected, False
         if connected:
@@ -239,5 +241,5 @@ def _stop(heart: Heart, spares: list[tuple[Any, Any]]) -> None:
 
 
 def _kill(actor: Any) -> None:
-    with suppress(Exception):  # Ray may be gone before us
+    with suppress(Exception):  # Ray may have shut down before this process
         ray.kill(actor, no_restart=True)

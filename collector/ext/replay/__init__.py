@@ -1,5 +1,6 @@
-"""Stored trajectories, started again from their seeds, stepped and compared bit for bit.
+"""Replay stored trajectories from their seeds, and compare every value bit for bit.
 
-``planning`` says what starts where and ``comparing`` what differs, both pure; ``recovering`` makes
-environments of what a manifest says, ``stage`` steps them, ``filming`` makes films and pictures.
+``replay_plan`` decides where each trajectory starts, and ``comparison`` finds the differences; both
+are pure. ``recovered_env`` makes environments from a manifest, ``stage`` steps them, and ``video``
+writes videos and images.
 """

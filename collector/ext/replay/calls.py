@@ -1,4 +1,4 @@
-"""Calls of a run that changed its environments, as they come to each lane. Pure."""
+"""Environment calls of a run that changed its environments, by lane. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,47 +22,48 @@ _ALL_LEFT_OUT = "the storage lacks calls of its environment that the run made"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one lane's environment, and what comes after it."""
+    """A call of one lane's environment, and its position among the rows."""
 
     way: str
     """``"env_call"`` or ``"env_set"``."""
     name: str
     args: tuple[Any, ...]
-    """The arguments, or the one value that is set."""
+    """The arguments, or the one value to set."""
     kwargs: Mapping[str, Any]
     row: int
-    """The number of the first row after it, where ``first`` is None."""
+    """Number of the first row after the call. It applies if ``first`` is None."""
     first: tuple[int, int] | None
-    """The trajectory and the step that come first after it in the lane."""
+    """The first trajectory and step of the lane after the call."""
     unknown: str = ""
-    """The reason that it cannot be done again; empty: it can."""
+    """Reason why the call cannot be repeated; empty if it can."""
 
     @property
     def content(self) -> str:
-        """The same text for calls that do the same."""
+        """A text that is equal for calls with the same effect."""
         return json.dumps([self.way, self.name, self.args, self.kwargs], sort_keys=True)
 
     def position(self, rows: Array, ids: Array, steps: Array) -> int:
-        """Return how many rows ``[n]`` of a lane, in their order, come before it."""
+        """Return the number of rows ``[n]`` of a lane, in order, that come before the call."""
         if self.first is None:
             return int(np.count_nonzero(rows < self.row))
         id, step = self.first
         return int(np.count_nonzero((ids < id) | ((ids == id) & (steps < step))))
 
     def changes(self, line: Table) -> bool:
-        """Return whether rows of a trajectory, a line of the table, come after it."""
+        """Return True if rows of a trajectory, a line of the table, come after the call."""
         if self.first is None:
             return bool(self.row <= line["last_row"])
         id, step = self.first
         return bool(id < line["id"] or (id == line["id"] and step < line["length"]))
 
     def is_before_reset(self, line: Table, previous: Table | None, *, ended: bool) -> bool:
-        """Return whether it was made before the reset that a trajectory began with.
+        """Return True if the call came before the reset that began a trajectory.
 
         Args:
-            line: of the trajectory.
-            previous: the line of its lane's trajectory before it, None if it is the run's first.
-            ended: the one before it ended by itself, so that the lane was reset in that step.
+            line: line of the trajectory.
+            previous: line of the lane's previous trajectory, None for the first one of the run.
+            ended: True if the previous trajectory terminated or was truncated, so that the lane was
+                reset in that step.
         """
         late = previous is not None and not ended
         if self.first is not None:
@@ -74,12 +75,12 @@ class Call:
 
 
 def calls_of(entry: Mapping[str, Any], lane: int) -> list[Call]:
-    """Return the calls of a lane of a run, by the entry of the run, in their order."""
+    """Return the calls of a lane, in order, from the entry of its run."""
     return [*_each(entry, lane)]
 
 
 def with_ids_moved(entry: Mapping[str, Any], by: int) -> dict[str, Any]:
-    """Return the entry of a run whose trajectories have ids that are larger ``by`` a number."""
+    """Return the entry of a run with all trajectory ids increased by ``by``."""
     events, first = entry.get(EVENTS), entry.get(FIRST_ID)
     if by and type(first) is int:
         entry = {**entry, FIRST_ID: first + by}

@@ -1,4 +1,4 @@
-"""Comparison of stored values with replayed ones, bit for bit. Pure."""
+"""Compare stored values with replayed ones, bit for bit. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tallyroll.storage.rows.keys import Key, format_key
 Array = np.ndarray[Any, Any]
 
 _SHOWN = 16
-"""Numbers of a value that are shown whole."""
+"""Largest number of elements of a value that is shown in full."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of a trajectory: the value that is stored, and the replayed one."""
+    """The first difference of a trajectory: the stored value and the replayed one."""
 
     trajectory: int
     step: int
     row: int
-    """The number of the row."""
+    """Row number."""
     lane: int
     column: str
     stored: Array
@@ -30,17 +30,17 @@ class Difference:
 
     @property
     def at(self) -> tuple[int, ...]:
-        """The index of the first number that differs within the value."""
+        """Index of the first element that differs within the value."""
         return tuple(int(each) for each in self._where()[0])
 
     @property
     def numbers(self) -> int:
-        """How many numbers differ; of an image, pixels times channels."""
+        """Number of elements that differ. For an image these are pixels times channels."""
         return len(self._where())
 
     @property
     def is_image(self) -> bool:
-        """True if the value is an image: uint8, two axes, or three of which one is of colours."""
+        """True if the value is an image: uint8 with two axes, or with a third axis for colours."""
         value = self.stored
         if value.dtype != np.uint8 or value.ndim not in (2, 3) or min(value.shape[:2]) < 2:
             return False
@@ -48,14 +48,14 @@ class Difference:
 
     @property
     def pixels(self) -> int | None:
-        """How many pixels differ; None where it is no image."""
+        """Number of pixels that differ; None if the value is not an image."""
         if not self.is_image:
             return None
         return len({tuple(each[:2]) for each in self._where().tolist()})
 
     @property
     def largest(self) -> float:
-        """The largest difference of two numbers; infinite where one alone is no number."""
+        """Largest difference of two elements; infinite if only one of them is NaN."""
         return largest(self.stored, self.replayed)
 
     def _where(self) -> Array:
@@ -64,7 +64,7 @@ class Difference:
         return np.argwhere(~same_bits(stored, replayed))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; large arrays by the first number that differs."""
+        """Return JSON values. A large array is represented by the first element that differs."""
         at = self.at
         found: dict[str, Any] = {
             "trajectory": self.trajectory,
@@ -115,7 +115,7 @@ def _octets(value: Array, at: tuple[int, ...]) -> str:
 
 
 def same_bits(one: Array, other: Array) -> Array:
-    """Return which numbers of two arrays of one shape and dtype have the same bits."""
+    """Return a mask of equal bits in two arrays of one shape and dtype."""
     if one.dtype.kind in "biu" and one.dtype.itemsize <= 8:
         same: Array = one == other
         return same
@@ -129,7 +129,8 @@ def same_bits(one: Array, other: Array) -> Array:
 def differing_rows(stored: Array, replayed: Array, atol: float = 0.0) -> Array:
     """Return the indices of rows ``[n, ...]`` that differ, in ascending order.
 
-    ``atol``: floats that differ by no more are equal, and so are two that are no numbers.
+    Floats that differ by at most ``atol`` are equal. With a positive ``atol``, two NaNs are equal
+    too.
     """
     if stored.tobytes() == replayed.tobytes():
         return np.empty(0, np.intp)
@@ -141,7 +142,7 @@ def differing_rows(stored: Array, replayed: Array, atol: float = 0.0) -> Array:
 
 
 def largest(stored: Array, replayed: Array) -> float:
-    """Return the largest difference of two numbers; infinite where one alone is no number."""
+    """Return the largest difference of two elements; infinite if only one of them is NaN."""
     kind = "c16" if stored.dtype.kind == "c" else "f8"
     with np.errstate(all="ignore"):
         apart = np.abs(stored.astype(kind) - replayed.astype(kind))
@@ -152,20 +153,20 @@ def largest(stored: Array, replayed: Array) -> float:
 
 
 class Comparison:
-    """All that was compared: rows, the first difference of each trajectory, the largest ones.
+    """Results of all comparisons: rows, first differences by trajectory, largest differences.
 
     Args:
-        atol: floats that differ by no more are equal.
+        atol: floats that differ by at most this are equal.
     """
 
     def __init__(self, atol: float = 0.0) -> None:
         self.atol = atol
         self.rows = 0
-        """Rows that were compared."""
+        """Number of rows compared."""
         self.columns: dict[str, float] = {}
-        """The largest difference of each column that was compared."""
+        """Largest difference in each compared column."""
         self.differing: dict[str, int] = {}
-        """Rows that differ, by column; none where no row does."""
+        """Number of rows that differ, by column. Columns without differences are absent."""
         self.first: dict[int, Difference] = {}
         """The first difference of each trajectory that has one."""
 
@@ -176,10 +177,10 @@ class Comparison:
         replayed: Array,
         where: tuple[Array, Array, Array, Array],
     ) -> Array:
-        """Compare rows ``[n, ...]`` of a column; return the indices of those that differ.
+        """Compare rows ``[n, ...]`` of a column; return the indices of rows that differ.
 
-        ``where``: trajectories, steps, rows and lanes, ``[n]`` each. Columns come in their order
-        within a block, and blocks in the order of time.
+        ``where`` has the trajectories, steps, rows and lanes, ``[n]`` each. Within a block, call
+        this method in the order of the columns; pass blocks in the order of time.
         """
         name = format_key(key)
         rows = differing_rows(stored, replayed, self.atol)

@@ -1,4 +1,4 @@
-"""The runs that made a storage's rows, those of copied and of packed rows too. Pure."""
+"""Find the runs that made a storage's rows, including copied and packed rows. Pure functions."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ _REPLAYED = (
     *("max_frames_per_traj", "info_keys", "rename", "frame_skip", "finals", "reset_slots"),
     *("surplus", "resets", "reward_dtype"),
 )
-"""The arguments of a run that change what its environments do, or what a replay says of them."""
+"""Arguments of a run that change what its environments do, or what a replay reports about them."""
 
 
 @dataclass(frozen=True)
 class Maker:
-    """The run that made rows, from one on until the next maker's first."""
+    """The run that made the rows from ``first_row`` up to the next maker's first row."""
 
     first_row: int
     entry: Entry
     refused: str = ""
-    """The reason that no trajectory can be replayed; empty: they may."""
+    """Reason why no trajectory can be replayed; empty if they can."""
     own_seeds_only: str = ""
-    """The reason that those without own seeds cannot be; empty: they may begin with the run."""
+    """Reason why trajectories without their own seeds cannot be replayed; empty if they can."""
     counted: bool = True
-    """True if what the run lost is known, where it says so; a copy does not keep that."""
+    """True if losses of the run are known wherever it recorded them. A copy does not keep them."""
 
 
 def makers_of(runs: Sequence[Entry], stop: int) -> list[Maker]:
-    """Return what made the rows below ``stop``, by the entries of a manifest, in their order."""
+    """Return the makers of the rows below ``stop``, in order, from the entries of a manifest."""
     return [each for entry, end in _ended(runs, stop) for each in _made(entry, end)]
 
 
 def _ended(runs: Sequence[Entry], stop: int) -> Iterator[tuple[Entry, int]]:
-    """Yield entries, each with the row after its last one."""
+    """Yield each entry with the end of its rows."""
     stops = [*(run["first_row"] for run in runs), stop][1:]
     return zip(runs, stops, strict=True)
 
@@ -73,7 +73,7 @@ def _made(entry: Entry, stop: int) -> Iterator[Maker]:
         yield from _copied(entry, first, stop)
     elif is_collected(entry):
         yield Maker(first, entry)
-    elif _has_call(entry):  # packed from chosen rows, or those of several storages
+    elif _has_call(entry):  # packed from selected rows, or from several storages
         yield Maker(first, without_events(entry), own_seeds_only=_PART, counted=False)
     else:
         yield Maker(first, entry, refused=NO_RUN)
@@ -90,10 +90,10 @@ def _copied(entry: Entry, first: int, stop: int) -> Iterator[Maker]:
 
 
 def _whole(entry: Entry, first: int, there: range, runs: Sequence[Entry]) -> Iterator[Maker]:
-    """Yield the makers of a stretch of the other storage's rows, all of them.
+    """Yield the makers of a complete range of rows of the other storage.
 
-    Each run's rows are together here too, if one trajectory comes after the other: that is in the
-    order of their first rows, and none of them goes on in another run.
+    The copy keeps the rows of each run together even if it orders rows by trajectory. Trajectories
+    follow in the order of their first rows, and none continues in another run.
     """
     if not runs or runs[0]["first_row"] > there.start:
         yield Maker(first, entry, refused=_NOT_SAID)
@@ -105,7 +105,7 @@ def _whole(entry: Entry, first: int, there: range, runs: Sequence[Entry]) -> Ite
             yield replace(
                 each,
                 first_row=row,
-                # Where its environments were called is not known: rows and ids may have moved.
+                # The positions of calls are unknown, because rows and ids may have moved.
                 entry={**without_events(each.entry), "first_row": row},
                 own_seeds_only=seeds_only,
                 counted=False,
@@ -113,7 +113,7 @@ def _whole(entry: Entry, first: int, there: range, runs: Sequence[Entry]) -> Ite
 
 
 def _part(entry: Entry, first: int, runs: Sequence[Entry]) -> Maker:
-    """Return the maker of some of a storage's rows, of which none says from which run it is."""
+    """Return the maker of a selection of a storage's rows, which do not name their run."""
     made = [*_leaves(runs)]
     if not made or runs_left_out(entry):
         return Maker(first, entry, refused=_NOT_SAID)
@@ -126,7 +126,7 @@ def _part(entry: Entry, first: int, runs: Sequence[Entry]) -> Maker:
 
 
 def _runs_of(entry: Entry) -> list[Entry]:
-    """Return the runs of a copy; none where these are no runs, in files that were damaged."""
+    """Return the runs of a copy; an empty list if a damaged file has invalid ones."""
     runs = copied_runs(entry)
     firsts = [run["first_row"] for run in runs if type(run.get("first_row")) is int]
     whole = len(firsts) == len(runs) and min(firsts, default=0) >= 0
@@ -134,7 +134,7 @@ def _runs_of(entry: Entry) -> list[Entry]:
 
 
 def _leaves(runs: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield the entries of runs, and of a copy those of the runs that made it."""
+    """Yield the entries of runs, and for a copy the entries of the runs that made it."""
     for run in runs:
         if is_copied(run):
             inner = _runs_of(run)
@@ -148,7 +148,7 @@ def _has_call(entry: Entry) -> bool:
 
 
 def _decisive(entry: Entry) -> list[Any]:
-    """Return what of a run decides how a trajectory of it is replayed from its own seed."""
+    """Return the values of a run that determine how a trajectory replays from its own seed."""
     call = entry["call"]
     calls = CALLS_LEFT_OUT in without_events(entry)
     return [entry["environment"], calls, *(call.get(name) for name in _REPLAYED)]

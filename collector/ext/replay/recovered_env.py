@@ -1,4 +1,4 @@
-"""Environments made again from what a storage's manifest says; never by code that it names."""
+"""Make environments from a storage's manifest, without importing code that it names."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from tallyroll.storage.files.copied_runs import is_collected
 from tallyroll.storage.storages import open_storage
 
 _INDIRECT = ("GymV21Environment", "GymV26Environment")
-"""Gymnasium's ids that import what their arguments name."""
+"""Gymnasium ids that import code named in their arguments."""
 _BY_MODULE = "pettingzoo"
-"""A system whose names may be those of modules, unless its registry has them."""
+"""System whose names may be module paths, unless its registry has them."""
 
 
 @dataclass(frozen=True)
 class RecoveredEnv:
-    """The way in which the environment of a run was made and driven, by the run's entry."""
+    """How the environment of a run was made and driven, according to the run's entry."""
 
     create: CreateEnv
     kwargs: dict[str, Any]
     lanes: tuple[int, ...]
-    """Lanes of each worker; of one without workers."""
+    """Number of lanes of each worker; a run without workers has one number."""
     options: dict[str, Any]
     """Arguments of a collector."""
     resets: Resets
-    """How its resets were drawn, as far as the manifest says it."""
+    """How the run drew its resets, as far as the manifest records it."""
     unknown_sampler: str = ""
-    """The name of the function that drew its resets; empty: there was none."""
+    """Name of the function that drew the resets; empty if there was none."""
 
 
 def recovered(
@@ -54,10 +54,11 @@ def recovered(
     env_kwargs: Mapping[str, Any] | None = None,
     resets: Resets | None = None,
 ) -> RecoveredEnv:
-    """Read the entry of a run; what the caller gives is taken in the place of what it says.
+    """Read the entry of a run. Arguments override its values.
 
     Raises:
-        EnvironmentUnknown: it names nothing that may be made, and ``create_env_fn`` is None.
+        EnvironmentUnknown: the entry names no environment that may be made, and ``create_env_fn``
+            is None.
         CorruptStorage: the entry is damaged.
     """
     environment = _part(entry, "environment")
@@ -95,7 +96,7 @@ def recovered(
 
 
 def _require_arguments(environment: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise `EnvironmentUnknown` for an argument of which the entry has a description alone."""
+    """Raise `EnvironmentUnknown` for an argument that the entry describes but does not contain."""
     names = environment.get(NOT_JSON)
     lacking = [name for name in names if name not in given] if isinstance(names, list) else []
     if lacking:
@@ -111,10 +112,12 @@ def _part(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _safe_id(environment: Mapping[str, Any]) -> str:
-    """Return the id of an environment that was made by it, if nothing is imported for its name.
+    """Return the id with which the environment was made, if it is safe to use.
+
+    An id is safe if making it imports no module that the storage names.
 
     Raises:
-        EnvironmentUnknown: there is none, or it names a module.
+        EnvironmentUnknown: there is no id, or it names a module.
     """
     name = environment.get("id")
     way_out = (
@@ -145,14 +148,14 @@ def _safe_id(environment: Mapping[str, Any]) -> str:
 
 
 def _in_step(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by which all lanes are stepped together: what each does is the same."""
+    """Return arguments that step all lanes together, which does not change any lane's results."""
     if name.startswith("envpool:") and "batch_size" in kwargs:
         return {**kwargs, "batch_size": 0}
     return kwargs
 
 
 def _resets(call: Mapping[str, Any]) -> tuple[Resets, str]:
-    """Return how resets were drawn, and the name of a function that drew them."""
+    """Return how the resets were drawn, and the name of a sampler function."""
     said = _part(call, "resets")
     seeds, sampler = said.get("seeds") is True, said.get("sampler")
     if isinstance(sampler, str):
@@ -197,10 +200,11 @@ def options_for(found: RecoveredEnv, num_envs: int | None, resets: Resets | None
 
 
 def made(found: RecoveredEnv, lanes: int, resets: Resets | None = None) -> EnvBase:
-    """Make the environment with ``lanes`` lanes, or with those that its factory gives it.
+    """Make the environment with ``lanes`` lanes, or with the number that its factory chooses.
 
     Raises:
-        ArgumentError, EnvironmentRefused: it cannot be made, or not driven so.
+        ArgumentError: the environment cannot be made.
+        EnvironmentRefused: the environment cannot be driven with these options.
     """
     num_envs = lanes if isinstance(found.create, str) else None
     env = _made(found, num_envs, resets)
@@ -228,21 +232,22 @@ def recover_env(
     num_envs: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
 ) -> EnvBase:
-    """Make the environment of a stored run again, as a collector drives it, from its provenance.
+    """Make the environment of a stored run again from its provenance.
 
-    Only an id that is registered makes one: with Gymnasium, or with an environment system. What a
-    storage says is never imported or called, so that a factory, and an id of the form
-    ``"module:Env-v0"``, cannot be recovered; make these yourself.
+    The result is set up as a collector drives it. Only registered ids can be recovered, those of
+    Gymnasium or of an environment system. The function never imports or calls code that a storage
+    names. Factories and ids of the form ``"module:Env-v0"`` cannot be recovered; make these
+    environments yourself.
 
     Args:
-        path: the storage.
-        run: the index of the entry in its manifest's ``runs``.
-        num_envs: lanes; None: those of the run.
-        env_kwargs: keyword arguments beside those of the run, such as ``render_mode``.
+        path: path of the storage.
+        run: index of the entry in the manifest's ``runs``.
+        num_envs: number of lanes. None selects the number of the run.
+        env_kwargs: keyword arguments in addition to those of the run, such as ``render_mode``.
 
     Raises:
-        EnvironmentUnknown: its provenance does not say how, or names a module.
-        ArgumentError: there is no such run, or the id is not known here.
+        EnvironmentUnknown: the provenance does not define the environment, or names a module.
+        ArgumentError: the run does not exist, or the id is not registered here.
         StorageError: the storage cannot be opened.
 
     Examples:
@@ -266,10 +271,10 @@ def recover_env(
 
 
 def entry_of(runs: Sequence[Mapping[str, Any]], run: int, path: str) -> Mapping[str, Any]:
-    """Return an entry of a manifest by its index.
+    """Return an entry of a manifest by index.
 
     Raises:
-        ArgumentError: there is none, or it is not of a collector's run.
+        ArgumentError: the index is out of range, or the entry is not a collector's run.
     """
     try:
         entry = runs[run]

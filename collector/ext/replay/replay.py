@@ -1,4 +1,4 @@
-"""Replay: stored trajectories are started again, stepped and compared."""
+"""Replay: restart stored trajectories, step them, and compare the results."""
 
 from __future__ import annotations
 
@@ -73,33 +73,34 @@ def replay(
     progress: Progress | None = None,
     accept_copy: bool = False,
 ) -> ReplayReport:
-    """Start stored trajectories again, step their actions, and compare every value bit for bit.
+    """Restart stored trajectories, step their actions, and compare every value bit for bit.
 
-    A trajectory begins again from the seed and the context that its rows have, where the run had
-    ``Resets(seeds=True)``. Without them each lane begins where its run, or its resumption, seeded
-    it, and is stepped through all that it stored until then; what is stepped on the way is
-    compared, too. Observations, those after each step too, rewards and ends are compared with
-    what is stored. Equality is promised for the same machine and the same versions alone.
+    If the run had ``Resets(seeds=True)``, a trajectory restarts from the seed and the context in
+    its rows. Otherwise each lane starts where its run, or the resumption of its run, seeded it. The
+    replay then steps the lane through all its earlier stored rows, and compares these too. It
+    compares observations, including those after each step, rewards and ends with the stored values.
+    Equality is only guaranteed on the same machine with the same versions.
 
     Args:
-        path: the storage; of several, and of a pattern, each is replayed as itself.
-        trajectories: an id, several, or ``"all"``; None: a ``sample``.
-        sample: how many, spread over all that can be replayed.
-        create_env_fn: an id or a function that makes the environment, as for a collector; None:
-            it is made of the run's provenance, as :func:`recover_env` does.
-        env_kwargs: keyword arguments with an id, beside those of the run.
-        resets: how the run's resets were drawn, where a function drew them.
-        atol: floats that differ by no more count as equal.
-        video: an MP4 file that shows the trajectories one after the other; needs the extra
-            ``video``, and an environment that renders.
-        progress: called with the rows that were compared, and with how many there are.
+        path: path of the storage. With several paths or a pattern, each storage is replayed
+            separately.
+        trajectories: an id, several ids, or ``"all"``. None selects a ``sample``.
+        sample: number of trajectories in a sample, spread over all that can be replayed.
+        create_env_fn: an id, or a function that makes the environment, as for a collector. None
+            makes it from the run's provenance, as :func:`recover_env` does.
+        env_kwargs: keyword arguments for an id, in addition to those of the run.
+        resets: how the run drew its resets, if a function drew them.
+        atol: floats that differ by at most this are equal.
+        video: path of an MP4 file that shows the trajectories one after the other. It needs the
+            extra ``video``, and an environment that renders.
+        progress: function called with the number of rows compared and the total.
         accept_copy: as in `open_storage`.
 
     Raises:
-        ArgumentError: an argument cannot be right.
-        UnknownTrajectory: no row of it is stored.
+        ArgumentError: an argument is invalid.
+        UnknownTrajectory: the storage has no row of a trajectory.
         EnvironmentUnknown: ``create_env_fn`` is needed.
-        EnvironmentRefused: the environment takes no seed, or cannot be stepped so.
+        EnvironmentRefused: the environment does not accept seeds, or cannot be stepped in this way.
         StorageError: the storage cannot be opened or read.
 
     Examples:
@@ -139,7 +140,7 @@ def replay(
 
 
 def _require(sample: int, atol: float, create: object) -> None:
-    """Refuse arguments that cannot be right."""
+    """Refuse invalid arguments."""
     if type(sample) is not int or sample < 1:
         raise ArgumentError(f"sample: expected a whole number above 0, got {sample!r}")
     if isinstance(atol, bool) or not isinstance(atol, (int, float)) or not 0 <= atol < np.inf:
@@ -154,7 +155,10 @@ def _require(sample: int, atol: float, create: object) -> None:
 
 
 def _runs_of(storage: DiskStorage) -> list[dict[str, Any]]:
-    """Return the runs of a storage; in those of several, calls name trajectories as rows do."""
+    """Return the runs of a storage.
+
+    If it joins several storages, trajectory ids in calls are shifted as they are in the rows.
+    """
     reader = storage.reader
     if not isinstance(reader, UnionReader):
         return storage.runs
@@ -166,7 +170,7 @@ def _runs_of(storage: DiskStorage) -> list[dict[str, Any]]:
 
 
 def _losses_of(storage: DiskStorage) -> dict[str, int]:
-    """Return what the ledgers of all storages that are read say together."""
+    """Return the combined losses in the ledgers of all storages."""
     reader, found = storage.reader, dict[str, int]()
     members = [each.reader for each in reader.members] if isinstance(reader, UnionReader) else []
     for each in members or [reader]:
@@ -177,7 +181,7 @@ def _losses_of(storage: DiskStorage) -> dict[str, int]:
 
 
 class _Replay:
-    """A replay under way."""
+    """State of one replay."""
 
     def __init__(
         self,
@@ -218,7 +222,7 @@ class _Replay:
         self._compared: set[int] = set()
 
     def choose(self, trajectories: int | Iterable[int] | str | None, sample: int) -> None:
-        """Plan what is replayed."""
+        """Select the trajectories and plan their replay."""
         ids = self._history.table["id"]
         if trajectories is None:
             whole = plan_of(self._history, ids.tolist())
@@ -256,7 +260,7 @@ class _Replay:
     # --- stepping ---------------------------------------------------------------------------------
 
     def carry_out(self, progress: Progress | None) -> None:
-        """Replay all that was planned."""
+        """Replay everything that was planned."""
         total = sum(self._rows.count(line) for group in self._plan.groups for line in group.lines)
 
         def tell() -> None:
@@ -287,7 +291,7 @@ class _Replay:
         seeds = self._rows.take(RESET_SEED, firsts)
         contexts = {name: self._rows.take(key, firsts) for name, key in self._contexts.items()}
         resets = found.resets
-        if contexts and resets.sampler is None:  # a function drew them, or nothing says how
+        if contexts and resets.sampler is None:  # a function drew them, or it is unknown how
             sampler = {name: Constant(values[0].tolist()) for name, values in contexts.items()}
             resets = Resets(sampler=sampler, seeds=True)
         if found.unknown_sampler:
@@ -304,7 +308,7 @@ class _Replay:
                     for lane in range(stage.lanes):
                         stage.call(call, lane)
                 draws = give_draws(stage.env, contexts, found.resets)
-                # Those of one round are about equally long, so that few lanes wait for others.
+                # Group lines of similar length, so that few lanes wait for others.
                 order = np.array(sorted(same, key=lambda at: self._rows.count(group.lines[at])))
                 size = 1 if alone else stage.lanes
                 for start in range(0, len(order), size):
@@ -319,9 +323,10 @@ class _Replay:
                     self._round(stage, group, lines, tell, calls=after)
 
     def _called_alike(self, group: Group) -> Iterator[tuple[list[int], list[Call], list[Call]]]:
-        """Yield lines, by their places, whose environments the run had called alike.
+        """Yield groups of lines whose environments the run had called in the same way.
 
-        With the calls before their resets, and those after it: such a line comes alone.
+        A group has the indices of its lines, the calls before their resets, and the calls after
+        them. A line with calls after its reset forms its own group.
         """
         alike: dict[tuple[str, ...], tuple[list[int], list[Call]]] = {}
         for place, line in enumerate(group.lines):
@@ -366,7 +371,7 @@ class _Replay:
                     self._round(stage, group, lines, tell)
 
     def _all_lanes(self, group: Group, lanes: range, some: list[Line]) -> list[Line]:
-        """Return lines of all lanes, which change what ``some`` do, as far as these go."""
+        """Return lines of all lanes, because the other lanes influence those of ``some``."""
         asked = {line.lane: line for line in some}
         plan = plan_of(self._history, self._history.table["id"].tolist())
         every = next(each for each in plan.groups if each.maker == group.maker)
@@ -385,7 +390,7 @@ class _Replay:
         tell: Callable[[], None],
         calls: Sequence[Call] | None = None,
     ) -> None:
-        """Replay lines that were reset; ``calls`` are those of lines that have their own seeds."""
+        """Replay lines after a reset; ``calls`` are those of lines with their own seeds."""
         entry = self._history.makers[group.maker].entry
         lanes = [
             Lane(
@@ -414,7 +419,7 @@ class _Replay:
     # --- the result -------------------------------------------------------------------------------
 
     def report(self, path: str, seconds: float) -> ReplayReport:
-        """Return the result."""
+        """Return the report."""
         found, by_reason = self._comparison, defaultdict[str, list[int]](list)
         for id, why in sorted(self._plan.refused.items()):
             if id not in found.first:
@@ -442,8 +447,8 @@ class _Replay:
         )
 
 
-class _OpenStage:
-    """A context of a stage, which closes it."""
+class _Staged:
+    """Context manager that makes a stage and closes it."""
 
     def __init__(self, make: Callable[[], Stage]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""The plan of a replay: from where trajectories begin, and why others cannot. Pure."""
+"""Plan a replay: where trajectories begin, and why some cannot be replayed. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tallyroll.collector.ext.replay.makers import NO_RUN, OLD, Maker
 from tallyroll.storage.trajectories.episodes import END_TERMINATED, END_TRUNCATED
 
 Table = np.ndarray[Any, Any]
-"""Lines of trajectories, as ``storage.trajectories.table`` has them."""
+"""Lines of trajectories, as in ``storage.trajectories.table``."""
 
 _GONE = "rows of it are gone, which a ring has overwritten, or which a run or a copy left out"
 _NO_SEED = "neither it nor its run has a seed"
@@ -36,36 +36,36 @@ _RESTARTED = (
 
 @dataclass(frozen=True)
 class Line:
-    """Trajectories of one lane that are stepped one after the other, from one reset on."""
+    """Trajectories of one lane that are stepped one after the other, starting with a reset."""
 
     lane: int
-    """The number of the lane in the run."""
+    """Number of the lane in the run."""
     trajectories: tuple[int, ...]
-    """Their ids."""
+    """Ids of the trajectories."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Lines that start together: each from its own seed, or all from the run's."""
+    """Lines that start together: each from its own seed, or all from the run's seed."""
 
     maker: int
-    """The index of what made their rows, of :attr:`History.makers`."""
+    """Index of the maker of their rows in :attr:`History.makers`."""
     seeded: bool
-    """True if each begins from the seed in its rows."""
+    """True if each line begins from the seed in its rows."""
     lines: tuple[Line, ...]
     doubt: str = ""
-    """The reason that a trajectory may begin elsewhere; empty if none may."""
+    """Reason why a trajectory may begin in a different state; empty if none may."""
     first_too: bool = False
-    """True if that holds for the first trajectories of lines, too."""
+    """True if the doubt also applies to the first trajectory of each line."""
 
 
 @dataclass
 class ReplayPlan:
-    """The lines that are replayed, and why the rest is not."""
+    """The lines to replay, and the reasons against the others."""
 
     groups: list[Group] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
-    """Reasons, by the ids of trajectories that cannot be replayed."""
+    """Reasons by the id of each trajectory that cannot be replayed."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,16 @@ class History:
 
     table: Table
     span: range
-    """Rows that are there."""
+    """Rows in the storage."""
     makers: Sequence[Maker]
-    """The makers of the rows, in their order."""
+    """Makers of the rows, in order."""
     seeded: bool
     """True if rows have the seeds of their resets."""
     losses: Mapping[str, int]
-    """Counts of the runs' ledgers, as far as they are known."""
+    """Losses in the ledgers of the runs, as far as known."""
 
     known: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
-    """Calls that were looked up, by maker and lane."""
+    """Cache of calls by maker and lane."""
 
     def calls_of(self, at: int, lane: int) -> list[Call]:
         """Return the calls of a lane in the run of a maker."""
@@ -92,13 +92,13 @@ class History:
         return self.known[at, lane]
 
     def maker_of(self, line: Table) -> int:
-        """Return the index of what made the first row of a line; -1 without one."""
+        """Return the index of the maker of a line's first row; -1 if there is none."""
         firsts = [maker.first_row for maker in self.makers]
         return int(np.searchsorted(firsts, line["first_row"], side="right")) - 1
 
 
 def plan_of(history: History, wanted: Collection[int]) -> ReplayPlan:
-    """Return how the ``wanted`` trajectories, ids, are replayed, and which cannot be."""
+    """Plan the replay of the ``wanted`` trajectory ids, and find those that cannot be replayed."""
     plan = ReplayPlan()
     by_maker: dict[int, list[Table]] = defaultdict(list)
     ids = {*wanted}
@@ -124,7 +124,7 @@ def plan_of(history: History, wanted: Collection[int]) -> ReplayPlan:
 
 
 def _refused(history: History, line: Table, at: int) -> str:
-    """Return why a trajectory cannot be replayed, as far as its own line says it."""
+    """Return why a trajectory cannot be replayed, judged by its own line; "" if it can."""
     if at < 0:
         return NO_RUN
     maker = history.makers[at]
@@ -145,7 +145,7 @@ def _refused(history: History, line: Table, at: int) -> str:
 
 
 def _chain(history: History, plan: ReplayPlan, at: int, wanted: Table) -> None:
-    """Add lines that begin with the run, or where it was resumed, up to the last one wanted."""
+    """Add lines from the start or resumption of the run up to the last wanted trajectory."""
     lines = lines_of_maker(history, at)
     lanes = int(history.makers[at].entry.get("lanes", 0))
     first = _first_id(history, at)
@@ -179,7 +179,7 @@ def lines_of_maker(history: History, at: int) -> Table:
 
 
 def calls_around(history: History, at: int, lone: Line) -> tuple[list[Call], list[Call]]:
-    """Return the calls before the reset that a trajectory began with, and those after it."""
+    """Return the calls before and after the reset that began a trajectory."""
     calls, (id,) = history.calls_of(at, lone.lane), lone.trajectories
     if not calls:
         return [], []
@@ -194,7 +194,7 @@ def calls_around(history: History, at: int, lone: Line) -> tuple[list[Call], lis
 
 
 def _unbroken(lines: Sequence[Table], first: int, lanes: int) -> tuple[list[int], str]:
-    """Return the ids that follow one another from the first on, and why not those after them."""
+    """Return the ids that follow one another from ``first``, and why later ids do not."""
     found: list[int] = []
     whole, before = True, -1
     for line in lines:
@@ -225,19 +225,19 @@ def _doubt(history: History, at: int) -> str:
 
 
 def _skips_ids(maker: Maker) -> bool:
-    """Return whether lanes skip an id where they do not go on from one trajectory to the next."""
+    """Return True if a lane skips an id whenever it does not continue from its last trajectory."""
     return FIRST_ID in maker.entry
 
 
 def _first_id(history: History, at: int) -> int | None:
-    """Return the first id of a maker's trajectories; None if it is unknown, as of a copy."""
+    """Return the first id of a maker's trajectories; None if it is unknown, as in a copy."""
     maker = history.makers[at]
     first = maker.entry.get(FIRST_ID)
     return first if maker.counted and _is_number(first) else None
 
 
 def _begin_with_reset(history: History, at: int, lines: Table) -> np.ndarray[Any, Any]:
-    """Return of which lines ``[n]`` it is known that they begin with a reset."""
+    """Return a mask ``[n]`` of the lines that are known to begin with a reset."""
     maker = history.makers[at]
     if _call(maker.entry).get("surplus") != "discard":
         return np.ones(len(lines), np.bool_)

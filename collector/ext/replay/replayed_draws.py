@@ -1,4 +1,4 @@
-"""Resets that are given the seeds and contexts of stored trajectories."""
+"""Reset draws that use the seeds and contexts of stored trajectories."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Array = np.ndarray[Any, Any]
 
 
 class ReplayedDraws(ResetDraws):
-    """Seeds and contexts of the next resets of lanes, given by a caller; later ones are the same.
+    """Reset draws with seeds and contexts that the caller sets. They repeat until set again.
 
     Args:
-        system: is given it.
+        system: the system that receives the draws.
         columns: contexts by name, as values ``[n, ...]`` of any rows.
-        resets: draws the options that no column holds, by the seed.
+        resets: draws, from the seed, the options that no column holds.
     """
 
     def __init__(self, system: System, columns: Mapping[str, Array], resets: Resets) -> None:
@@ -46,11 +46,14 @@ class ReplayedDraws(ResetDraws):
             )
 
     def seed(self, seed: int, incarnation: int, lanes: Sequence[int]) -> list[int]:
-        """Return the seeds of the next resets; a run's seed changes nothing."""
+        """Return the seeds of the next resets; the run's seed has no effect."""
         return self._seeds.tolist()
 
     def give_lanes(self, seeds: Array, contexts: Mapping[str, Array]) -> None:
-        """Set what the first lanes are reset with next, an entry a lane; others as the last."""
+        """Set the seeds and contexts of the next resets of the first lanes, one entry per lane.
+
+        Other lanes repeat the last entry.
+        """
         count = len(seeds)
         self._seeds[:count], self._seeds[count:] = seeds, seeds[-1]
         for name, values in self._next.items():
@@ -60,11 +63,11 @@ class ReplayedDraws(ResetDraws):
 
     def _options_of(self, lane: int) -> dict[str, Any]:
         drawn = self._given.options_of(int(self._seeds[lane]))
-        # As rows have them: numbers of the dtype of the column.
+        # Convert contexts to numbers of the dtype of their column.
         return {**drawn, **{name: values[lane].item() for name, values in self._next.items()}}
 
     def begun(self, lanes: Array) -> None:
-        """Note that trajectories of ``lanes``, a mask or numbers, have begun."""
+        """Record that trajectories of ``lanes``, a mask or indices, have begun."""
         at = lanes.nonzero()[0] if lanes.dtype == np.bool_ else lanes
         self._now_seed[at] = self._seeds[at]
         for name, values in self._next.items():
@@ -74,10 +77,10 @@ class ReplayedDraws(ResetDraws):
 
 
 def give_draws(env: Any, columns: Mapping[str, Array], resets: Resets) -> ReplayedDraws:
-    """Let resets of ``env`` be given what a caller says.
+    """Make resets of ``env`` use seeds and contexts from the caller.
 
     Raises:
-        EnvironmentRefused: its resets take no seed, or no options.
+        EnvironmentRefused: the environment's resets do not accept a seed, or options.
     """
     base: SystemEnv | None = system_of(env)
     d = None if base is None else base.stepper.declares

@@ -13,52 +13,55 @@ from tallyroll.collector.ext.replay.comparison import Difference
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """The result of :func:`replay`: what was stepped again, and whether it came out the same."""
+    """The result of :func:`replay`: counts of replayed trajectories, and their differences."""
 
     path: str
     equal: int
-    """Trajectories that came out bit for bit as they are stored, or within ``atol``."""
+    """Trajectories equal to the stored ones bit for bit, or within ``atol``."""
     rows: int
-    """Rows that were compared."""
+    """Number of rows compared."""
     atol: float
-    """Floats that differ by no more were taken as equal."""
+    """Floats that differ by at most this are equal."""
     largest: Mapping[str, float]
-    """The largest difference in each column that was compared; infinite: one alone is NaN."""
+    """Largest difference in each compared column; infinite if only one of two values is NaN."""
     differing: Mapping[str, int]
-    """Rows that differ, by column."""
+    """Number of rows that differ, by column."""
     differences: tuple[Difference, ...]
-    """The first difference of each trajectory that differs, by their ids."""
+    """The first difference of each trajectory that differs, ordered by id."""
     not_replayed: Mapping[str, tuple[int, ...]]
-    """Trajectories that were wanted and cannot be replayed, by the reason."""
+    """Requested trajectories that cannot be replayed, by reason."""
     left_out: Mapping[str, int]
-    """How many others cannot be replayed, by the reason; they were not asked for by their ids."""
+    """Number of trajectories that a sample skipped because they cannot be replayed, by reason."""
     versions: Mapping[str, tuple[str, str]]
-    """Packages of another version than the run's: its version, and the one here."""
+    """Packages whose version differs from the run's: the run's version and the installed one."""
     not_compared: tuple[str, ...]
-    """Columns that the environment does not make: a policy's, numbers of rows."""
+    """Columns that the environment does not produce, such as those of a policy."""
     notes: tuple[str, ...] = ()
     frames: int = 0
-    """Frames of the film, where there is one."""
+    """Number of frames in the video; 0 without a video."""
     seconds: float = field(default=0.0, compare=False)
 
     @property
     def replayed(self) -> int:
-        """Trajectories that were compared."""
+        """Number of trajectories compared."""
         return self.equal + len(self.differences)
 
     @property
     def first_difference(self) -> Difference | None:
-        """The first difference of the lowest trajectory that differs; None if none does."""
+        """The first difference of the lowest trajectory id that differs; None if none differs."""
         return self.differences[0] if self.differences else None
 
     @property
     def same(self) -> bool:
-        """True if all that was wanted was replayed, and is equal."""
+        """True if all requested trajectories were replayed and are equal."""
         return not self.differences and not self.not_replayed and self.equal > 0
 
     @property
     def status(self) -> int:
-        """0 equal, 1 something differs, 2 something could not be replayed: as of the command."""
+        """Exit status of the command.
+
+        0 means that all is equal, 1 that something differs, and 2 that something was not replayed.
+        """
         if self.differences:
             return 1
         return 0 if self.same else 2
@@ -88,7 +91,7 @@ class ReplayReport:
         }
 
     def to_json(self) -> str:
-        """Return one JSON object as text."""
+        """Return the report as one JSON object in text form."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     def __repr__(self) -> str:
@@ -103,7 +106,7 @@ class ReplayReport:
 
 
 def _number(value: Any) -> Any:
-    """``value``, with text where JSON has no number for it."""
+    """Return ``value``, with text for values that JSON numbers cannot represent."""
     if isinstance(value, list):
         return [_number(each) for each in value]
     strange = isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value))

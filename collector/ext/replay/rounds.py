@@ -1,4 +1,4 @@
-"""Rounds of a replay: lanes that begin together are stepped, and compared block by block."""
+"""Replay rounds: lanes that begin together are stepped and compared block by block."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _IDLE = -1
 
 
 class StoredRows:
-    """The rows of trajectories, by their ids.
+    """The rows of trajectories, by trajectory id.
 
     Args:
-        storage: has them.
-        table: its lines of trajectories.
+        storage: storage with the rows.
+        table: the storage's table of trajectories.
     """
 
     def __init__(self, storage: DiskStorage, table: Table) -> None:
@@ -49,7 +49,7 @@ class StoredRows:
         self.schema = storage.schema
 
     def of(self, id: int) -> Array:
-        """Return the numbers of a trajectory's rows that were there when it was planned."""
+        """Return the row numbers of a trajectory that existed when the replay was planned."""
         rows = self._storage.trajectories.rows_of(id)
         return rows[: int(self._table["length"][self._lines[id]])]
 
@@ -58,15 +58,15 @@ class StoredRows:
         return int(sum(self._table["length"][self._lines[id]] for id in line.trajectories))
 
     def ends(self, id: int) -> bool:
-        """Return whether a trajectory ended by itself."""
+        """Return True if a trajectory terminated or was truncated."""
         end = int(self._table["end"][self._lines[id]])
         return end in (END_TERMINATED, END_TRUNCATED)
 
     def take(self, key: Key, rows: Array) -> Array:
-        """Return a column's values of rows by number.
+        """Return a column's values for the given row numbers.
 
         Raises:
-            Overrun: a ring overwrote some of them.
+            Overrun: a ring overwrote some of the rows.
         """
         found: Array = self._reader.column(key).take(rows)
         if len(rows) and rows.min() < self._storage.span.start:
@@ -79,30 +79,30 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class Lane:
-    """A lane of the stage, and what it steps."""
+    """A lane of the stage, and the trajectories that it steps."""
 
     column: int
-    """Its number on the stage."""
+    """Index of the lane on the stage."""
     number: int
-    """Its number in the run."""
+    """Number of the lane in the run."""
     trajectories: tuple[int, ...]
     doubtful: bool
-    """True if its trajectories may begin elsewhere than the one before them ended."""
+    """True if a trajectory may not begin where the one before it ended."""
     first_too: bool
-    """True if that holds for the first one, too."""
+    """True if the doubt also applies to the first trajectory."""
     calls: tuple[Call, ...] = ()
-    """Calls of its environment since it was reset."""
+    """Calls of the lane's environment since its reset."""
 
 
 @dataclass
 class _Schedule:
-    """Rows ``[slot, lane]`` of a round, and what they are of; -1 where a lane waits."""
+    """Rows ``[slot, lane]`` of a round with ids and steps; -1 if the lane waits."""
 
     rows: Array
     ids: Array
     steps: Array
     doubtful: Array
-    """True in rows of trajectories that may begin elsewhere."""
+    """True in rows of trajectories that may begin in a different state."""
 
     @classmethod
     def of(cls, lanes: Sequence[Lane], stored: StoredRows, width: int, gaps: bool) -> _Schedule:
@@ -124,7 +124,7 @@ class _Schedule:
 
 
 def _column(lane: Lane, stored: StoredRows, gaps: bool) -> tuple[Array, Array, Array]:
-    """Return rows, ids and steps of a lane, with a gap after an end where a reset slot is."""
+    """Return the rows, ids and steps of a lane, with a gap for each reset slot."""
     parts: list[tuple[Array, int]] = []
     for id in lane.trajectories:
         rows = stored.of(id)
@@ -139,14 +139,14 @@ def _column(lane: Lane, stored: StoredRows, gaps: bool) -> tuple[Array, Array, A
 
 
 class Round:
-    """Lanes that were reset together, and are stepped through their stored actions.
+    """Lanes that were reset together, stepped through their stored actions.
 
     Args:
-        stage: steps them; it was reset.
-        stored: the rows.
-        lanes: what they step.
-        comparison: compares.
-        film: is shown every slot of the lane; None: nothing is filmed.
+        stage: the stage, after a reset.
+        stored: the stored rows.
+        lanes: the lanes and their trajectories.
+        comparison: collects the differences.
+        film: video that shows every slot of the first lane. None makes no video.
     """
 
     def __init__(
@@ -161,26 +161,26 @@ class Round:
         self._comparison, self._film = comparison, film
         self._schedule = _Schedule.of(lanes, stored, stage.lanes, stage.has_reset_slots)
         self._calls: dict[int, list[tuple[int, Call]]] = {}
-        """Calls before slots: the lane, and what is called."""
+        """Lanes and calls by the slot before which they happen."""
         for lane in lanes:
             self._place(lane)
         self._number = np.zeros(stage.lanes, np.int64)
         for lane in lanes:
             self._number[lane.column] = lane.number
         self._stop = np.full(stage.lanes, len(self._schedule.rows))
-        """The slots from which on lanes are not compared any more, ``[lane]``."""
+        """The first slot of each lane that is not compared any more, ``[lane]``."""
         self.keys = [key for key in stage.keys if key in stored.schema]
         """Columns that are compared."""
         self.doubtful: list[int] = []
-        """Trajectories that begin elsewhere than at what was stepped before them."""
+        """Trajectories that began in a different state than the stepped one."""
         self.unreached: dict[int, int] = {}
-        """Trajectories that were not compared, and the one before each at which its lane broke."""
+        """Trajectories that were not compared, and the trajectory at which the lane diverged."""
         self.compared: set[int] = set()
         """Trajectories that were compared."""
         self._require_columns()
 
     def _place(self, lane: Lane) -> None:
-        """Note the slots before which the calls of a lane come."""
+        """Find the slots before which the calls of a lane happen."""
         rows, ids, steps = (
             each[:, lane.column]
             for each in (self._schedule.rows, self._schedule.ids, self._schedule.steps)
@@ -188,12 +188,12 @@ class Round:
         slots = np.flatnonzero(rows != _IDLE)
         for call in lane.calls:
             before = call.position(rows[slots], ids[slots], steps[slots])
-            if before < len(slots):  # else it comes after all
+            if before < len(slots):  # otherwise the call comes after all rows
                 slot = int(slots[before - 1]) + 1 if before else 0
                 self._calls.setdefault(slot, []).append((lane.column, call))
 
     def _require_columns(self) -> None:
-        """Refuse an environment with other columns than those that are stored."""
+        """Refuse an environment whose columns differ from the stored ones."""
         layout, schema = self._stage.plan.layout, self._stored.schema
         lacking = [key for key in layout if key[0] not in (COLLECTOR,) and key not in schema]
         if lacking:
@@ -256,22 +256,23 @@ class Round:
         self._comparison.rows += len(rows)
 
     def _values(self, key: Key, at: tuple[Array, Array], rows: Array) -> tuple[Array, Array, Array]:
-        """Return what is stored and what was replayed, and the indices of the rows that it is of.
+        """Return the stored values, the replayed values, and the indices of their rows.
 
-        Final observations that the system loses are left out: in their place is another episode's.
+        Final observations that the system loses are left out, because the replayed value belongs to
+        another episode.
         """
         stored, replayed = self._stored.take(key, rows), self._stage.values(key, at)
         kept = np.arange(len(rows))
         of_observation = key[0] == NEXT and key[1:] in self._stage.plan.layout
         if of_observation and NEXT_VALID in self._stored.schema:
             kept = np.flatnonzero(self._stored.take(NEXT_VALID, rows))
-        # Lost observations of agents are zeros in both.
+        # Both have zeros for lost observations of agents.
         return stored[kept], replayed[kept], kept
 
     def _without_doubtful(
         self, start: int, at: tuple[Array, Array], rows: Array
     ) -> tuple[tuple[Array, Array], Array]:
-        """Leave out trajectories that differ and may begin elsewhere, and what follows them."""
+        """Drop trajectories that differ and may begin in a different state, and later ones."""
         some = np.flatnonzero(self._schedule.doubtful[at[0] + start, at[1]])
         if not len(some):
             return at, rows
@@ -289,7 +290,7 @@ class Round:
     def _until_broken(
         self, start: int, at: tuple[Array, Array], rows: Array
     ) -> tuple[tuple[Array, Array], Array]:
-        """Leave out what follows an end that is stored and did not come, or the reverse."""
+        """Drop rows after the first end that only the stored or only the replayed rows have."""
         for key in _FLAGS:
             if key not in self.keys:
                 continue
@@ -307,12 +308,12 @@ class Round:
         return (at[0][keep], at[1][keep]), rows[keep]
 
     def _ids_from(self, slot: int, lane: int) -> list[int]:
-        """Return the trajectories of a lane that have rows from a slot on."""
+        """Return the trajectories of a lane that have rows in or after a slot."""
         of_lane = self._schedule.ids[slot:, lane]
         return [int(id) for id in dict.fromkeys(of_lane.tolist()) if id != _IDLE]
 
     def _account(self) -> None:
-        """Say which trajectories were compared, and which were not reached."""
+        """Record which trajectories were compared, and which were not reached."""
         for lane in self._lanes:
             stop, doubtful = int(self._stop[lane.column]), {*self.doubtful}
             reached = self._schedule.ids[:stop, lane.column]

@@ -1,4 +1,4 @@
-"""The stage of a replay: an environment, and a slab whose actions come from stored rows."""
+"""Stage of a replay: an environment, and a slab with actions from stored rows."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _BLOCK_NBYTES = 2**26
 _MOST_SLOTS = 512
 
 BeforeStep = Callable[[int], None]
-"""Is called before each slot with its number from the reset on."""
+"""Hook called before each slot with its number, counted from the start of the block."""
 
 
 class Stage:
-    """Steps an environment through given actions, from resets of all its lanes.
+    """Environment that is stepped through given actions, starting from resets of all lanes.
 
     Args:
-        env: is driven, and closed with this.
-        options: of the collector that would drive it.
+        env: the environment. The stage drives and closes it.
+        options: options of the collector that would drive it.
     """
 
     def __init__(self, env: EnvBase, options: Options) -> None:
@@ -49,17 +49,17 @@ class Stage:
         self._rng.seed(np.random.SeedSequence(0))
         self._driver: LocalDriver | None = None
         self.slots = 0
-        """Slots that are stepped in one block."""
+        """Number of slots in one block."""
 
     @property
     def kind(self) -> str:
-        """The environment's name in messages."""
+        """Name of the environment in messages."""
         base = system_of(self.env)
         return type(self.env).__name__ if base is None else base.kind
 
     @property
     def shares_seed(self) -> bool:
-        """True if what a lane does may depend on what others do."""
+        """True if the lanes may influence one another."""
         base = system_of(self.env)
         if base is None:
             return self.lanes > 1
@@ -72,16 +72,16 @@ class Stage:
         return base is not None and bool(base.system.declares.has_reset_slots)
 
     def seed_run(self, seed: int, incarnation: int, lanes: range, worker: int | None) -> None:
-        """Seed everything as a run does, for these lanes of it.
+        """Seed everything as the run did for these lanes.
 
         Raises:
-            EnvironmentRefused: it takes no seeds.
+            EnvironmentRefused: the environment does not accept seeds.
         """
         words = driver_seed(seed, incarnation, worker).generate_state(
             3 if worker is not None else 1
         )
         torch.manual_seed(int(words[0]))
-        if worker is not None:  # a process of its own
+        if worker is not None:  # a worker is its own process
             np.random.seed(int(words[1]))
             random.seed(int(words[2]))
         base = system_of(self.env)
@@ -93,7 +93,7 @@ class Stage:
         seed_env(self.env, seed, incarnation, lanes)
 
     def begin(self) -> None:
-        """Reset all lanes, by the seeds that were given."""
+        """Reset all lanes with the given seeds."""
         first = first_reset(self.env)
         if self._driver is None:
             self._prepare(first)
@@ -103,7 +103,7 @@ class Stage:
         driver.begin()
 
     def resets_alike(self) -> bool:
-        """Return whether two resets by the same seeds give the same observations, bit for bit."""
+        """Return True if two resets with the same seeds give bit-identical observations."""
         one, other = first_reset(self.env).clone(), first_reset(self.env)
         return all(
             as_array(value).tobytes() == as_array(other.get(key)).tobytes()
@@ -113,7 +113,7 @@ class Stage:
 
     @property
     def driver(self) -> LocalDriver:
-        """Steps it, since :meth:`begin`."""
+        """The driver, available after :meth:`begin`."""
         assert self._driver is not None
         return self._driver
 
@@ -134,7 +134,7 @@ class Stage:
 
     @property
     def actions(self) -> tuple[Key, ...]:
-        """Columns of actions."""
+        """Keys of the action columns."""
         return action_keys(self.env)
 
     def step(
@@ -144,13 +144,13 @@ class Stage:
         slots: int,
         before: BeforeStep | None = None,
     ) -> None:
-        """Fill ``slots`` slots; other lanes than those that act do so at random.
+        """Fill ``slots`` slots. Lanes without a given action act at random.
 
         Args:
-            actions: the values of each action, an entry for each place.
-            at: the slots and the lanes of these places.
-            slots: at most :attr:`slots`.
-            before: is called before each slot.
+            actions: values of each action, one entry per place.
+            at: the slots and lanes of these places.
+            slots: number of slots, at most :attr:`slots`.
+            before: hook called before each slot.
         """
         driver = self.driver
         driver.used = 0
@@ -168,7 +168,7 @@ class Stage:
         slots: int,
         before: BeforeStep | None,
     ) -> None:
-        # Places come in the order of their slots.
+        # Places are ordered by slot.
         bounds = np.searchsorted(at[0], np.arange(slots + 1))
         for slot in range(slots):
             if before is not None:
@@ -192,7 +192,7 @@ class Stage:
                 self._slab.columns[key][where] = tensor.to(self._slab.columns[key].device)
 
     def values(self, key: Key, at: tuple[Array, Array]) -> Array:
-        """Return what was found at some slots and lanes, ``[n, ...]``, as a storage holds it."""
+        """Return the results at some slots and lanes, ``[n, ...]``, as a storage holds them."""
         columns = self._slab.columns
         if key == DONE and DONE not in columns:
             done: Array = self.values(TERMINATED, at) | self.values(TRUNCATED, at)
@@ -208,20 +208,20 @@ class Stage:
 
     @property
     def keys(self) -> Sequence[Key]:
-        """Columns that it makes, observations first, in the order of the layout."""
+        """Columns that the stage produces: observations first, then in the order of the layout."""
         found = [key for key in self.plan.layout if key not in self.actions]
         found += [key for key in (TRUNCATED, DONE) if key not in found]
         return sorted(found, key=lambda key: key[0] == NEXT)
 
     def go_on(self, slots: int) -> None:
-        """Make room for the next block, after ``slots`` slots."""
+        """Make room for the next block, after ``slots`` slots were filled."""
         self._slab.keep_last(slots, None)
 
     def call(self, call: Call, lane: int) -> None:
-        """Do a call of a lane's environment again.
+        """Repeat a call of a lane's environment.
 
         Raises:
-            EnvironmentRefused: it raises, or the environment is not reached.
+            EnvironmentRefused: the call raises, or the environment is out of reach.
         """
         asked = EnvCall("env_set", call.name, values=call.args)
         if call.way == "env_call":
@@ -239,13 +239,13 @@ class Stage:
 
 
 def as_tensor(values: Array, dtype: torch.dtype) -> torch.Tensor:
-    """Return stored values as a tensor; bfloat16 is stored by its bits."""
+    """Convert stored values to a tensor; bfloat16 is stored as its bits."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.view(torch.bfloat16) if dtype is torch.bfloat16 else tensor
 
 
 def as_array(column: torch.Tensor) -> Array:
-    """Return a column as a storage holds it."""
+    """Convert a column to the array that a storage holds."""
     column = column.detach().cpu()
     if column.dtype is torch.bfloat16:
         column = column.view(torch.uint16)

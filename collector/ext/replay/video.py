@@ -1,4 +1,4 @@
-"""Films and pictures of replayed trajectories."""
+"""Videos and images of replayed trajectories."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _CODECS = ("libx264", "mpeg4")
 
 
 class EpisodeVideo:
-    """An MP4 file that is written frame by frame, as a context.
+    """Context manager that writes an MP4 file frame by frame.
 
     Args:
-        path: the file, which is replaced.
+        path: path of the file. An existing file is replaced.
 
     Raises:
         MissingExtra: PyAV is not installed.
@@ -45,7 +45,7 @@ class EpisodeVideo:
         self._container: Any = None
         self._stream: Any = None
         self.frames = 0
-        """Frames that were written."""
+        """Number of frames written."""
 
     def __enter__(self) -> Self:
         try:
@@ -73,7 +73,7 @@ class EpisodeVideo:
                 os.unlink(self._path)
 
     def show(self, env: EnvBase, lane: int) -> None:
-        """Add a frame of what a lane looks like now."""
+        """Render a lane and add the image as a frame."""
         self.add(rendered(env, lane))
 
     def add(self, image: Array) -> None:
@@ -101,11 +101,11 @@ class EpisodeVideo:
 
 
 def rendered(env: EnvBase, lane: int) -> Array:
-    """Return an image of a lane, uint8 ``[height, width, 3]``.
+    """Render a lane as an image, uint8 ``[height, width, 3]``.
 
     Raises:
-        EnvironmentRefused: the environment renders none.
-        MissingExtra: a package that it renders with is not installed.
+        EnvironmentRefused: the environment does not render images.
+        MissingExtra: a package for rendering is not installed.
     """
     base = system_of(env)
     kind = type(env).__name__ if base is None else base.kind
@@ -131,10 +131,10 @@ def rendered(env: EnvBase, lane: int) -> Array:
 
 
 def write_picture(difference: Difference, path: str) -> None:
-    """Write a PNG file: the stored image, the replayed one, and what differs between them.
+    """Write a PNG file with the stored image, the replayed image and their differences.
 
     Raises:
-        ArgumentError: the value is no image, or the file cannot be written.
+        ArgumentError: the value is not an image, or the file cannot be written.
     """
     if not difference.is_image:
         raise ArgumentError(
@@ -154,13 +154,13 @@ def write_picture(difference: Difference, path: str) -> None:
 
 
 def _coloured(image: Array) -> Array:
-    """Return an image as ``[height, width, 3]``."""
+    """Convert an image to ``[height, width, 3]``."""
     image = image[..., None] if image.ndim == 2 else image[..., :3]
     return np.broadcast_to(image, (*image.shape[:2], 3))
 
 
 def png(image: Array) -> bytes:
-    """Return a PNG file of an image, uint8 ``[height, width, 3]``."""
+    """Encode an image, uint8 ``[height, width, 3]``, as a PNG file."""
     height, width, _ = image.shape
     lines = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

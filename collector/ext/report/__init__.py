@@ -1,4 +1,5 @@
-"""Reports over many stored runs: read, put in groups, put in numbers, written as a page.
+"""Reports over many stored runs: read, group, summarise and render them as a page.
 
-``statistics`` and ``curves`` are pure; ``stored_runs`` reads manifests, ``reading`` storages.
+``statistics`` and ``curves`` are pure. ``stored_runs`` reads manifests, and ``run_reader`` reads
+storages.
 """

@@ -1,4 +1,4 @@
-"""Learning curves by transitions: of a run, and of a group of runs. Pure."""
+"""Learning curves over transitions, of a run and of a group of runs. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tallyroll.collector.ext.report.statistics import (
 )
 
 POINTS: Final = 120
-"""Points of a curve."""
+"""Number of points of a curve."""
 _DRAWS = 2_000
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The interquartile mean over the runs of a group, at numbers of transitions.
+    """Interquartile mean over the runs of a group, at given numbers of transitions.
 
-    ``low`` and ``high`` are the ends of its interval, None without one. Values are NaN where a
-    run has no episode yet, and beyond the end of the shortest run.
+    ``low`` and ``high`` are the bounds of its interval, or None without an interval. Values are NaN
+    where a run has no episode yet, and beyond the end of the shortest run.
     """
 
     at: NDArray[np.int64]
@@ -35,20 +35,21 @@ class Curve:
 
 
 def grid(end: int, points: int = POINTS) -> NDArray[np.int64]:
-    """Return so many numbers of transitions, at equal distances up to ``end``."""
+    """Return up to ``points`` equidistant numbers of transitions, the last of which is ``end``."""
     return np.unique(np.linspace(0, end, min(points, end) + 1).round().astype(np.int64))[1:]
 
 
 def mean_of_last(
     ended_at: NDArray[np.int64], returns: Scores, at: NDArray[np.int64], window: int
 ) -> Scores:
-    """Return the mean return of the last ``window`` episodes that ended by then, [at].
+    """Return the mean return of the last ``window`` episodes that ended by each point, [at].
 
     Args:
-        ended_at: the transition of the run at which each episode ended, ascending, [episode].
-        returns: of the episodes, [episode].
+        ended_at: transition of the run at which each episode ended, ascending, [episode].
+        returns: returns of the episodes, [episode].
         at: numbers of transitions, [at].
-        window: episodes; where there are fewer, all of them. NaN without any.
+        window: number of episodes. If there are fewer, the mean is over all of them; without any it
+            is NaN.
     """
     stop = np.searchsorted(ended_at, at, side="right")
     start = np.maximum(0, stop - window)
@@ -62,7 +63,7 @@ def group_curve(strata: Sequence[Sequence[Scores]], at: NDArray[np.int64]) -> Cu
     """Return the curve of a group.
 
     Args:
-        strata: of each environment the values of its runs, [at] each; NaN where a run has none.
+        strata: values of the runs of each environment, [at] each; NaN where a run has none.
         at: numbers of transitions, [at].
     """
     scores = [np.stack(runs, axis=-1) for runs in strata]

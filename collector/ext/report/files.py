@@ -1,4 +1,4 @@
-"""A report's file: written beside its place and renamed, and in no other file's place."""
+"""Write a report's file atomically, and only over another report."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _HEAD_NBYTES = 512
 
 
 def require_report(path: str, *, force: bool = False) -> None:
-    """Refuse a place where something else than a report is.
+    """Refuse a path at which there is something other than a report.
 
     Raises:
-        ArgumentError: it is no regular file, or none of a report and ``force`` is False.
-        OSError: it cannot be looked at.
+        ArgumentError: the path is not a regular file, or the file is not a report and ``force`` is
+            False.
+        OSError: the path cannot be examined.
     """
     try:
         mode = os.stat(path).st_mode
@@ -44,12 +45,12 @@ def require_report(path: str, *, force: bool = False) -> None:
 
 
 def write_report(path: str, text: str, *, force: bool = False) -> None:
-    """Write a report's file whole, or not at all; raise as `require_report`."""
+    """Write a report's file atomically; raise as `require_report`."""
     require_report(path, force=force)
     place = os.path.realpath(path)
     file, aside = tempfile.mkstemp(prefix=".report-", suffix=".tmp", dir=os.path.dirname(place))
     try:
-        # Letters that no encoding has, of names of files, are shown as they are escaped.
+        # Escape surrogates of file names, which UTF-8 cannot encode.
         with open(file, "w", encoding="utf-8", errors="backslashreplace", newline="") as opened:
             opened.write(text)
             opened.flush()

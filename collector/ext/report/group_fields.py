@@ -1,4 +1,4 @@
-"""Groups of runs: which runs are seeds of the same thing."""
+"""Fields that decide which runs form a group, that is, are seeds of the same experiment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tallyroll.storage.package.near_names import did_you_mean
 FIELDS: Final = ("environment", "label", "folder", "policy")
 DEFAULT: Final = ("environment", "label")
 NOTHING: Final = "-"
-"""Shown where a run does not say."""
+"""Shown if a run has no value."""
 
 _MOST_LETTERS = 200
 _SUFFIXES = (".h5", ".hdf5", ".zarr")
@@ -24,9 +24,10 @@ _WITH_SEED = re.compile(rf"(.+?)[-_ ]{_SEED.pattern}", re.IGNORECASE)
 
 
 def label_of(path: str) -> str:
-    """Return a storage's name without the seed at its end; of a seed alone, its folder's name.
+    """Return a storage's name without the seed at its end.
 
-    ``runs/ppo-3``, ``runs/ppo_seed3.h5`` and ``runs/ppo/3`` are all of ``ppo``.
+    If the name is only a seed, return the label of its folder: ``runs/ppo-3``,
+    ``runs/ppo_seed3.h5`` and ``runs/ppo/3`` all have the label ``ppo``.
     """
     place = Path(path).absolute()
     while True:
@@ -39,13 +40,14 @@ def label_of(path: str) -> str:
 
 
 def value_of(field: str, path: str, environment: str, entry: Mapping[str, Any]) -> str | None:
-    """Return what a run has for a field of groups, None if it does not say.
+    """Return a run's value for a group field, or None if it has none.
 
     Args:
-        field: one of `FIELDS`, or the name of a value in a run's entry: ``call.frames_per_batch``.
-        path: of its storage.
-        environment: its id.
-        entry: of the run in the manifest.
+        field: one of `FIELDS`, or the name of a value in a run's entry, such as
+            ``call.frames_per_batch``.
+        path: path of the run's storage.
+        environment: id of the run's environment.
+        entry: entry of the run in the manifest.
     """
     if field == "environment":
         return environment
@@ -63,7 +65,7 @@ def value_of(field: str, path: str, environment: str, entry: Mapping[str, Any]) 
 
 
 def shortened(value: Any) -> str:
-    """Return a value of a manifest as text that fits a line."""
+    """Return a value of a manifest as text that fits on one line."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except RecursionError:
@@ -72,7 +74,11 @@ def shortened(value: Any) -> str:
 
 
 def checked_fields(group_by: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the fields, which are names."""
+    """Return the group fields as a tuple of names.
+
+    Raises:
+        ArgumentError: ``group_by`` is not a list of names.
+    """
     names = group_by.split(",") if isinstance(group_by, str) else [*group_by]
     if not names or not all(isinstance(each, str) and each.strip() for each in names):
         raise ArgumentError(f"group_by: expected names such as {', '.join(DEFAULT)}, got {names!r}")
@@ -80,7 +86,7 @@ def checked_fields(group_by: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def require_known(fields: Sequence[str], entries: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse a field that no run has a value for, before all rows are read."""
+    """Refuse a field for which no run has a value, before any rows are read."""
     runs = [*entries]
     for field in fields:
         if field in FIELDS or any(value_of(field, "", "", run) is not None for run in runs):

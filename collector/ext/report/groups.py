@@ -1,4 +1,4 @@
-"""The numbers of a group of runs: its returns with intervals, and its learning curve."""
+"""Statistics of a group of runs: returns with intervals, and a learning curve."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from tallyroll.collector.ext.report.statistics import (
 )
 
 Scale = Mapping[str, tuple[float, float]]
-"""The returns of an environment that become 0 and 1, by its name."""
+"""The returns of an environment, by name, that are scaled to 0 and 1."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of the same thing, and what their returns are together."""
+    """Runs of the same experiment, with statistics over their returns."""
 
     name: str
     fields: Mapping[str, str]
-    """The values by which its runs were put together."""
+    """The field values that the runs have in common."""
     runs: tuple[Run, ...]
     environments: tuple[str, ...]
     scaled: bool
-    """Its returns are scaled: those of several environments."""
+    """True if the returns are scaled, because the group has several environments."""
     scores: Mapping[str, float]
-    """The return of each run by its path: the mean of its last episodes, scaled or not."""
+    """Return of each run, by path: the mean of its last episodes, scaled if ``scaled``."""
     mean: IntervalEstimate | None
     interquartile_mean: IntervalEstimate | None
     curve: Curve | None
-    """None where a number is not known of any run."""
+    """None if the group's statistics or points are unavailable."""
 
 
 @np.errstate(all="ignore")
 def score_of(run: Run, window: int) -> float:
-    """Return the mean return of a run's last ``window`` episodes, NaN without any."""
+    """Return the mean return of a run's last ``window`` episodes; NaN without episodes."""
     return float(run.returns[-window:].mean()) if len(run.returns) else np.nan
 
 
-@np.errstate(all="ignore")  # means of very large returns are infinite
+@np.errstate(all="ignore")  # means of very large returns overflow to infinity
 def groups_of(
     runs: Sequence[Run],
     fields: Sequence[str],
@@ -56,7 +56,7 @@ def groups_of(
     window: int,
     problem: Callable[[str, str], object],
 ) -> list[Group]:
-    """Put runs in groups, in the order of their names; ``problem`` gets a name and a sentence."""
+    """Group runs, ordered by group name; call ``problem`` with a group name and a sentence."""
     values = [
         tuple(value_of(field, run.place, run.environment, run.entry) or NOTHING for field in fields)
         for run in runs
@@ -103,7 +103,7 @@ def groups_of(
 
 
 def _ends(groups: Sequence[Sequence[Run]]) -> dict[tuple[str, ...], int]:
-    """Return the largest number of transitions of the runs of the same environments."""
+    """Return the largest number of transitions of the runs with the same environments."""
     ends: dict[tuple[str, ...], int] = {}
     for group in groups:
         environments = tuple(sorted({run.environment for run in group}))
@@ -127,7 +127,7 @@ def _curve(
     scale: Scale,
     scaled: bool,
 ) -> Curve | None:
-    """Return the curve of runs that have returns; as far as the shortest of them goes."""
+    """Return the curve of runs that have returns, as far as the shortest run."""
     if not len(at):
         return None
 

@@ -1,7 +1,7 @@
-"""The page of a report: one HTML file, which loads nothing.
+"""Render a report as one HTML file that loads no other resources.
 
-All text that comes from storages is escaped. The page forbids, by its policy, all scripts but the
-two that it has, and all that comes from elsewhere.
+The template escapes all text that comes from storages. The content security policy of the page
+forbids all scripts except its own two, and all external resources.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLOURS = 8
 
 @dataclass(frozen=True)
 class _Panel:
-    """Groups that are shown together: those of the same environments."""
+    """Groups shown together, because they have the same environments."""
 
     title: str
     groups: tuple[Group, ...]
@@ -38,12 +38,12 @@ class _Panel:
     high: float
 
     def place(self, value: float) -> float:
-        """Return where a return is between the lowest and the highest, in percent."""
+        """Return the position of a return between the lowest and the highest, in percent."""
         return round(100 * (value - self.low) / ((self.high - self.low) or 1), 2)
 
 
 def render(report: RunsReport) -> str:
-    """Return the page as text."""
+    """Render the page as text."""
     jinja2 = needs("jinja2", "report", "reports")
     environment = jinja2.Environment(
         autoescape=True,
@@ -80,7 +80,7 @@ def render(report: RunsReport) -> str:
 
 
 def panels_of(groups: Sequence[Group]) -> list[_Panel]:
-    """Put groups of the same environments together."""
+    """Collect groups with the same environments into panels."""
     found: dict[tuple[str, ...], list[Group]] = {}
     for group in groups:
         found.setdefault(group.environments, []).append(group)
@@ -103,22 +103,22 @@ def _numbers(groups: Iterable[Group]) -> Iterable[float]:
 
 
 def common_folder(paths: Sequence[str]) -> str:
-    """Return the folder, with a slash behind it, that all paths begin with; "" without one."""
+    """Return the common parent folder of all paths with a trailing slash; "" without one."""
     try:
         folder = os.path.commonpath([os.path.dirname(each) for each in paths])
-    except ValueError:  # without paths, or of absolute and other ones
+    except ValueError:  # no paths, or a mix of absolute and relative ones
         return ""
     return os.path.join(folder, "") if folder else ""
 
 
 def short_name(group: Group) -> str:
-    """Return the name of a group beside others of its environment."""
+    """Return the name of a group among others of the same environment."""
     names = [value for field, value in group.fields.items() if field != "environment"]
     return " · ".join(names) or group.name
 
 
 def _curves_of(panel: _Panel) -> dict[str, Any]:
-    """Return the curves of a panel for `charts.js`, with names that are safe to be shown."""
+    """Return the curves of a panel for `charts.js`, with names that are safe to display."""
     curves = [(number, each) for number, each in enumerate(panel.groups) if each.curve is not None]
     at: list[int] = next((each.curve.at.tolist() for _, each in curves if each.curve), [])
     return {
@@ -144,7 +144,7 @@ def _lines(group: Group) -> Mapping[str, Any]:
 
 
 def number(value: float | IntervalEstimate | None) -> str:
-    """Return a number with four digits, or all of its whole part."""
+    """Format a number with four digits, or with all digits of its integer part."""
     value = value.value if isinstance(value, IntervalEstimate) else value
     if value is None:
         return "-"
@@ -154,14 +154,14 @@ def number(value: float | IntervalEstimate | None) -> str:
 
 
 def interval(found: IntervalEstimate | None) -> str:
-    """Return the ends of an interval, or that there is none."""
+    """Format the bounds of an interval; "-" without an interval."""
     if found is None or found.low is None:
         return "-"
     return f"{number(found.low)} to {number(found.high)}"
 
 
 def visible(text: str) -> str:
-    """Return text with all that is not printed, or turns the direction of reading, escaped."""
+    """Escape characters that are not printable, such as those that change the text direction."""
     if text.isprintable():
         return text
     return "".join(

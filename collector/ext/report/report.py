@@ -1,4 +1,4 @@
-"""`report`: many storages read, their runs in groups, as a table and as one page."""
+"""`report`: read many storages, group their runs, and present them as a table and a page."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
 
 Note = Callable[[str, str], object]
-"""Called with the name of a run, and with what is to be known of it."""
+"""Callback with the name of a run, and a sentence about it."""
 
 
 def with_shards_joined(runs: Sequence[Run], problem: Note, note: Note) -> list[Run]:
-    """Return the runs, of which shards of one run are one, in the place of the first.
+    """Join shards of one run into one run, at the position of the first shard.
 
     Args:
         runs: the runs of storages.
-        problem: called of a shard that is there twice, and counts once.
-        note: called of shards that are missing.
+        problem: callback for a duplicate shard, which is ignored.
+        note: callback for missing shards.
     """
     by_run: dict[Any, dict[int, Run]] = {}
     for run in runs:
@@ -82,7 +82,7 @@ def _joined(shards: Sequence[Run], of: int) -> Run:
     )
     returns = np.concatenate([each.returns for each in shards])
     why = first.without_returns
-    if len(returns):  # one with episodes of which returns are not known makes those of all unknown
+    if len(returns):  # if any shard with episodes lacks returns, the run lacks returns
         lacking = [each for each in shards if each.episodes and each.without_returns]
         why = f"{lacking[0].path}: {lacking[0].without_returns}" if lacking else ""
     order = at.argsort(kind="stable")[: 0 if why else None]
@@ -108,9 +108,10 @@ def _joined(shards: Sequence[Run], of: int) -> Run:
 
 
 def _in_run(numbers: Sequence[int] | NDArray[np.int64], entry: Mapping[str, Any]) -> Any:
-    """Return the numbers of a shard's transitions, from 1 on, as those in the whole run.
+    """Convert transition numbers of a shard, counted from 1, to numbers in the whole run.
 
-    In slot order, where every slot is a transition; else near that.
+    The conversion follows slot order. It is exact if every slot is a transition, and approximate
+    otherwise.
     """
     found, lanes = np.asarray(numbers, np.int64), part(entry, SHARD).get("lanes")
     of_run = whole_number(entry, "lanes")
@@ -145,7 +146,7 @@ Path: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not in a report as it should be, and why."""
+    """An item that is missing from a report or needs attention, with the reason."""
 
     where: str
     """A path, or the name of a group."""
@@ -160,13 +161,13 @@ class RunsReport:
     """A report over many runs, made by `report`."""
 
     groups: tuple[Group, ...]
-    """Runs of the same thing, with the mean and the interquartile mean of their returns."""
+    """Runs of the same experiment, with the mean and the interquartile mean of their returns."""
     problems: tuple[Problem, ...]
-    """Things that could not be read, or are not in the numbers."""
+    """Items that could not be read, or are excluded from the statistics."""
     notes: tuple[Problem, ...]
-    """Things that may be meant so, and should be known."""
+    """Items that may be intended, but that the reader should know."""
     window: int
-    """A run's return is the mean of so many last episodes."""
+    """Number of last episodes whose mean is the return of a run."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -175,7 +176,7 @@ class RunsReport:
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        """One line a run, as ``pandas.DataFrame`` takes them; None is what is not known."""
+        """One dict per run, as ``pandas.DataFrame`` accepts them. Unknown values are None."""
         return [self._line(group, run) for group in self.groups for run in group.runs]
 
     def _line(self, group: Group, run: Run) -> dict[str, Any]:
@@ -198,9 +199,10 @@ class RunsReport:
 
     @cached_property
     def differences(self) -> dict[str, dict[str, list[str]]]:
-        """Values that differ between runs: by name, and by value, the runs that have it.
+        """Values that differ between runs, as ``{name: {value: [run, ...]}}``.
 
-        The names are those of versions, of the environment's arguments, and of the call.
+        The values come from the versions, the environment, the call and the provenance of each
+        run, and from its number of lanes.
         """
         names = ("versions", "environment", "call", "made")
         values = [
@@ -218,7 +220,7 @@ class RunsReport:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return the whole report as JSON values."""
         return {
             "window": self.window,
             "groups": [_as_dict(group) for group in self.groups],
@@ -229,7 +231,7 @@ class RunsReport:
         }
 
     def as_csv(self) -> str:
-        """Return the table as CSV, with a line of names first."""
+        """Return the table as CSV with a header line."""
         text = io.StringIO()
         names = [*self.table[0]] if self.table else ["run"]
         writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -238,19 +240,19 @@ class RunsReport:
         return text.getvalue()
 
     def to_csv(self, path: Path, *, force: bool = False) -> None:
-        """Write the table as CSV, whole or not at all; raise as `to_html`."""
+        """Write the table as CSV, atomically; raise as `to_html`."""
         write_report(os.fspath(path), self.as_csv(), force=force)
 
     def to_html(self, path: Path, *, force: bool = False) -> None:
-        """Write the page, whole or not at all: one file, which needs no network.
+        """Write the page, atomically, as one file that needs no network.
 
         Args:
-            path: of the file. A report that is there is replaced.
-            force: replace another file, too.
+            path: path of the file. An existing report is replaced.
+            force: also replace a file that is not a report.
 
         Raises:
-            ArgumentError: a file that is no report is there, or it is no regular file.
-            OSError: it cannot be written; a file that was there stays as it is.
+            ArgumentError: the path has a file that is not a report, or is not a regular file.
+            OSError: the file cannot be written. An existing file is unchanged.
         """
         write_report(os.fspath(path), render(self), force=force)
 
@@ -278,25 +280,25 @@ def report(
 ) -> RunsReport:
     """Read the runs of many storages: counts, returns with intervals, learning curves.
 
-    A run's return is the mean return of its last ``window`` episodes. A group's is the mean, and
-    the interquartile mean, over its runs, with 95 % intervals by the stratified bootstrap; runs are
-    the seeds, and environments the strata; shards of one run are one. What cannot be read is in
-    ``problems``, and the rest is reported.
+    A run's return is the mean return of its last ``window`` episodes. A group has the mean and the
+    interquartile mean over its runs, with 95 % intervals from the stratified bootstrap. Runs are
+    the samples, and environments are the strata. Shards of one run count as one run. Storages that
+    cannot be read are listed in ``problems``, and the others are reported.
 
     Args:
-        paths: storages, of any format, or folders that have some.
-        group_by: what runs of a group have in common: ``"environment"``, ``"label"`` (the name of
-            the storage without the seed at its end; of ``ppo/3`` the folder's), ``"folder"``,
-            ``"policy"``, or the name of a value in the run's entry, such as
+        paths: storages of any format, or folders that contain storages.
+        group_by: fields that the runs of a group have in common: ``"environment"``, ``"label"``
+            (the name of the storage without the seed at its end, or for ``ppo/3`` the name of the
+            folder), ``"folder"``, ``"policy"``, or the name of a value in the run's entry, such as
             ``"call.frames_per_batch"``.
-        window: episodes, also those of each point of a learning curve.
-        scale: of each environment the returns that become 0 and 1, for groups of several
-            environments, which have no common mean without it.
-        progress: called with the rows that are counted, and all that there are.
+        window: number of episodes, also for each point of a learning curve.
+        scale: the two returns of each environment that are scaled to 0 and 1. A group of several
+            environments has no common mean without a scale.
+        progress: function called with the number of rows read and the total.
         accept_copy: open copies that were made while a writer had the storage open.
 
     Raises:
-        ArgumentError: an argument is none that can be.
+        ArgumentError: an argument is invalid.
         MissingExtra: scipy or jinja2 is not installed.
     """
     fields, given = checked_fields(group_by), _checked_paths(paths)
@@ -365,13 +367,13 @@ def _read(
 
 
 def _problem(path: str, error: Exception) -> Problem:
-    """Return an error as a problem; most say of themselves which path they are about."""
+    """Convert an error to a problem, without the path that most messages begin with."""
     why = str(error) or type(error).__name__
     return Problem(path, why.removeprefix(f"{path}: ").removeprefix(f"{path} "))
 
 
 def _each_once(runs: Sequence[Run], problems: list[Problem]) -> list[Run]:
-    """Return the runs without copies of one before, which would count as another seed."""
+    """Return the runs without copies of earlier ones, which would count as other seeds."""
     known: dict[Any, Run] = {}
     kept = []
     for run in runs:
@@ -445,7 +447,7 @@ def _flat(value: Mapping[str, Any], before: str) -> Iterable[tuple[str, str]]:
             continue
         if isinstance(each, dict) and path.count(".") < _DEEPEST:
             yield from _flat(each, path)
-        elif each is not None:  # as where it is not said
+        elif each is not None:  # None is the same as absent
             yield path, shortened(each)
 
 

@@ -1,4 +1,4 @@
-"""The runs of a storage, read for a report: what they were asked for, counts, and returns."""
+"""Read the runs of a storage for a report: budgets, counts and returns."""
 
 from __future__ import annotations
 
@@ -34,54 +34,60 @@ COUNTS: Final = (
     "episodes_complete",
     "episodes_cut",
 )
-"""Counts of a ledger that a report shows, beside those that are stored."""
+"""Counts of a ledger that a report shows, in addition to stored transitions."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a storage. Arrays have an entry an episode, none where returns are not known."""
+    """A run of a storage.
+
+    Arrays have one entry per episode. They are empty if the returns are unknown.
+    """
 
     path: str
-    """The path of its storage; with the run's number behind it where that has several."""
+    """Path of the storage, followed by the run's number if the storage has several."""
     place: str
-    """The path of its storage."""
+    """Path of the storage."""
     environment: str
     entry: Mapping[str, Any]
-    """Its newest entry in the manifest."""
+    """The newest entry of the run in the manifest."""
     identity: tuple[Any, ...]
-    """The same of two runs if one is a copy of the other."""
+    """Key that is equal for two runs if one is a copy of the other."""
     seed: int | None
     asked: int | None
-    """Transitions, None where it was asked for episodes or for nothing."""
+    """Requested transitions; None with any other budget, or without a budget."""
     asked_episodes: int | None
     stored: int
-    """Transitions: those that a ring has overwritten too."""
+    """Stored transitions, including those that a ring has overwritten."""
     counts: Mapping[str, int] | None
-    """Counts of the ledger at its last commit; None: the storage has another run's."""
+    """Counts of the ledger at its last commit; None if the storage has another run's counts."""
     resumed: int
     resumed_at: tuple[int, ...]
-    """The numbers of transitions at which it went on."""
+    """Numbers of transitions at which the run resumed."""
     replaced: int
-    """Workers that were replaced."""
+    """Number of workers that were replaced."""
     state: str
-    """``"complete"``, ``"stopped"`` before that, ``"running"``, ``"killed"``, or ``"closed"``: it
-    was asked for nothing."""
-    episodes: int
-    """Episodes that ended, whole, in the rows that are there."""
-    ended_at: NDArray[np.int64]
-    """The number of each one's last row among those of the run, from 1 on, ascending.
+    """State of the run.
 
-    Rows of a batch may lie lane by lane: it is within a batch of `Episode.ended_at`, and is in the
-    same batch.
+    ``"complete"``, ``"stopped"`` before that, ``"running"``, ``"killed"``, or ``"closed"`` if the
+    run had no budget.
+    """
+    episodes: int
+    """Number of complete episodes in the rows that exist."""
+    ended_at: NDArray[np.int64]
+    """Number of each episode's last row among those of the run, counted from 1, ascending.
+
+    Rows of a batch may be ordered by lane. The number is then in the same batch as
+    `Episode.ended_at`, but may differ from it.
     """
     returns: NDArray[np.float64]
     """The return of each episode, in the same order."""
     without_returns: str = ""
-    """Why there are none."""
+    """Reason why there are no returns."""
     begins_late: bool = False
-    """Its oldest rows were overwritten in a ring."""
+    """True if a ring has overwritten the oldest rows of the run."""
     unversioned: str = ""
-    """Says where weights changed and the policy's version did not; empty: the run noted nothing."""
+    """Sentence about weights that changed without a new policy version; empty if none did."""
 
 
 def read_runs(
@@ -91,12 +97,12 @@ def read_runs(
     *,
     accept_copy: bool = False,
 ) -> Iterator[Run]:
-    """Yield the runs of a storage; ``problem`` is called with each thing that cannot be read.
+    """Yield the runs of a storage.
 
     Args:
-        path: of the storage.
-        progress: called with the number of rows that are counted so far.
-        problem: called with sentences.
+        path: path of the storage.
+        progress: function called with the number of rows read so far.
+        problem: function called with a sentence for each item that cannot be read.
         accept_copy: as in `open_storage`.
 
     Raises:
@@ -104,7 +110,7 @@ def read_runs(
     """
     with open_storage(path, accept_copy=accept_copy) as storage:
         span = storage.span
-        # What made them is shown to others: as in other formats, without the host.
+        # Entries are shown to others, so they omit the host, as in other formats.
         runs = runs_of([exported(run) for run in storage.runs], span)
         if not storage.head:
             problem("no rows are in it yet")
@@ -140,7 +146,7 @@ def read_runs(
 def _episodes(
     storage: DiskStorage, span: range, progress: Callable[[int], object]
 ) -> tuple[Table, str]:
-    """Return the lines of episodes that ended, whole, and why they have no returns, or ""."""
+    """Return the lines of complete episodes, and the reason why they lack returns, or ""."""
     reader = storage.reader
     if not storage.head:
         return storage.trajectories.table[:0], "it has no rows"
@@ -160,7 +166,7 @@ def _episodes(
 
 
 def _state(storage: DiskStorage) -> str:
-    """Return whether a process writes, or its writer was killed; "stopped" otherwise."""
+    """Return "running" if a process writes, "killed" if the writer died, or "stopped"."""
     if storage.reader.is_written:
         return "running"
     return "killed" if storage.left_open else "stopped"
@@ -188,7 +194,7 @@ def _run_of(
         episodes = _count(call, "total_episodes")
     done = counts.get("episodes_complete", 0) if counts else len(lines)
     done_frames = asked is not None and stored >= asked
-    if call.get("budget_unit") == "agent_transitions":  # of which no column of the report says
+    if call.get("budget_unit") == "agent_transitions":  # the report has no column for it
         agents = counts.get("agent_transitions", 0) if counts else 0
         done_frames = asked is not None and agents >= asked
     if asked is None and episodes is None:
@@ -234,7 +240,7 @@ def _count(call: Mapping[str, Any], name: str) -> int | None:
 
 
 def _command(command: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the budget of a command by the names that calls have for it."""
+    """Return the budget of a command under the names of a collector's arguments."""
     names = {"frames": "total_frames", "episodes": "total_episodes"}
     return {ours: command[name] for name, ours in names.items() if is_count(command.get(name))}
 

@@ -1,9 +1,8 @@
-"""Means over runs, and intervals by the stratified bootstrap. Pure.
+"""Means over runs, and intervals by the stratified bootstrap. Pure functions.
 
 The interquartile mean leaves out the lowest and the highest quarter of the scores, as Agarwal et
 al. ("Deep Reinforcement Learning at the Edge of the Statistical Precipice", 2021) propose for few
-runs.
-Strata are environments: each is drawn again from its own runs.
+runs. Strata are environments: each is resampled from its own runs.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from tallyroll.collector.envs.extras import needs
 
 CONFIDENCE: Final = 0.95
 DRAWS: Final = 10_000
-"""How often runs are drawn for one interval."""
+"""Number of bootstrap samples for one interval."""
 _CUT = 0.25
 _AT_ONCE = 2**22
-"""Scores that are drawn at once: 32 MiB."""
+"""Number of scores drawn at once, 32 MiB."""
 
 Scores = NDArray[np.float64]
 Statistic = Callable[..., Any]
@@ -30,7 +29,7 @@ Statistic = Callable[..., Any]
 
 @dataclass(frozen=True)
 class IntervalEstimate:
-    """A number, and its interval: None where a stratum has one run alone."""
+    """A number with its interval, whose bounds are None if a stratum has only one run."""
 
     value: float
     low: float | None = None
@@ -43,9 +42,9 @@ def mean(*strata: Scores, axis: int = -1) -> Any:
 
 
 def interquartile_mean(*strata: Scores, axis: int = -1) -> Any:
-    """Return the mean without ``int(n / 4)`` scores at each end, of n, along ``axis``.
+    """Return the mean without the ``int(n / 4)`` lowest and highest of n scores, along ``axis``.
 
-    It is ``scipy.stats.trim_mean(scores, 0.25)``; of one to three scores it is the mean.
+    It is ``scipy.stats.trim_mean(scores, 0.25)``. For one to three scores it is the mean.
     """
     return needs("scipy.stats", "report", "reports").trim_mean(
         np.concatenate(strata, axis), _CUT, axis
@@ -55,15 +54,15 @@ def interquartile_mean(*strata: Scores, axis: int = -1) -> Any:
 def bounds(
     statistic: Statistic, strata: Sequence[Scores], draws: int = DRAWS
 ) -> tuple[Scores, Scores] | None:
-    """Return the ends of the 95 % interval of a statistic, by the percentiles of the bootstrap.
+    """Return the bounds of the 95 % percentile bootstrap interval of a statistic.
 
     Args:
-        statistic: of arrays, one a stratum, along their last axis.
-        strata: scores [..., run] of each stratum. Of one run its scores are drawn together.
-        draws: how often runs are drawn. The draws are the same each time.
+        statistic: function of one array per stratum, along their last axis.
+        strata: scores [..., run] of each stratum. All scores of a run are drawn together.
+        draws: number of bootstrap samples. They are the same in each call.
 
     Returns:
-        Two arrays [...]; None where a stratum has less than two runs.
+        Two arrays [...], or None if a stratum has fewer than two runs.
     """
     if not strata or min(each.shape[-1] for each in strata) < 2:
         return None
@@ -84,7 +83,7 @@ def bounds(
 
 
 def estimate(statistic: Statistic, strata: Sequence[Scores]) -> IntervalEstimate:
-    """Return a statistic of scores, one array [run] a stratum, with its interval."""
+    """Return a statistic of scores, one array [run] per stratum, with its interval."""
     value = float(statistic(*strata))
     if (found := bounds(statistic, strata)) is None:
         return IntervalEstimate(value)

@@ -1,4 +1,4 @@
-"""Storages at paths: those that are named, and those in folders that are named."""
+"""Find the storages at given paths and in given folders."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _FILES = (".h5", ".hdf5")
 def storages_at(
     path: str, accept_copy: bool = False
 ) -> Iterator[tuple[str, StorageError | OSError | None]]:
-    """Yield each storage at ``path`` or in folders below it, with why it cannot be opened.
+    """Yield each storage at ``path`` or below it, with the error if it cannot be opened.
 
-    A folder that is no storage is looked through; files in it count by their suffix.
+    A folder that is not a storage is searched. Files in it count if their suffix is that of a
+    storage.
     """
     refused = _refusal(path, accept_copy)
     if not isinstance(refused, NotAStorage) or not os.path.isdir(path):
@@ -31,7 +32,7 @@ def storages_at(
 def _below(
     folder: str, depth: int, seen: set[str], accept_copy: bool
 ) -> Iterator[tuple[str, StorageError | OSError | None]]:
-    """Yield the storages in a folder; ``seen`` are folders that were looked through."""
+    """Yield the storages in a folder; ``seen`` are folders that were searched already."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -51,7 +52,7 @@ def _below(
 
 
 def _refusal(path: str, accept_copy: bool) -> StorageError | OSError | None:
-    """Return why no storage can be opened there, None if one can."""
+    """Return why no storage can be opened at a path, or None if one can."""
     try:
         open_storage(path, accept_copy=accept_copy).close()
     except (StorageError, OSError) as error:
@@ -60,7 +61,7 @@ def _refusal(path: str, accept_copy: bool) -> StorageError | OSError | None:
 
 
 def distinct(paths: Iterable[str]) -> list[str]:
-    """Return the paths without those that are the same place as one before."""
+    """Return the paths without duplicates of the same place."""
     places: dict[str, str] = {}
     for path in paths:
         places.setdefault(os.path.realpath(path), path)

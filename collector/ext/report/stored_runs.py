@@ -1,4 +1,4 @@
-"""Runs and episodes of a storage, as its manifest and its table of trajectories have them."""
+"""Runs and episodes of a storage, from its manifest and its table of trajectories."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from tallyroll.storage.trajectories.episodes import END_OPEN, END_TERMINATED, EN
 
 Table = np.ndarray[Any, Any]
 
-# What a manifest says is taken as far as it can be: `verify` says what is wrong with it.
+# These functions accept invalid values in a manifest, because `verify` reports them.
 
 
 def part(run: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A mapping in a run's entry, empty where there is none, or something else."""
+    """Return a mapping in a run's entry, or {} if it is absent or of another type."""
     value = run.get(name)
     return value if isinstance(value, dict) else {}
 
 
 def whole_number(run: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """A whole number in a run's entry, ``default`` where there is none."""
+    """Return a whole number in a run's entry, or ``default`` if there is none."""
     value: Any = run.get(name)
     return value if is_count(value) else default
 
 
 def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str, Any]]:
-    """Return one entry a run: those that a resume added are put together.
+    """Return one entry per run, with the entries that a resume added merged into it.
 
-    ``rows`` are those of ``span`` that it wrote, ``resumed`` is how often it went on,
-    ``resumed_at`` at which rows, and ``events`` are those of all entries, where there are some.
+    ``rows`` is the number of rows of ``span`` that the run wrote, ``resumed`` is how often it
+    resumed, and ``resumed_at`` are the rows at which it did. ``events`` has the events of all
+    entries, if there are any.
     """
     runs: list[dict[str, Any]] = []
     for entry in entries:
@@ -62,7 +63,10 @@ def runs_of(entries: Sequence[Mapping[str, Any]], span: range) -> list[dict[str,
 
 
 def unversioned(run: Mapping[str, Any]) -> str:
-    """Say where weights changed and the policy's version did not; empty: the run noted nothing."""
+    """Return a sentence about weights that changed without a new policy version.
+
+    The result is empty if the run recorded no such change.
+    """
     note = part(run, UNVERSIONED)
     if not note:
         return ""
@@ -74,21 +78,21 @@ def unversioned(run: Mapping[str, Any]) -> str:
 
 
 def lines_of(storage: DiskStorage, span: range) -> tuple[Table, Table] | None:
-    """Return the table of the rows ``span``, and which lines are of whole episodes that ended.
+    """Return the trajectories with rows in ``span``, and a mask of complete episodes.
 
-    None if rows do not say which trajectory they belong to, or the table is damaged.
+    The result is None if rows do not name their trajectory, or if the table is damaged.
     """
     try:
         table = storage.trajectories.table
-    except (ColumnsMissing, CorruptStorage):  # `verify` says what is wrong
+    except (ColumnsMissing, CorruptStorage):  # `verify` reports the reason
         return None
     return table_of(table, span)
 
 
 def table_of(table: Table, span: range) -> tuple[Table, Table]:
-    """Return the lines of ``table`` with rows of ``span``, and which are whole episodes' ends."""
+    """Return the lines of ``table`` with rows in ``span``, and a mask of complete episodes."""
     table = table[(table["first_row"] < span.stop) & (table["last_row"] >= span.start)]
-    # A writer may have committed more rows meanwhile: those trajectories were open.
+    # A writer may have committed more rows since; those trajectories were open.
     table["end"][table["last_row"] >= span.stop] = END_OPEN
     ended = np.isin(table["end"], (END_TERMINATED, END_TRUNCATED))
     return table, ended & (table["first_row"] >= span.start) & (table["first_step"] == 0)

@@ -1,1 +1,1 @@
-"""Environment systems: one file each, found by its entry point in the group ``tallyroll.envs``."""
+"""Environment systems, one module each, found by entry points in the group ``tallyroll.envs``."""

@@ -1,4 +1,4 @@
-"""The vector environment of the Arcade Learning Environment, in either of its autoreset modes."""
+"""Vector environment of the Arcade Learning Environment, in either autoreset mode."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,17 +19,18 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused
 class AleSystem(GymnasiumSystem):
     """An ``AtariVectorEnv``, or a wrapper around one.
 
-    It takes a seed a lane, and resets lanes by mask; with ``reset_slots="avoid"`` each reset of a
-    lane takes a seed. Its mode is read once, from the environment
-    itself: making another one changes what the class says. Its infos count frames:
-    ``"episode_frame_number"`` those of the episode, no-ops and frame skips included.
+    Each lane takes its own seed, and a mask selects the lanes to reset. With
+    ``reset_slots="avoid"`` each reset of a lane takes a seed. The constructor reads the autoreset
+    mode from the environment itself, because making another environment changes the mode that the
+    class reports. The infos count frames: ``"episode_frame_number"`` is the number of frames of the
+    episode, including no-ops and frame skips.
 
     Args:
-        env: closed with this.
-        others: as `GymnasiumSystem`.
+        env: the environment. The system closes it.
+        others: as for `GymnasiumSystem`.
 
     Raises:
-        EnvironmentRefused: an asynchronous one.
+        EnvironmentRefused: the environment is asynchronous.
     """
 
     package = "ale_py"
@@ -56,7 +57,10 @@ class AleSystem(GymnasiumSystem):
 
     @property
     def ticks(self) -> int | None:
-        """Ticks by the ``frameskip`` of its arguments, which it does not keep; None: unknown."""
+        """Ticks of a transition, from the ``frameskip`` argument; None if unknown.
+
+        The environment does not keep this argument, so the system restores it from the spec.
+        """
         base: Any = self.env.unwrapped
         if "frameskip" not in vars(base):
             if self.env.spec is None:
@@ -66,7 +70,10 @@ class AleSystem(GymnasiumSystem):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The game ``name``, as ``"ms_pacman"``; ``kwargs`` are those of ``AtariVectorEnv``."""
+        """Make the game ``name``, such as ``"ms_pacman"``.
+
+        ``kwargs`` are passed to ``AtariVectorEnv``.
+        """
         games = needs("ale_py.roms", "atari").get_all_rom_ids()
         if name not in games:
             raise ArgumentError(
@@ -83,7 +90,7 @@ class AleSystem(GymnasiumSystem):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over an ``AtariVectorEnv``, or over wrappers of Gymnasium around one."""
+        """Wrap an ``AtariVectorEnv`` or Gymnasium wrappers around one; None for other objects."""
         package = sys.modules.get("ale_py.vector_env")
         if package is None or not isinstance(made, VectorEnv):
             return None
@@ -95,6 +102,6 @@ class AleSystem(GymnasiumSystem):
 
 
 def _frameskip(kind: Any, kwargs: Mapping[str, Any]) -> int:
-    """Return the frames of a step of a vector that ``kwargs`` made."""
+    """Return the frame skip of a vector environment made with ``kwargs``."""
     usual = signature(kind.__init__).parameters["frameskip"].default
     return int(kwargs.get("frameskip", usual))

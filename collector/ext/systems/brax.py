@@ -1,4 +1,4 @@
-"""Brax: environments that step a physics pipeline."""
+"""Brax environments, which step a physics pipeline."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,17 +22,18 @@ def _replaced(parameters: Any, context: Context) -> Any:
 class BraxSystem(Functional):
     """Lanes of a Brax environment, without Brax's wrappers for training.
 
-    Brax's own auto-reset loses final observations and begins each episode with the same state;
-    here each begins with a state and a context of its own. Actions are in [-1, 1], as in Brax's
-    own training.
+    Brax's own auto-reset loses final observations and begins each episode with the same state. In
+    this system each episode has its own initial state and context. Actions are in [-1, 1], as in
+    Brax's own training.
 
     Args:
         env: a ``brax.envs.Env``.
-        lanes: how many there are.
-        episode_length: steps after which an episode is truncated; None: never.
-        context: specs of parameters that are drawn at each reset (`SystemEnv`, ``draw``), by the
-            name of the field of the environment's ``sys``: ``"opt.gravity"``.
-        vary: ``vary(sys, context) -> sys``, where a context is not a field.
+        lanes: number of lanes.
+        episode_length: steps after which an episode is truncated. None never truncates.
+        context: specs of the parameters to draw at each reset (`SystemEnv`, ``draw``), by the name
+            of a field of the environment's ``sys``, such as ``"opt.gravity"``.
+        vary: function ``vary(sys, context) -> sys`` that applies a context. By default it replaces
+            fields.
     """
 
     package, extra, names_contexts = "brax", "brax", True
@@ -78,28 +79,29 @@ class BraxSystem(Functional):
         return StepOutcome((after, steps), after.obs, [after.reward], terminated, cut)
 
     def _varied(self, env: Any, context: Context) -> Any:
-        """``env`` with parameters that are arguments of the compiled call."""
+        """Return ``env`` with parameters that are arguments of the compiled call."""
         if not context:
             return env
         env = copy.copy(env)
         if "env" in vars(env):
             env.env = self._varied(env.env, context)
         else:
-            # Where they are a property, the field has an underscore.
+            # If the parameters are a property, the field has an underscore.
             own = self.parameters if self.parameters in vars(env) else f"_{self.parameters}"
             setattr(env, own, self._vary(getattr(env, own), context))
         return env
 
     def describe(self) -> dict[str, Any]:
-        """Provenance."""
+        """Return the provenance."""
         kind = type([*_chain(self._env)][-1]).__name__
         return {"id": kind, "type": type(self).__name__, "episode_length": self._length}
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The environment of ``brax:name``; ``kwargs`` are its own, and ``episode_length``.
+        """Make the environment of ``brax:name``.
 
-        ``context`` has names of fields of its ``sys`` that are drawn at each reset.
+        ``kwargs`` are the environment's own and ``episode_length``. ``context`` lists the fields of
+        its ``sys`` to draw at each reset.
         """
         length, names = kwargs.pop("episode_length", 1000), kwargs.pop("context", ())
         envs = needs("brax.envs", cls.extra)
@@ -113,7 +115,7 @@ class BraxSystem(Functional):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """None, or raises: an environment does not say how many lanes are wanted."""
+        """Return None, or raise ArgumentError for a bare environment, which has no lane count."""
         refuse_bare(made, *cls.where, cls.__name__)
         return None
 

@@ -1,4 +1,4 @@
-"""gymnax: environments whose parameters are arguments of their functions."""
+"""gymnax environments, whose parameters are arguments of their functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -21,17 +21,17 @@ _LIMIT = "max_steps_in_episode"
 
 
 class GymnaxSystem(Functional):
-    """Lanes of a gymnax environment, by its ``reset_env`` and ``step_env``.
+    """Lanes of a gymnax environment, stepped by ``reset_env`` and ``step_env``.
 
-    An end that would not have come without ``max_steps_in_episode`` is truncated; gymnax itself
-    calls every end done.
+    gymnax reports every end as done. This system reports an end as truncated if the step would not
+    have ended the episode without ``max_steps_in_episode``.
 
     Args:
         env: a ``gymnax.environments.environment.Environment``.
-        lanes: how many there are.
-        params: of the environment; its own ones by default.
-        context: specs of fields of ``params`` that are drawn at each reset (`SystemEnv`, ``draw``).
-        unbounded: names of observations that leave the bounds that they are declared with.
+        lanes: number of lanes.
+        params: parameters of the environment. None selects its default parameters.
+        context: specs of the fields of ``params`` to draw at each reset (`SystemEnv`, ``draw``).
+        unbounded: names of observations that exceed their declared bounds.
     """
 
     package, extra, names_contexts = "gymnax", "gymnax", True
@@ -74,14 +74,14 @@ class GymnaxSystem(Functional):
         observation, state_after, reward, done, _ = step(key, state, action[0], params)
         terminated = done
         if _LIMIT in self._fields:
-            # Of this second call only what differs is left when both are compiled.
+            # Once both are compiled, only the differing parts of this second call remain.
             terminated = (
                 done & step(key, state, action[0], params.replace(**{_LIMIT: 2**31 - 1}))[3]
             )
         return StepOutcome(state_after, observation, [reward], terminated, done & ~terminated)
 
     def describe(self) -> dict[str, Any]:
-        """Provenance, with the parameters."""
+        """Return the provenance, with the parameters."""
         return {
             "id": self._env.name,
             "type": type(self).__name__,
@@ -90,10 +90,11 @@ class GymnaxSystem(Functional):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The environment of ``gymnax:name``.
+        """Make the environment of ``gymnax:name``.
 
-        ``params`` in ``kwargs`` replaces parameters, by name, ``context`` has names of those that
-        are drawn at each reset, and ``unbounded`` is as above; the others are the environment's.
+        In ``kwargs``, ``params`` replaces parameters by name, ``context`` lists the parameters to
+        draw at each reset, and ``unbounded`` is as for the class. The other arguments are the
+        environment's own.
         """
         unbounded, changed = kwargs.pop("unbounded", ()), kwargs.pop("params", {})
         names = kwargs.pop("context", ())
@@ -108,7 +109,7 @@ class GymnaxSystem(Functional):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """None, or raises: an environment does not say how many lanes are wanted."""
+        """Return None, or raise ArgumentError for a bare environment, which has no lane count."""
         env = made[0] if isinstance(made, tuple) and made else made
         refuse_bare(env, "gymnax.environments.environment", "Environment", cls.__name__)
         return None

@@ -1,4 +1,4 @@
-"""Jumanji: environments that return time steps."""
+"""Jumanji environments, which return time steps."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -21,16 +21,16 @@ from tallyroll.storage.rows.keys import Key
 class JumanjiSystem(Functional):
     """Lanes of a Jumanji environment, without its auto-reset wrappers.
 
-    A last step whose discount is 0, for all agents where there are several, is terminated, any
-    other truncated: so Jumanji's own words. Most of its time limits have the discount 0. Rewards
-    are ``[agent]`` where they are that. Random actions keep to ``action_mask``, of the choices of
-    each agent or of whole combinations.
+    A last step whose discount is 0 is terminated; with several agents, all their discounts must be
+    0. Any other last step is truncated. This follows Jumanji's own definition, and most of its time
+    limits have discount 0. Rewards are ``[agent]`` if the environment returns one per agent. Random
+    actions respect ``action_mask``, which masks the choices of each agent or whole combinations.
 
     Args:
         env: a ``jumanji.env.Environment``.
-        lanes: how many there are.
-        unbounded: names of observations that leave the bounds that they are declared with, as
-            Maze's ``step_count`` does in the last step.
+        lanes: number of lanes.
+        unbounded: names of observations that exceed their declared bounds, as Maze's ``step_count``
+            does in the last step.
     """
 
     package, extra = "jumanji", "jumanji"
@@ -60,30 +60,30 @@ class JumanjiSystem(Functional):
         return StepOutcome(state, step.observation, [step.reward], last & dead, last & ~dead)
 
     def describe(self) -> dict[str, Any]:
-        """Provenance."""
+        """Return the provenance."""
         return {"id": type(self._env.unwrapped).__name__, "type": type(self).__name__}
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The environment of ``jumanji:name``; ``kwargs`` are its own, and ``unbounded``."""
+        """Make the environment of ``jumanji:name`` with its own ``kwargs`` and ``unbounded``."""
         unbounded = kwargs.pop("unbounded", ())
         env = made(name, kwargs, needs("jumanji", cls.extra).make)
         return cls(env, lanes, unbounded=unbounded)
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """None, or raises: an environment does not say how many lanes are wanted."""
+        """Return None, or raise ArgumentError for a bare environment, which has no lane count."""
         refuse_bare(made, "jumanji.env", "Environment", cls.__name__)
         return None
 
 
 def _of_agents(env: Any) -> dict[Key, TensorSpec]:
-    """The action of agents that have a row each in the action mask; empty where there are none."""
+    """Return the action spec if each agent has its own row in the action mask, otherwise {}."""
     spec, mask = env.action_spec, getattr(env.observation_spec, "action_mask", None)
     if mask is None or len(spec.shape) != 1 or len(mask.shape) != 2:
         return {}
     (agents,), (rows, choices) = spec.shape, mask.shape
-    # MultiCVRP's action may be one more than its mask has choices.
+    # The largest action of MultiCVRP may exceed the choices in its mask by one.
     has_all = np.all(spec.minimum == 0) and np.all(spec.maximum >= choices - 1)
     if agents != rows or not has_all or not np.issubdtype(spec.dtype, np.integer):
         return {}

@@ -1,4 +1,4 @@
-"""MuJoCo Playground: environments with Brax's interface over MuJoCo's XLA pipeline."""
+"""MuJoCo Playground environments, with Brax's interface over MuJoCo's XLA pipeline."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -17,14 +17,14 @@ class PlaygroundSystem(BraxSystem):
     package, extra = "mujoco_playground", "playground"
     where = ("mujoco_playground._src.mjx_env", "MjxEnv")
     parameters = "mjx_model"
-    names_contexts = False  # by a factory
+    names_contexts = False  # a factory can pass them
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The environment of ``playground:name``.
+        """Make the environment of ``playground:name``.
 
-        ``kwargs`` override its configuration, by names as ``"reward_config.scales.pose"``; its
-        ``episode_length`` says where episodes are truncated.
+        ``kwargs`` override its configuration by name, such as ``"reward_config.scales.pose"``.
+        ``episode_length`` sets the number of steps after which episodes are truncated.
         """
         registry = needs("mujoco_playground", cls.extra).registry
         config = made(name, {}, registry.get_default_config)

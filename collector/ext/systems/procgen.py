@@ -1,4 +1,4 @@
-"""gym3's environments, as Procgen's: they reset themselves, and final observations are lost."""
+"""gym3 environments such as Procgen, which reset themselves and lose final observations."""
 
 import sys
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from tallyroll.collector.errors import ArgumentError, EnvironmentRefused, Missin
 class ProcgenSystem(InfoSystem):
     """A ``gym3.Env``.
 
-    It shows the first observation of the next episode where one ended, the final one nowhere, and
-    does not tell a time limit from a termination. It cannot be reset, and one seed is for all
-    lanes, given when it is made: that of the first lane.
+    When an episode ends, the environment returns the first observation of the next one and never
+    the final one. It does not distinguish a time limit from a termination. It cannot be reset. All
+    lanes share one seed, that of the first lane, which is set when the environment is made.
 
     Args:
-        env: one that was not stepped yet; closed with this.
+        env: an environment that was not stepped yet. The system closes it.
 
     Raises:
-        SpaceError: a space that no column can hold.
+        SpaceError: no column can hold a space.
     """
 
     package = "procgen"
@@ -54,7 +54,7 @@ class ProcgenSystem(InfoSystem):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """A game of Procgen; ``kwargs`` are those of ``ProcgenGym3Env``."""
+        """Make a Procgen game; ``kwargs`` are passed to ``ProcgenGym3Env``."""
         try:
             package = needs("procgen.env", "procgen")
         except MissingExtra as error:
@@ -62,7 +62,7 @@ class ProcgenSystem(InfoSystem):
                 f"{error}, and then: pip install --no-deps gym3 procgen-mirror (they ask for "
                 "NumPy 1, and work with 2)"
             ) from error
-        if name not in package.ENV_NAMES:  # Procgen would end the process
+        if name not in package.ENV_NAMES:  # Procgen would terminate the process
             raise ArgumentError(f"procgen: expected one of {package.ENV_NAMES}, got {name!r}")
         seed = None if seeds is None else seeds[0]
         try:
@@ -74,12 +74,12 @@ class ProcgenSystem(InfoSystem):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over a ``gym3.Env``."""
+        """Wrap a ``gym3.Env``; return None for other objects."""
         package = sys.modules.get("gym3.env")
         return None if package is None or not isinstance(made, package.Env) else cls(made)
 
     def describe(self) -> dict[str, Any]:
-        """The game, where it is one of Procgen, and the kind of environment."""
+        """Return the game, if it is a Procgen game, and the kind of environment."""
         base = self.env
         while hasattr(base, "env"):
             base = base.env
@@ -87,7 +87,7 @@ class ProcgenSystem(InfoSystem):
         return {"id": game, "type": type(base).__name__}
 
     def close(self) -> None:
-        """Close the environment, where it can be closed."""
+        """Close the environment and those that it wraps, if they can be closed."""
         each = self.env
         while each is not None:
             if hasattr(each, "close"):
@@ -95,7 +95,11 @@ class ProcgenSystem(InfoSystem):
             each = getattr(each, "env", None)
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
-        """Look at the first observations."""
+        """Return the first observations.
+
+        Raises:
+            EnvironmentRefused: the environment was stepped already.
+        """
         _, observation, first = self.env.observe()
         if not np.all(first):
             raise EnvironmentRefused(
@@ -121,7 +125,7 @@ class ProcgenSystem(InfoSystem):
 
 
 def _space(value_type: Any, acts: bool = False) -> spaces.Space[Any]:
-    """The Gymnasium space of a type of gym3's."""
+    """Convert a gym3 type to a Gymnasium space."""
     if hasattr(value_type, "items"):
         return spaces.Dict({name: _space(part, acts) for name, part in value_type.items()})
     element, shape = value_type.eltype, tuple(value_type.shape)

@@ -1,4 +1,4 @@
-"""SMAX of JaxMARL: teams whose agents die one after the other."""
+"""SMAX of JaxMARL: battles of teams whose agents die at different times."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -17,16 +17,16 @@ _TEAMS = {"allies": "ally_", "enemies": "enemy_"}
 
 
 class SmaxSystem(Functional):
-    """Lanes of SMAX: the group ``allies``, and ``enemies`` where these are agents too.
+    """Lanes of SMAX, with the group ``allies``, and ``enemies`` if they are agents too.
 
-    A group has ``observation``, ``action_mask``, and ``mask``, marking the living. An agent that
-    dies is terminated then, and its lane goes on. A battle that neither team has lost at
-    ``max_steps`` is truncated.
+    A group has ``observation``, ``action_mask``, and ``mask``, which marks the living agents. An
+    agent that dies is terminated at that step, and its lane continues. A battle that neither team
+    has lost at ``max_steps`` is truncated.
 
     Args:
-        env: a ``jaxmarl.environments.SMAX``, or one of its kind that plays the enemies itself.
-        lanes: how many there are.
-        unbounded: names of observations that leave the bounds that they are declared with.
+        env: a ``jaxmarl.environments.SMAX``, or a variant that plays the enemies itself.
+        lanes: number of lanes.
+        unbounded: names of observations that exceed their declared bounds.
     """
 
     package, extra = "jaxmarl", "smax"
@@ -93,7 +93,7 @@ class SmaxSystem(Functional):
         )
 
     def _alive(self, state: Any) -> dict[str, Any]:
-        units = getattr(state, "state", state).unit_alive  # inside, where it plays the enemies
+        units = getattr(state, "state", state).unit_alive  # nested if it plays the enemies
         return {"allies": units[: self._env.num_allies], "enemies": units[self._env.num_allies :]}
 
     def _stacked(self, agents: Sequence[str], values: Any) -> Any:
@@ -112,15 +112,15 @@ class SmaxSystem(Functional):
         return {**groups, "world_state": observation["world_state"]}
 
     def describe(self) -> dict[str, Any]:
-        """Provenance."""
+        """Return the provenance."""
         return {"id": type(self._env).__name__, "type": type(self).__name__}
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The scenario of ``smax:name``, as ``3m``, against JaxMARL's heuristic.
+        """Make the scenario of ``smax:name``, such as ``3m``, against JaxMARL's heuristic.
 
-        ``self_play=True`` in ``kwargs`` makes the enemies agents too; ``unbounded`` is as above,
-        and the others are the environment's.
+        In ``kwargs``, ``self_play=True`` makes the enemies agents too, and ``unbounded`` is as for
+        the class. The other arguments are the environment's own.
         """
         jaxmarl = needs("jaxmarl", cls.extra)
         smax = needs("jaxmarl.environments.smax.smax_env", cls.extra)
@@ -132,7 +132,7 @@ class SmaxSystem(Functional):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """None, or raises: an environment does not say how many lanes are wanted."""
+        """Return None, or raise ArgumentError for a bare environment, which has no lane count."""
         for module, kind in _KINDS.items():
             refuse_bare(made, f"jaxmarl.environments.smax.{module}", kind, cls.__name__)
         return None

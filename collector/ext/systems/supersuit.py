@@ -21,14 +21,14 @@ _STEPPED_ON = (
 class SuperSuitSystem(System):
     """A vector of ``pettingzoo_env_to_vec_env_v1`` or ``concat_vec_envs_v1``.
 
-    It begins the next episode within the step in which the last agent of an environment ends, and
-    hands out final observations in infos. An agent that ends before others, or is absent, would be
-    stepped on with zeros, so that is refused when it happens: the PettingZoo environment itself,
-    given to a collector, has groups of agents with masks. An environment's seed is the first
-    lane's, and one more for each environment after it.
+    The vector begins the next episode within the step in which the last agent of an environment
+    ends, and returns final observations in infos. SuperSuit keeps stepping an agent that ends
+    before others, or is absent, with zeros, so the system refuses such a step when it happens. Pass
+    the PettingZoo environment itself to the collector for groups of agents with masks. The first
+    environment takes the first lane's seed, and each further environment takes the next integer.
 
     Args:
-        env: the vector; it is closed with this.
+        env: the vector. The system closes it.
     """
 
     package = "supersuit"
@@ -44,7 +44,7 @@ class SuperSuitSystem(System):
         self._lacking = [
             each for each in (env, *getattr(env, "vec_envs", ())) if getattr(each, "black_death", 0)
         ]
-        """Environments that step on without absent agents; the others raise."""
+        """Environments that continue to step without absent agents; the others raise."""
         action = action_leaf(env.action_space, lanes)
         self.declares = Declares(
             lanes=lanes,
@@ -93,19 +93,22 @@ class SuperSuitSystem(System):
 
     @property
     def ticks(self) -> int | None:
-        """Ticks of a transition, by the environments and their wrappers; None: in processes."""
+        """Ticks of a transition, from the environments and their wrappers.
+
+        None if the environments run in other processes.
+        """
         if hasattr(self.env, "pipes"):
             return None
         return ticks_of_objects(getattr(self.env, "vec_envs", [self.env]))
 
     def describe(self) -> dict[str, Any]:
-        """The name of the first environment that it has at hand."""
+        """Return the name of the first environment in reach."""
         name = self.env.metadata.get("name")
         return {"id": None if name is None else str(name), "type": type(self.env).__name__}
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over SuperSuit's vectors for Gymnasium."""
+        """Wrap SuperSuit's vectors for Gymnasium; return None for other objects."""
         module: Any = sys.modules.get("supersuit.vector")
         if module is None:
             return None

@@ -24,21 +24,23 @@ from tallyroll.collector.ext.systems.kinds.old_gym import as_gymnasium
 
 
 class VmasSystem(System):
-    """A batched environment of VMAS; all agents of a lane end together.
+    """A batched VMAS environment. All agents of a lane end together.
 
-    VMAS draws for all lanes from one generator. It is seeded with the first lane's seed, and is
-    this environment's own: VMAS itself has one for all environments of a process. Lanes that end
-    in the same step are reset by one call where they are all lanes, and one by one otherwise.
+    VMAS draws for all lanes from one generator. The system seeds it with the first lane's seed, and
+    keeps a separate generator state for this environment, whereas VMAS shares one among all
+    environments of a process. If all lanes end in the same step, one call resets them. Otherwise
+    each lane is reset by its own call.
 
     Args:
-        env: made with ``terminated_truncated=True``.
-        groups: group -> its agents; None: by name and spaces (`agents.grouped`), and "agents"
-            where all are of one kind.
-        name: its scenario, as provenance.
+        env: an environment made with ``terminated_truncated=True``.
+        groups: agents by group name. None groups them by name and spaces (`agents.grouped`), and
+            names the group "agents" if there is only the group "agent".
+        name: the scenario, for provenance.
 
     Raises:
-        EnvironmentRefused: it does not tell time limits from other ends.
-        ArgumentError, SpaceError: groups or spaces that cannot be driven.
+        EnvironmentRefused: the environment does not distinguish time limits from other ends.
+        ArgumentError: the groups are invalid.
+        SpaceError: no column can hold a space.
     """
 
     package = "vmas"
@@ -73,7 +75,7 @@ class VmasSystem(System):
     def reset(
         self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any
     ) -> Sequence[Array]:
-        """Reset lanes; the first one's seed is that of all."""
+        """Reset lanes. The first lane's seed applies to all lanes."""
         with self._own_generator():
             if lanes is None or lanes.all():
                 seed = None if seeds is None else int(seeds[0])
@@ -115,7 +117,7 @@ class VmasSystem(System):
 
     @contextmanager
     def _own_generator(self) -> Iterator[None]:
-        """Calls of VMAS draw from the states of this environment."""
+        """Make VMAS draw from the random states of this environment."""
         shared = self.env.vmas_random_state
         others, shared[:] = list(shared), self._random
         try:
@@ -125,16 +127,19 @@ class VmasSystem(System):
 
     @property
     def ticks(self) -> int | None:
-        """Steps of physics in a transition, by the world."""
+        """Physics steps in a transition, from the world."""
         return ticks_of_objects([self.env.world])
 
     def describe(self) -> dict[str, Any]:
-        """The scenario, and groups of agents."""
+        """Return the scenario and the groups of agents."""
         return described(self.name, self, self._groups)
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """``vmas:SCENARIO``; ``kwargs`` are those of ``vmas.make_env``, as ``max_steps``."""
+        """Make ``vmas:SCENARIO``.
+
+        ``kwargs`` are passed to ``vmas.make_env``, such as ``max_steps``.
+        """
         vmas: Any = needs("vmas", "vmas")
         given = {"terminated_truncated": True, **kwargs}
         groups = given.pop("groups", None)
@@ -148,12 +153,12 @@ class VmasSystem(System):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over a ``vmas.simulator.environment.Environment``."""
+        """Wrap a ``vmas.simulator.environment.Environment``; return None for other objects."""
         kind = getattr(sys.modules.get("vmas.simulator.environment"), "Environment", ())
         return cls(made) if isinstance(made, kind) else None
 
 
 def _flags(flags: torch.Tensor, count: int | None = None) -> Array:
-    """Flags of lanes, or of as many agents in each, as a driver wants them."""
+    """Return flags of lanes, expanded to ``count`` agents if given, as the driver expects them."""
     each = flags if count is None else flags[:, None].expand(-1, count)
     return each.numpy() if flags.device.type == "cpu" else each

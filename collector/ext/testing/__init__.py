@@ -1,13 +1,14 @@
-"""The contract of an environment system, as tests: subclass `SystemContract` and run pytest.
+"""Contract tests for an environment system. Subclass `SystemContract` and run pytest.
 
     class TestMySystem(SystemContract):
         def make(self, lanes, seeds):
             return MySystem(lanes, seeds)
 
-It steps the system by hand, compares what it does with what it declares, and compares the rows that
-a collector makes of it, bit for bit, with another instance that is stepped by hand. Before it is
-imported, ``pytest.register_assert_rewrite("tallyroll.collector.testing")`` in a ``conftest.py``
-makes pytest say what differs.
+The tests step the system by hand and compare its behaviour with its declaration. They also compare
+the rows that a collector makes of it, bit for bit, with another instance that is stepped by hand.
+To make pytest show differing values, call
+``pytest.register_assert_rewrite("tallyroll.collector.testing")`` in a ``conftest.py`` before the
+import.
 """
 
 from tallyroll.collector.ext.testing.ability_contract import AbilityContract
@@ -20,4 +21,4 @@ __all__ = ["Hand", "SystemContract"]
 
 
 class SystemContract(DeclarationContract, ResetContract, AbilityContract, CollectedContract):
-    """Tests that every environment system passes. Subclass it, and say how yours is made."""
+    """Tests that every environment system must pass. Subclass it and define ``make``."""

@@ -1,4 +1,4 @@
-"""The contract of a system: abilities that it may have."""
+"""Contract tests of the optional abilities of a system."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ class AbilityContract(SystemCase):
     """Tests of parts, waiting, contexts, arrivals and agents, if the system declares them."""
 
     def test_a_part_of_the_lanes_isstepped(self) -> None:
-        """Check with ``parts`` that lanes that are left out do not change."""
+        """Check with ``parts`` that lanes outside the mask do not change."""
         one, other = self.hand(), self.hand()
         if not one.d.parts or self.lanes < 2 or not self.repeatable:
             return self.close(one.system, other.system)
@@ -47,7 +47,7 @@ class AbilityContract(SystemCase):
         return self.close(one.system, other.system)
 
     def test_lanes_are_reached_one_by_one(self) -> None:
-        """Check with ``reached`` that each lane asked has an outcome, and that steps stay."""
+        """Check with ``reached`` that each lane has an outcome, and that steps do not change."""
         one, other = self.hand(), self.hand()
         reached = one.system.reached
         if reached is None or one.d.arrivals:
@@ -65,7 +65,7 @@ class AbilityContract(SystemCase):
         return self.close(one.system, other.system)
 
     def test_lanes_arrive_once_for_each_time_they_are_sent(self) -> None:
-        """Check with ``arrivals`` that so many lanes come a call, each of them sent before."""
+        """Check with ``arrivals`` how many lanes each call returns, and that all were sent."""
         hand = self.hand()
         d, system = hand.d, hand.system
         if not d.arrivals:
@@ -92,7 +92,7 @@ class AbilityContract(SystemCase):
         return self.close(system)
 
     def test_a_reset_drops_the_steps_under_way(self) -> None:
-        """Check with ``arrivals`` that lanes sent before a reset of all do not come back."""
+        """Check with ``arrivals`` that lanes sent before a reset of all lanes do not come back."""
         hand = self.hand()
         d, system = hand.d, hand.system
         if not d.arrivals or d.resets == "none":
@@ -110,8 +110,8 @@ class AbilityContract(SystemCase):
     def test_agents_that_are_dead_stay_dead(self) -> None:
         """Check that an agent that ended is masked until its lane begins the next episode.
 
-        Where agents take turns, a masked one may only be waiting. Where they come back, one that
-        ends has acted still.
+        If agents take turns, a masked agent may only be waiting. If agents may return, the test
+        only checks that an agent that ends was alive.
         """
         hand = self.hand()
         groups = hand.d.groups

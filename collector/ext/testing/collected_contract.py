@@ -1,4 +1,4 @@
-"""The contract of a system: the rows that a collector makes of it."""
+"""Contract tests of the rows that a collector makes of a system."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,17 +29,17 @@ from tallyroll.storage.rows.keys import (
 
 
 class CollectedContract(SystemCase):
-    """Tests that collected rows are those of another instance, which is stepped by hand."""
+    """Tests that collected rows equal those of another instance that is stepped by hand."""
 
     def env(self, seeds: Sequence[int] | None = None) -> SystemEnv:
-        """The environment that a collector drives."""
+        """Return the environment that a collector drives."""
         seeds = seeds or lane_seeds(SEED, self.lanes, 0)
         system = self.make(self.lanes, seeds)
         draw = self.draw if system.declares.context else None
         return SystemEnv(system, make=lambda seeds: self.make(self.lanes, seeds), draw=draw)
 
     def test_rows_are_what_was_stepped_by_hand(self) -> None:
-        """Rows that a collector makes, against an instance with the same seeds and actions."""
+        """Compare collected rows with an instance that has the same seeds and actions."""
         with SyncCollector(
             self.env, None, frames_per_batch=self.frames, total_frames=self.frames, seed=SEED
         ) as collector:
@@ -108,7 +108,7 @@ def _name(key: Key) -> Any:
 
 
 def _in_order(columns: Mapping[Any, NDArray[Any]], lanes: int) -> list[list[int]]:
-    """Rows of each lane, in the order in which they were stepped."""
+    """Return the rows of each lane in the order of their steps."""
     order = np.lexsort((columns[STEP], columns[TRAJ_IDS]))
     lane = columns[LANE][order]
     return [order[lane == each].tolist() for each in range(lanes)]

@@ -1,4 +1,4 @@
-"""The contract of a system: it does what it declares."""
+"""Contract tests that a system matches its declaration."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from tallyroll.storage.rows.keys import (
 
 
 class DeclarationContract(SystemCase):
-    """Tests that values, ends and final observations are as declared."""
+    """Tests that values, ends and final observations match the declaration."""
 
     def test_the_declaration_is_consistent(self) -> None:
         """Check that the declaration does not contradict itself."""
@@ -56,7 +56,7 @@ class DeclarationContract(SystemCase):
             assert grown.is_in(tensor), f"{format_key(key)}: {value!r:.200} is not in {spec}"
 
     def test_episodes_end_more_than_once(self) -> None:
-        """Check that every lane ends and goes on, and that truncation is reported as declared."""
+        """Check that every lane ends and continues, and that truncation matches the declaration."""
         hand = self.hand()
         ends, truncated = np.zeros((2, hand.d.lanes), np.int64)
         runs = np.zeros(hand.d.lanes, np.int64)

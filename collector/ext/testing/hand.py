@@ -1,4 +1,4 @@
-"""A system that is stepped by hand, with the plainest code that there is."""
+"""A system stepped by hand, with the simplest possible code."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -15,12 +15,13 @@ Values: TypeAlias = list[NDArray[Any]]
 
 
 class Hand:
-    """A system that is stepped by hand: all lanes at a time, ends finished as it declares.
+    """A system stepped by hand: all lanes at a time, with ends handled as it declares.
 
     Args:
         system: the system.
-        seeds: of its first reset, where that takes any.
-        contexts: a generator a lane that draws contexts by ``draw``, one ahead.
+        seeds: seeds of its first reset, if it accepts any.
+        draw: function that draws a context from a generator. Each lane has a generator, and
+            contexts are drawn one reset ahead.
     """
 
     def __init__(self, system: System, seeds: Sequence[int] | None, draw: Any = None) -> None:
@@ -40,7 +41,7 @@ class Hand:
         self._redraw(np.ones(self.d.lanes, np.bool_))
 
     def _redraw(self, lanes: Mask) -> None:
-        """Draw what the resets after those of ``lanes`` are given."""
+        """Draw the seeds and contexts of the resets that follow those of ``lanes``."""
         self._draw_contexts(lanes)
 
     def _draw_contexts(self, lanes: Mask) -> None:
@@ -53,7 +54,7 @@ class Hand:
         return [as_tensor(each, torch.device("cpu")).numpy() for each in values]
 
     def reset(self, lanes: Mask | None) -> None:
-        """Reset the lanes of a mask, or all."""
+        """Reset the lanes of a mask, or all lanes."""
         self.system.reset(lanes, None)
         everyone = np.ones(self.d.lanes, np.bool_)
         self._redraw(everyone if lanes is None else lanes)
@@ -63,8 +64,8 @@ class Hand:
         """Step all lanes.
 
         Returns:
-            What was returned, the observations that it led to (final ones where episodes ended),
-            and the lanes that executed their action.
+            The result of the step, the observations after it (final ones where episodes ended), and
+            a mask of the lanes that executed their action.
         """
         d = self.d
         out = stepped(self.system, action)
@@ -86,15 +87,15 @@ class Hand:
 
 
 class SeededHand(Hand):
-    """A system whose resets are given seeds, each drawn one ahead."""
+    """A system whose resets take seeds, each drawn one reset ahead."""
 
     def __init__(self, system: System, seeds: Sequence[int], draw: Any = None) -> None:
         self._ahead = system.next_seeds = np.array(seeds, np.int64)
         self._drawn = np.random.default_rng(seeds)
         self.seeds = self._ahead.copy()
-        """Seeds ``[lane]`` of the episodes under way."""
+        """Seeds ``[lane]`` of the current episodes."""
         self.contexts: list[dict[str, NDArray[Any]]] = [{} for _ in seeds]
-        """Contexts of the episodes under way, a lane each."""
+        """Contexts of the current episodes, by lane."""
         super().__init__(system, seeds, draw)
 
     def _redraw(self, lanes: Mask) -> None:
@@ -107,7 +108,7 @@ class SeededHand(Hand):
 
 
 def stepped(system: System, action: Values, lanes: Mask | None = None) -> Step:
-    """Step all lanes of a system, or a mask of them."""
+    """Step all lanes of a system, or the lanes of a mask."""
     d = system.declares
     given: Any = action
     if d.device != "cpu":

@@ -1,4 +1,4 @@
-"""The contract of a system: resets and seeds."""
+"""Contract tests of resets and seeds."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from tallyroll.collector.ext.testing.system_case import SEED, SystemCase
 
 @dataclass
 class Episode:
-    """An episode of a lane: what its reset was given, and what it observed and did."""
+    """An episode of a lane: seed and context of its reset, observations and actions."""
 
     seed: int
     context: Mapping[str, Any]
@@ -26,15 +26,15 @@ class Episode:
 
     @classmethod
     def of(cls, hand: SeededHand, lane: int) -> Self:
-        """The one under way in a lane."""
+        """Return the current episode of a lane, without steps."""
         return cls(int(hand.seeds[lane]), hand.contexts[lane])
 
 
 class ResetContract(SystemCase):
-    """Tests that resets restart those lanes that they should, and seeds repeat a run."""
+    """Tests that resets restart only the intended lanes, and that seeds repeat a run."""
 
     def test_only_a_reset_slot_ignores_its_action(self) -> None:
-        """Two instances that act differently in the step after each end, and nowhere else."""
+        """Compare two instances whose actions differ only in the step after each end."""
         if not self.repeatable:
             return
         one, other = self.hand(), self.hand()
@@ -61,11 +61,11 @@ class ResetContract(SystemCase):
         self._require_executed_after_resets("mask")
 
     def test_lanes_that_were_all_reset_execute_their_next_actions(self) -> None:
-        """Check the same with resets of all lanes, or that the system refuses them after ends."""
+        """Check the same with resets of all lanes, unless the system refuses them after ends."""
         self._require_executed_after_resets("all")
 
     def _require_executed_after_resets(self, how: str) -> None:
-        """Two instances that are reset after ends, and act differently in the step that follows."""
+        """Compare two instances that are reset after ends and then act differently for one step."""
         one, other = self.hand(), self.hand()
         whole, possible = how == "all", one.d.resets
         if not self.repeatable or possible == "none" or (possible == "all" and not whole):
@@ -89,7 +89,10 @@ class ResetContract(SystemCase):
         return self.close(one.system, other.system)
 
     def _twins(self, one: Hand, other: Hand) -> Iterator[tuple[bool, Mask]]:
-        """Step both, with other actions after ends: whether they observe the same, and new ends."""
+        """Step both with different actions after ends.
+
+        Yield whether they agree, and the new ends.
+        """
         after_end = np.zeros(one.d.lanes, np.bool_)
         others = self.actions(one.system, self.steps, seed=1)
         for action, another in zip(self.actions(one.system, self.steps), others, strict=True):
@@ -103,7 +106,7 @@ class ResetContract(SystemCase):
             yield same, after_end
 
     def _acts(self, hand: Hand) -> bool:
-        """Return whether actions change the results of this system at all."""
+        """Return True if actions change the results of this system."""
         one, other = self.hand(), self.hand()
         try:
             pairs = zip(
@@ -132,10 +135,10 @@ class ResetContract(SystemCase):
         return self.close(one.system, other.system)
 
     def test_an_episode_is_repeated_by_what_its_reset_was_given(self) -> None:
-        """Check with ``reset_seeds`` that seed and context say all of what an episode begins from.
+        """Check with ``reset_seeds`` that seed and context determine the start of an episode.
 
-        The last whole episode of each lane, which had others before it, is played again as the
-        first one of a new instance.
+        The test replays the last complete episode of each lane, which had others before it, as the
+        first episode of a new instance.
         """
         seeds = lane_seeds(SEED, self.lanes, 0)
         hand = SeededHand(self.make(self.lanes, seeds), seeds, self.draw)
@@ -160,7 +163,10 @@ class ResetContract(SystemCase):
         return self.close(hand.system, again.system)
 
     def _last_whole_episodes(self, hand: SeededHand) -> dict[int, "Episode"]:
-        """Play, and return by lane the last episode that ended, but for each lane's first one."""
+        """Step the system.
+
+        Return by lane the last complete episode, excluding each lane's first.
+        """
         found: dict[int, Episode] = {}
         under_way, begun = [Episode.of(hand, lane) for lane in range(self.lanes)], [0] * self.lanes
         for action in self.actions(hand.system, self.steps):
@@ -178,7 +184,7 @@ class ResetContract(SystemCase):
         return found
 
     def test_a_reset_by_mask_leaves_other_lanes_alone(self) -> None:
-        """Check with ``resets="mask"`` that the other lanes go on undisturbed.
+        """Check with ``resets="mask"`` that the other lanes continue undisturbed.
 
         If lanes draw from one generator, their next episodes may begin differently.
         """

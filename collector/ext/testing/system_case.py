@@ -1,4 +1,4 @@
-"""The instances of a system that its contract steps, and the actions for them."""
+"""Instances of a system that its contract tests step, and actions for them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,38 +14,41 @@ SEED = 7
 
 
 class SystemCase:
-    """A system to be tested; each part of the contract is a subclass."""
+    """A system under test. Each part of the contract is a subclass."""
 
     lanes = 3
-    """Lanes of the instances that are made; with arrivals more than come a call."""
+    """Number of lanes of the instances. With arrivals, choose more than arrive per call."""
     steps = 60
-    """Steps by hand; several episodes of every lane have to end within them."""
+    """Number of steps by hand. Several episodes of every lane must end within them."""
     frames = 200
-    """Rows that are collected."""
+    """Number of rows to collect."""
     repeatable = True
-    """The same seeds and actions give the same values, bit for bit."""
+    """True if the same seeds and actions give the same values, bit for bit."""
     counts_episodes = False
-    """Observations tell how many episodes a lane has had, so that no episode is like another."""
+    """True if observations depend on the number of episodes, so that no two episodes are equal."""
     agents_come_back = False
-    """Agents of a group may join, or come back, while a lane's episode goes on."""
+    """True if agents of a group may join or return during an episode."""
 
     def make(self, lanes: int, seeds: Sequence[int] | None) -> System:
-        """A new instance; ``seeds`` are one a lane, for one that takes them when it is made."""
+        """Return a new instance.
+
+        ``seeds`` has one per lane, for systems that need them when made.
+        """
         raise NotImplementedError
 
     def draw(self, rng: np.random.Generator) -> Mapping[str, Any]:
-        """A context, where the system declares any."""
+        """Return a context, if the system declares any."""
         return {}
 
     # --- tools ------------------------------------------------------------------------------------
 
     def hand(self, seeds: Sequence[int] = (), lanes: int = 0) -> Hand:
-        """A new instance, reset."""
+        """Return a new instance after a reset."""
         seeds = list(seeds) or lane_seeds(SEED, lanes or self.lanes, 0)
         return Hand(self.make(len(seeds), seeds), seeds, self.draw)
 
     def actions(self, system: System, steps: int, seed: int = 0) -> Iterator[Values]:
-        """Random actions of all lanes ``[lane, ...]``, step by step."""
+        """Yield random actions of all lanes ``[lane, ...]`` for each step."""
         rng, lanes = np.random.default_rng(seed), system.declares.lanes
         draws = [
             block_draw(spec.expand(lanes, *spec.shape)) for spec in system.declares.action.values()

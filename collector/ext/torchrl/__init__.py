@@ -1,15 +1,15 @@
-"""Our collectors under TorchRL's names: a script of TorchRL's changes the line that imports them.
+"""Tallyroll's collectors under TorchRL's names. A TorchRL script only changes its import.
 
 ::
 
     from tallyroll.collector.ext.torchrl import Collector  # was: from torchrl.collectors import …
 
-Arguments, attributes and methods are those of TorchRL's collectors, batches are laid out as theirs
-(``layout="torchrl"``), and arguments of :class:`~tallyroll.collector.SyncCollector` and
-:class:`~tallyroll.collector.MultiprocessCollector` (``storage=``, ``resume=``, ``seed=``, …) are
-taken beside them. What is different on purpose is what this library is for: counts are exact, and
-every row is a transition. ``NEUTRAL`` in :mod:`.arguments` names what needs nothing done here,
-``REFUSED`` what raises, each with its reason.
+Arguments, attributes and methods are those of TorchRL's collectors, and batches have the same
+layout (``layout="torchrl"``). The collectors also accept the arguments of
+:class:`~tallyroll.collector.SyncCollector` and :class:`~tallyroll.collector.MultiprocessCollector`
+(``storage=``, ``resume=``, ``seed=``, …). The intended differences are the purpose of this library:
+counts are exact, and every row is a transition. In :mod:`.arguments`, ``NEUTRAL`` lists the
+arguments that have no effect, and ``REFUSED`` those that raise, each with the reason.
 """
 
 from tallyroll.collector.ext.torchrl.collectors import (
@@ -20,7 +20,7 @@ from tallyroll.collector.ext.torchrl.collectors import (
     MultiSyncCollector,
 )
 
-# As they were called before 0.11, and by scripts since.
+# Names before TorchRL 0.11, which scripts still use.
 SyncDataCollector = Collector
 MultiSyncDataCollector = MultiSyncCollector
 MultiAsyncDataCollector = MultiaSyncDataCollector = MultiAsyncCollector

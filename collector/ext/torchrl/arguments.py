@@ -1,4 +1,4 @@
-"""TorchRL's arguments: which become ours, which are done here, which need nothing, which raise."""
+"""Handling of TorchRL's arguments: translated, implemented here, ignored or refused."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "preemptive_threshold": (None, "batches are always full: no rollout is broken off"),
     "local_init_rb": (True, "this process alone writes: a buffer is ready with its first batch"),
 }
-"""Arguments that change nothing here, by any value: the default, and the reason."""
+"""Arguments that have no effect with any value: the default, and the reason."""
 
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "reset_when_done": ((True,), "lanes whose episode ended are always reset; leave it out"),
@@ -39,7 +39,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "there is no collector above that sends weights; call update_policy_weights_(weights)",
     ),
 }
-"""Arguments with the values that are taken; others raise, with the way out."""
+"""Accepted values of arguments. Other values raise an error that names an alternative."""
 
 _IN_WORKERS = "TorchRL calls it in the workers, where nothing is put together here; use postproc="
 REFUSED_OF_MANY: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -52,7 +52,7 @@ REFUSED_OF_MANY: Mapping[str, tuple[tuple[Any, ...], str]] = {
 _DEVICES = ("device", "policy_device", "env_device", "storing_device")
 _COUNTS = ("frames_per_batch", "num_workers", "trajs_per_batch", "trajs_per_write", "num_envs")
 _LIMITS = ("total_frames", "init_random_frames", "max_frames_per_traj")
-"""Arguments of which None and numbers below 0 mean that there is no limit."""
+"""Arguments for which None and numbers below 0 mean no limit."""
 
 
 _OWN = {"frames_per_batch", "init_random_frames", "total_frames"}
@@ -60,10 +60,10 @@ _OWN = {"frames_per_batch", "init_random_frames", "total_frames"}
 
 @dataclass
 class Wishes:
-    """Values of TorchRL's arguments that our collectors do not have."""
+    """Values of TorchRL's arguments that Tallyroll's collectors lack."""
 
     total_frames: float
-    """``inf``: no limit."""
+    """``inf`` means no limit."""
     frames_per_batch: int
     init_random_frames: int
     replay_buffer: ReplayBuffer | None = None
@@ -78,7 +78,7 @@ class Wishes:
     trajs_per_batch: int | None = None
     trajs_per_write: int | None = None
     replay_write_mode: Literal["rollout", "trajectory"] | None = None
-    """An argument since TorchRL 0.15; taken here with any."""
+    """An argument since TorchRL 0.15; accepted with any version."""
     traj_format: Literal["padded", "cat"] | None = None
     update_at_each_batch: bool = False
     cat_results: str | int | None = None
@@ -87,12 +87,12 @@ class Wishes:
     num_threads: int | None = None
     worker_idx: int | None = None
     plain: Mapping[str, Any] = field(default_factory=dict)
-    """Values of arguments that need nothing done, for attributes of their names."""
+    """Values of ignored arguments, which become attributes with these names."""
     exploration_type: Any = ExplorationType.RANDOM
 
     @property
     def whole_trajectories(self) -> bool:
-        """True if what is yielded, or goes to the buffer, are whole trajectories."""
+        """True if the output, or the data in the buffer, consists of whole trajectories."""
         return self.trajs_per_batch is not None or self.replay_write_mode == "trajectory"
 
 
@@ -102,11 +102,11 @@ _TO_OURS = {"num_sub_threads": "threads_per_worker"}
 
 
 def resolve(given: Mapping[str, Any], *, many: bool) -> tuple[dict[str, Any], Wishes]:
-    """Our own arguments, and the rest.
+    """Return the arguments of Tallyroll's collectors, and the remaining wishes.
 
     Raises:
-        UnknownArgument: a name that neither TorchRL nor we have.
-        ArgumentError: a value that is refused.
+        UnknownArgument: neither TorchRL nor Tallyroll has an argument of this name.
+        ArgumentError: a value is refused.
     """
     ours = _parameters(MultiprocessCollector if many else SyncCollector)
     refused = REFUSED_OF_MANY if many else REFUSED
@@ -163,7 +163,7 @@ def resolve(given: Mapping[str, Any], *, many: bool) -> tuple[dict[str, Any], Wi
 
 
 def whole(value: Any) -> Any:
-    """A float that is a whole number, as YAML reads 1e6, as an integer."""
+    """Convert a float that is a whole number, such as 1e6 from YAML, to an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -217,7 +217,7 @@ def _check_write_mode(wishes: Wishes, mode: str) -> None:
 
 
 def _written_before(buffer: ReplayBuffer | None, most: int) -> int:
-    """Rows that were written to ``buffer`` in place of as many random ones, as TorchRL counts."""
+    """Return how many rows in ``buffer`` replace random ones, as TorchRL counts them."""
     return 0 if buffer is None else min(most, int(buffer.write_count))
 
 

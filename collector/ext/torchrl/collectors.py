@@ -1,4 +1,4 @@
-"""TorchRL's collectors by name, each over one of ours."""
+"""TorchRL's collectors by name, each a subclass of a Tallyroll collector."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ from tallyroll.collector.workers.worker_options import Mode
 
 
 def one_env(create: Any, kwargs: Mapping[str, Any] | None) -> Any:
-    """``create_env_fn`` of a collector of one process, with its ``create_env_kwargs``."""
+    """Return the ``create_env_fn`` of a single-process collector, with ``create_env_kwargs``."""
     if isinstance(create, (list, tuple)):
         if len(create) != 1:
             raise ArgumentError(
@@ -51,7 +51,10 @@ def one_env(create: Any, kwargs: Mapping[str, Any] | None) -> Any:
 
 
 def many_envs(create: Any, workers: int | None, kwargs: Any, init: Any) -> Any:
-    """``create_env_fn`` of a collector of many, with its ``create_env_kwargs`` and ``init_fn``."""
+    """Return the ``create_env_fn`` of a multi-process collector.
+
+    The result includes ``create_env_kwargs`` and ``init_fn``.
+    """
     if isinstance(create, str):
         if kwargs or init is not None:
             raise ArgumentError("create_env_kwargs and init_fn go with factories; use env_kwargs")
@@ -69,13 +72,13 @@ def many_envs(create: Any, workers: int | None, kwargs: Any, init: Any) -> Any:
 
 
 class _Copies:
-    """A factory of an environment that was made already, and travels to each worker as a copy."""
+    """Factory that sends each worker a copy of an existing environment."""
 
     def __init__(self, env: EnvBase) -> None:
         self._env = env
 
     def __call__(self, **kwargs: Any) -> EnvBase:
-        """The copy."""
+        """Return the copy."""
         made: EnvBase = one_env(self._env, kwargs)
         return made
 
@@ -86,7 +89,7 @@ def _begin(init: Callable[[], Any], create: Callable[[], Any]) -> Any:
 
 
 def policy_of(policy: Any, factory: Any) -> Any:
-    """Return the policy that acts: from ``policy_factory``, if that is given."""
+    """Return the policy that acts. If there is a ``policy_factory``, call it."""
     if isinstance(factory, (list, tuple)):
         if len({id(each) for each in factory}) > 1:
             raise ArgumentError(
@@ -108,7 +111,7 @@ def policy_of(policy: Any, factory: Any) -> Any:
 
 
 def asked_for(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Take ``compile_policy`` and ``cudagraph_policy`` out of ``given``: keywords, where wanted."""
+    """Remove ``compile_policy`` and ``cudagraph_policy`` from ``given``; return their keywords."""
     wanted = {}
     for name in ("compile", "cudagraph"):
         value = given.pop(f"{name}_policy", None)
@@ -122,19 +125,19 @@ def asked_for(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def compiled(policy: Any, wanted: Mapping[str, Any], device: Any) -> Any:
-    """``policy``, compiled and captured as is ``wanted``, with the weights that it has."""
+    """Return ``policy`` wrapped for compilation and graph capture, with its own weights."""
     return CompiledPolicy(policy, wanted, device) if wanted and policy is not None else policy
 
 
 class CompiledPolicy(TensorDictModuleBase):
-    """A policy that is compiled where it is called: in this process, or in a worker.
+    """Policy that is compiled when it is first called, in this process or in a worker.
 
-    Its weights are those of ``policy`` itself, under the same names.
+    It shares the weights of ``policy``, under the same names.
 
     Args:
         policy: a TensorDictModule, or a callable.
-        wanted: keyword arguments of ``"compile"`` and of ``"cudagraph"``, as far as asked for.
-        device: of the graph.
+        wanted: keyword arguments of ``"compile"`` and ``"cudagraph"``, for each that is enabled.
+        device: device of the graph.
     """
 
     def __init__(self, policy: Any, wanted: Mapping[str, Any], device: Any) -> None:
@@ -185,17 +188,17 @@ class Collector(TorchRLNames, SyncCollector):
     :class:`MultiAsyncCollector`, as TorchRL does.
 
     Args:
-        create_env_fn: what TorchRL takes, or what we take: an id, a vector environment.
-        policy: what TorchRL takes; None draws random actions.
-        given: arguments of TorchRL's ``Collector`` and of ours, by name.
+        create_env_fn: any value that TorchRL accepts, an id, or a vector environment.
+        policy: any value that TorchRL accepts. None draws random actions.
+        given: arguments of TorchRL's ``Collector`` and of ``SyncCollector``, by name.
 
     Raises:
-        TypeError: an argument that neither has.
-        ArgumentError: a value that is refused; the message says what to do.
+        TypeError: neither collector has the argument.
+        ArgumentError: a value is refused. The message says what to do.
     """
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
-        """Return the collector, or one of many processes if the caller asks for that."""
+        """Return the collector, or a multi-process collector if the caller requests it."""
         if cls is not Collector:
             return super().__new__(cls)
         backend = given.pop("backend", None) or service_backend()
@@ -248,16 +251,16 @@ class Collector(TorchRLNames, SyncCollector):
         return SeededByMaker(env, self._options)
 
     def _close_source(self) -> None:
-        if self._close_env is not None:  # what was not begun with is whose it was
+        if self._close_env is not None:  # None after a failed construction
             self._owns_env = self._close_env
         super()._close_source()
 
 
 class SeededByMaker(OwnEnvironment):
-    """The environment of TorchRL's names: one of TorchRL's keeps the seeds of its maker."""
+    """Environment source that lets a TorchRL environment keep the seeds of its maker."""
 
     def seed(self, seed: int, incarnation: int, asked: bool) -> list[int]:
-        """Seed its lanes, or leave them as they were made."""
+        """Seed the lanes, or leave them as they were made."""
         if not asked and incarnation == 0 and system_of(self._env) is None:
             return []
         return super().seed(seed, incarnation, asked)
@@ -267,17 +270,18 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
     """TorchRL's ``MultiCollector`` over :class:`~tallyroll.collector.MultiprocessCollector`.
 
     Args:
-        create_env_fn: factories, one a worker, or one with ``num_workers``.
-        policy: what TorchRL takes; None draws random actions.
+        create_env_fn: factories, one per worker, or a single one with ``num_workers``.
+        policy: any value that TorchRL accepts. None draws random actions.
         sync: True makes a :class:`MultiSyncCollector`, False a :class:`MultiAsyncCollector`.
-        given: arguments of TorchRL's collectors of many processes and of ours, by name.
+        given: arguments of TorchRL's multi-process collectors and of ``MultiprocessCollector``, by
+            name.
     """
 
     _many = True
     _mode_of_kind: Mode = "sync"
 
     def __new__(cls, *args: Any, sync: bool | None = None, **given: Any) -> Self:
-        """The collector of the kind that ``sync`` says."""
+        """Return a collector of the kind that ``sync`` selects."""
         if cls is MultiCollector:
             if sync is None:
                 raise ArgumentError(
@@ -338,16 +342,16 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         self._publish()
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
-        """Frames of a batch that a worker gives."""
+        """Return the number of frames of a batch that each worker contributes."""
         return -(-self._options.frames_per_batch // self.num_workers)
 
     def reset(  # type: ignore[override]
         self, reset_idx: Sequence[bool] | None = None
     ) -> None:
-        """Start new trajectories in all lanes; transitions that wait for a batch are discarded.
+        """Start new trajectories in all lanes, and discard transitions that wait for a batch.
 
         Raises:
-            ArgumentError: ``reset_idx`` is not True of all workers.
+            ArgumentError: ``reset_idx`` does not select all workers.
         """
         super().reset(None if reset_idx is None or all(reset_idx) else reset_idx)
 
@@ -355,7 +359,7 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         """Return the counts of :class:`Collector`, with ``"workers"`` and ``"workers_alive"``.
 
         Raises:
-            ArgumentError: the caller asks for counts of each worker; only totals are kept.
+            ArgumentError: the caller requests counts of each worker, but only totals are kept.
         """
         if workers != "aggregate":
             raise ArgumentError(
@@ -367,7 +371,7 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
 
     @property
     def pre_collect_hook(self) -> None:
-        """None: TorchRL calls it in the workers."""
+        """None: TorchRL calls the hook in the workers, which is not supported."""
         return None
 
     @pre_collect_hook.setter
@@ -376,7 +380,7 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
 
     @property
     def post_collect_hook(self) -> None:
-        """None: TorchRL calls it in the workers."""
+        """None: TorchRL calls the hook in the workers, which is not supported."""
         return None
 
     @post_collect_hook.setter
@@ -384,11 +388,11 @@ class MultiCollector(TorchRLNames, MultiprocessCollector):  # type: ignore[misc]
         _refuse_hook("post_collect_hook", hook)
 
     def map_fn(self, method_name: str, list_of_args: Any = None, list_of_kwargs: Any = None) -> Any:
-        """Workers have no collectors: raises ArgumentError."""
+        """Raise ArgumentError: workers have no collectors."""
         raise ArgumentError(f"map_fn: workers have no collectors; call {method_name} here")
 
     def get_distant_attr(self, attr: str) -> Any:
-        """Workers have no collectors: raises ArgumentError."""
+        """Raise ArgumentError: workers have no collectors."""
         raise ArgumentError(f"get_distant_attr: workers have no collectors; read {attr} here")
 
     def getattr_env(self, attr: str) -> Any:
@@ -416,18 +420,21 @@ class MultiSyncCollector(MultiCollector):
 
 
 class MultiAsyncCollector(MultiCollector):
-    """TorchRL's ``MultiAsyncCollector``: workers never wait for others; see `MultiCollector`."""
+    """TorchRL's ``MultiAsyncCollector``: workers do not wait for one another.
+
+    See :class:`MultiCollector`.
+    """
 
     _mode_of_kind: Mode = "async"
-    _waits_for_steps = False  # workers say by which version they chose
+    _waits_for_steps = False  # workers report the version that chose each action
 
     def _fill_rectangles(self, lanes: int) -> None:
-        # A batch is of one worker, which steps all its lanes until it has as many as are wanted.
+        # A batch comes from one worker, which steps all its lanes until the batch is full.
         each = set(self._startup.lanes)
         super()._fill_rectangles(each.pop() if len(each) == 1 else 1)
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
-        """Frames of a batch, which is of one worker."""
+        """Return the number of frames of a batch, which comes from one worker."""
         return self._options.frames_per_batch
 
 

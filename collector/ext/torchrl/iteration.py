@@ -1,4 +1,4 @@
-"""Iteration over a collector of ours as over one of TorchRL's, here or in a thread."""
+"""Iterate over a Tallyroll collector as over a TorchRL collector, here or in a thread."""
 
 import atexit
 import math
@@ -30,7 +30,7 @@ from tallyroll.storage.rows.keys import CUT, MASK, NEXT, POLICY_VERSION, as_key,
 
 
 class WholeTrajectories:
-    """Trajectories that are complete, and the rows of those that are not yet."""
+    """Buffer of complete trajectories, and of the rows of incomplete ones."""
 
     def __init__(self) -> None:
         self._open: dict[int, list[TensorDictBase]] = {}
@@ -40,7 +40,7 @@ class WholeTrajectories:
         return len(self._whole)
 
     def add(self, rows: TensorDictBase, *, ends_all: bool) -> None:
-        """Add the rows of a batch; ``ends_all``: open trajectories will never be complete."""
+        """Add the rows of a batch. If ``ends_all``, drop the trajectories that it leaves open."""
         pieces = split_trajectories(rows, out="offsets")
         lengths = np.diff(pieces.offsets.numpy()).tolist()
         for key, piece in zip(pieces.traj_ids.tolist(), pieces.rows.split(lengths), strict=True):
@@ -51,7 +51,7 @@ class WholeTrajectories:
             self._open.clear()
 
     def forget(self) -> None:
-        """Drop all rows: every lane begins a new trajectory."""
+        """Drop all rows, because every lane begins a new trajectory."""
         self._open.clear()
         self._whole.clear()
 
@@ -65,7 +65,10 @@ class WholeTrajectories:
 
 
 def own_ends(rows: TensorDictBase) -> TensorDictBase:
-    """Return ``rows`` with the environment's own done: False where only the batch ended."""
+    """Return ``rows`` with the environment's own done.
+
+    It is False where only the batch ended.
+    """
     cut = rows.get(CUT)
     if not bool(cut.any()):
         return rows
@@ -78,7 +81,7 @@ def own_ends(rows: TensorDictBase) -> TensorDictBase:
 
 
 def laid_out(trajectories: Sequence[TensorDictBase], form: str | None) -> TensorDictBase:
-    """Lay out as ``[trajectory, time]`` with a mask, or with ``"cat"`` one after the other."""
+    """Lay out as ``[trajectory, time]`` with a mask, or one after the other with ``"cat"``."""
     rows = torch.cat(list(trajectories))
     if form == "cat":
         return rows
@@ -86,12 +89,12 @@ def laid_out(trajectories: Sequence[TensorDictBase], form: str | None) -> Tensor
 
 
 def stores_rows(buffer: ReplayBuffer | None) -> bool:
-    """Return whether ``buffer`` has a storage of ours, which takes rows of any batch."""
+    """Return True if ``buffer`` has a Tallyroll storage, which accepts rows of any batch."""
     return buffer is not None and takes_rows(buffer.storage)
 
 
 def with_policy_version(batch: TensorDictBase) -> TensorDictBase:
-    """``batch`` with each row's version where TorchRL's ``PolicyVersion`` writes it."""
+    """Add each row's policy version to ``batch`` at the keys of TorchRL's ``PolicyVersion``."""
     version = batch.get(POLICY_VERSION)
     batch.set("policy_version", version)
     batch.set((NEXT, "policy_version"), version.clone())
@@ -99,7 +102,7 @@ def with_policy_version(batch: TensorDictBase) -> TensorDictBase:
 
 
 def compact(batch: TensorDictBase) -> TensorDictBase:
-    """Return ``batch`` without values under ``"next"`` that are at the root too."""
+    """Return ``batch`` without values under ``"next"`` that are also at the root."""
     at_root = {as_key(key) for key in batch.keys(True, True)}
     again = [
         key
@@ -130,7 +133,7 @@ def joined_workers(batch: TensorDictBase, cat: int) -> TensorDictBase:
 
 
 def flat(batch: TensorDictBase) -> TensorDictBase:
-    """Rows lane by lane, without those that pad it."""
+    """Return the rows lane by lane, without padding."""
     mask = batch.get(MASK, None)
     rows = batch.reshape(-1) if mask is None else batch[mask].exclude(MASK)
     rows.names = ["time"]
@@ -138,10 +141,10 @@ def flat(batch: TensorDictBase) -> TensorDictBase:
 
 
 def joined(pieces: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Steps of all lanes one after the other.
+    """Concatenate steps of all lanes.
 
     Raises:
-        StateError: a step of some lanes only is among them.
+        StateError: one of the steps has only some of the lanes.
     """
     if any(piece.get(MASK, None) is not None for piece in pieces):
         raise StateError(
@@ -154,10 +157,10 @@ def joined(pieces: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def extend(buffer: ReplayBuffer, batch: TensorDictBase) -> None:
-    """Add ``batch``, whose trajectories are numbered, to a replay buffer.
+    """Add ``batch``, which has trajectory ids, to a replay buffer.
 
     Raises:
-        ItemsDiffer: an interruptor made it shorter than the buffer's items are.
+        ItemsDiffer: an interruptor made the batch shorter than the buffer's items.
     """
     require_items(buffer.storage, batch)
     with user_code("the replay buffer"):
@@ -165,14 +168,14 @@ def extend(buffer: ReplayBuffer, batch: TensorDictBase) -> None:
 
 
 PATIENCE_SECONDS = 60.0
-"""Seconds that the step under way may take after the thread was asked to end."""
+"""Time in seconds that the current step may take after a request to end the thread."""
 _AT_EXIT_SECONDS = 5.0
 
 _running: "weakref.WeakSet[Background]" = weakref.WeakSet()
 
 
 class _Request:
-    """An action that another thread asks this one to do."""
+    """An action that one thread requests another to perform."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -180,7 +183,7 @@ class _Request:
         self.error: BaseException | None = None
 
     def do(self) -> None:
-        """Do the action; keep its exception for the thread that asked."""
+        """Perform the action; keep its exception for the requesting thread."""
         try:
             self._action()
         except BaseException as error:  # noqa: BLE001  raised by `perform`
@@ -192,8 +195,8 @@ class Background:
     """A thread that collects batch after batch.
 
     Args:
-        batches: makes the next batch each time; if it raises StopIteration, the thread ends.
-        stop: ends a batch early.
+        batches: function that makes the next batch. The thread ends when it raises StopIteration.
+        stop: function that ends a batch early.
     """
 
     def __init__(self, batches: Callable[[], Any], stop: Callable[[], None]) -> None:
@@ -214,7 +217,7 @@ class Background:
 
     @property
     def is_here(self) -> bool:
-        """True if the caller is this thread."""
+        """True if the calling thread is this thread."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
@@ -234,7 +237,7 @@ class Background:
             _running.discard(self)
 
     def _begins(self) -> bool:
-        """Wait while a caller holds the next batch; return False if there will be none."""
+        """Wait while a caller holds the next batch; return False if the thread must end."""
         with self._turn:
             self._turn.wait_for(lambda: self._told or not self._holders)
             self._do_requests()
@@ -243,7 +246,10 @@ class Background:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Begin no batch within this context; wait for the one under way, but not in its thread."""
+        """Begin no batch within this context, and wait for the current one.
+
+        The thread itself does not wait.
+        """
         with self._turn:
             self._holders += 1
             self._turn.wait_for(lambda: self.is_here or not self._in_batch)
@@ -255,9 +261,10 @@ class Background:
                 self._turn.notify_all()
 
     def perform(self, action: Callable[[], None]) -> None:
-        """Do ``action`` while nothing is collected: between two steps, or two batches.
+        """Perform ``action`` while nothing is collected: between two steps, or two batches.
 
-        An exception of ``action`` is raised here.
+        Raises:
+            BaseException: the exception of ``action``.
         """
         if self.is_here:
             action()
@@ -273,7 +280,7 @@ class Background:
             raise request.error
 
     def serve(self) -> None:
-        """Do the requested actions, from within the thread, between two steps."""
+        """Perform the requested actions in the thread, between two steps."""
         if self._requests:
             with self._turn:
                 self._do_requests()
@@ -285,13 +292,13 @@ class Background:
         self._turn.notify_all()
 
     def raise_error(self) -> None:
-        """Raise the thread's exception, once, if there is one."""
+        """Raise the thread's exception, if there is one, and clear it."""
         error, self.error = self.error, None
         if error is not None:
             raise error
 
     def tell(self) -> None:
-        """Ask the thread to end after the step under way."""
+        """Ask the thread to end after the current step."""
         with self._turn:
             self._told = True
             self._turn.notify_all()
@@ -322,7 +329,7 @@ class Background:
 
 @atexit.register
 def _end_all() -> None:
-    # Threads of torch do not survive an interpreter that takes its modules apart.
+    # torch's threads do not survive the teardown of modules at interpreter exit.
     left = [*_running]
     for each in left:
         each.tell()
@@ -331,7 +338,7 @@ def _end_all() -> None:
 
 
 class BatchIteration(Collector):
-    """A collector that yields batches, or sends them to a replay buffer, as TorchRL's do."""
+    """A collector that yields batches, or adds them to a replay buffer, as TorchRL's do."""
 
     _wishes: Wishes
     _background: Background | None = None
@@ -340,14 +347,14 @@ class BatchIteration(Collector):
     """True if the collector has workers."""
     _batches_made = 0
     _close_env: bool | None = None
-    """Whether to close the environment; None: only if the collector made it."""
+    """Whether to close the environment; None closes it only if the collector made it."""
 
     def _begin_run(self, lanes: int, envs: Environments) -> None:
         self._fill_rectangles(lanes)
         super()._begin_run(lanes, envs)
 
     def _fill_rectangles(self, lanes: int) -> None:
-        """Enlarge batches until all ``lanes`` have the same length, as TorchRL does."""
+        """Enlarge batches so that all ``lanes`` have the same number of steps, as TorchRL does."""
         options = self._options
         if options.layout.name == "torchrl":
             frames = -(-options.frames_per_batch // lanes) * lanes
@@ -357,11 +364,11 @@ class BatchIteration(Collector):
 
     def _drive(self, *parts: Any, torchrl: TorchrlLayout | None = None, **more: Any) -> None:
         if torchrl is not None and self._adds_steps and self._wishes.replay_buffer is not None:
-            torchrl.require_rectangles()  # a step of some lanes only would be filled up with zeros
+            torchrl.require_rectangles()  # a step of only some lanes would be padded with zeros
         super()._drive(*parts, torchrl=torchrl, **more)
 
     def _take_over(self, wishes: Wishes) -> None:
-        """Take the arguments over, as TorchRL's collectors do at the end of construction."""
+        """Set the attributes from TorchRL's arguments, at the end of construction."""
         frames = self._options.frames_per_batch
         if frames != wishes.frames_per_batch:
             warnings.warn(
@@ -372,9 +379,9 @@ class BatchIteration(Collector):
         self._hooked = self._in_pieces or self._options.postproc is not None
         self._whole = WholeTrajectories()
         self._pieces: list[TensorDictBase] = []
-        """Pieces of the batch that an interruptor may end."""
+        """Pieces of a batch that an interruptor may end early."""
         self._outputs: list[Any] = []
-        """Outputs to yield next; they were made from :attr:`_ready`."""
+        """Outputs to yield next. They were made from :attr:`_ready`."""
         self.requested_frames_per_batch = wishes.frames_per_batch
         self.total_frames = wishes.total_frames
         self.reset_at_each_iter = self._options.reset_at_each_iter
@@ -394,18 +401,21 @@ class BatchIteration(Collector):
 
     @property
     def _in_pieces(self) -> bool:
-        """True if batches are put together here from the run's, and go to the buffer from here."""
+        """True if this class assembles batches and writes them to the buffer itself."""
         wishes = self._wishes
         return wishes.interruptor is not None or wishes.whole_trajectories
 
     @property
     def _adds_steps(self) -> bool:
-        """True if steps go to the buffer one by one, as items of the environment's batch size."""
+        """True if steps are added to the buffer one by one.
+
+        Each item then has the environment's batch size.
+        """
         wishes = self._wishes
         return not (wishes.extend_buffer or self._many or stores_rows(wishes.replay_buffer))
 
     def _of_the_run(self) -> dict[str, Any]:
-        """Return the postproc and the replay buffer for the run to use."""
+        """Return the postproc and the replay buffer that the run uses."""
         wishes = self._wishes
         changed = wishes.postproc, wishes.post_collect_hook, wishes.cat_results
         changes = changed not in ((None, None, None), (None, None, "stack"))
@@ -417,7 +427,7 @@ class BatchIteration(Collector):
         }
 
     def _process(self, batch: TensorDictBase) -> Any:
-        """Return ``batch`` as it is stored or yielded, after the caller's postproc and hook."""
+        """Apply the layout options, the caller's postproc and the hook to ``batch``."""
         wishes = self._wishes
         if isinstance(wishes.cat_results, int) and not self._options.layout.split_trajs:
             batch = joined_workers(batch, wishes.cat_results)
@@ -437,26 +447,26 @@ class BatchIteration(Collector):
                 self.post_collect_hook(batch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches, or None for each that went to the replay buffer, to the budget's end."""
+        """Yield batches until the budget is met, or None for each batch in the replay buffer."""
         if not self._wishes.whole_trajectories:
             return self.iterator()
         return BatchIterator(self._outputs, self._make_trajectories)
 
     def iterator(self) -> Iterator[Any]:
-        """Iterate over batches of frames, never of trajectories."""
+        """Iterate over batches of frames, even if the collector yields trajectories."""
         return BatchIterator(self._outputs, self._make_output)
 
     def next(self) -> Any:
-        """Return the next batch; None if there is no more, or if it went to the replay buffer."""
+        """Return the next batch, or None at the end or if the batch went to the replay buffer."""
         if self._iterator is None:
             self._iterator = iter(self)
         try:
-            return self._iterator.__next__()  # after a call of `next` a handler may raise
+            return self._iterator.__next__()  # a signal handler may raise after a call of `next`
         except StopIteration:
             return None
 
     def rollout(self) -> Any:
-        """Return the next batch, counted and stored as by iteration; None if there is none."""
+        """Return the next batch, counted and stored as in iteration; None at the end."""
         if not self._goes_on():
             return None
         with user_code("rollout"):
@@ -465,14 +475,14 @@ class BatchIteration(Collector):
         return batch
 
     def _goes_on(self) -> bool:
-        """Return whether the run has more to give; raise if an exception ended it."""
+        """Return True if the run has more batches; raise if an exception ended it."""
         if self._ready or self._pieces or not self._run.over:
             return True
         self._run.refuse_ended()
         return False
 
     def _make_output(self) -> bool:
-        """Make the next output ready, if there is one; return False if the run is over."""
+        """Make the next output ready; return False if the run is over."""
         if not self._goes_on():
             return False
         made, batch = self._next_batch()
@@ -481,9 +491,9 @@ class BatchIteration(Collector):
         return True
 
     def _done_with_it(self, outputs: list[Any] | None = None, *made: Any) -> None:
-        """Forget the ready batch after ``made``, the outputs made of it, are among ``outputs``.
+        """Add the outputs ``made`` from the ready batch to ``outputs``, and drop the batch.
 
-        Before that, after any exception, the ready batch is the next one.
+        Both happen together. After an earlier exception, the ready batch is still the next one.
         """
         with deferred():
             if outputs is not None:
@@ -493,9 +503,9 @@ class BatchIteration(Collector):
                 self._pieces.clear()
 
     def _next_batch(self, *, yields: bool = False) -> tuple[bool, Any]:
-        """Return whether there was one more batch, and the output to yield.
+        """Return whether there was another batch, and the output to yield.
 
-        ``yields``: that output is the batch itself, even if it went to a buffer.
+        With ``yields`` the output is the batch itself, even if it went to a buffer.
         """
         if not (self._ready or self._pieces):
             if self._wishes.update_at_each_batch:
@@ -519,7 +529,7 @@ class BatchIteration(Collector):
         return made, batch if self.replay_buffer is None or yields else None
 
     def _raw(self, size: int | None = None) -> Any:
-        """Return the next batch of the run, which stays ready; None if there is none."""
+        """Return the next batch of the run, which stays ready; None at the end."""
         if not self._ready:
             if self._watched is not None:
                 self._watch(self._watched, size or self._frames_per_batch)
@@ -527,7 +537,7 @@ class BatchIteration(Collector):
         return self._ready[0] if self._ready else None
 
     def _step_by_step(self, buffer: ReplayBuffer) -> None:
-        """Add the steps of a batch one by one."""
+        """Add the steps of a batch to the buffer one by one."""
         left = self._options.frames_per_batch
         while left > 0 and (self._ready or not self._run.over):
             if not self._adds_steps:
@@ -550,7 +560,7 @@ class BatchIteration(Collector):
                     break
         if not self._pieces:
             return None
-        if self._wishes.whole_trajectories:  # these go to the buffer once they are complete
+        if self._wishes.whole_trajectories:  # trajectories go to the buffer once they are complete
             return joined(self._pieces)
         with deferred():
             batch = self._process(joined(self._pieces))
@@ -560,7 +570,7 @@ class BatchIteration(Collector):
         return batch
 
     def _make_trajectories(self) -> bool:
-        """Make complete trajectories ready, or else those that one more batch completes."""
+        """Make an output of complete trajectories; collect a batch first if there are too few."""
         if self.replay_buffer is None:
             assert self.trajs_per_batch is not None
             if len(self._whole) >= self.trajs_per_batch:
@@ -580,7 +590,7 @@ class BatchIteration(Collector):
         return True
 
     def _complete(self) -> None:
-        """Add a batch to the trajectories under way."""
+        """Collect a batch and add it to the open trajectories."""
         made, batch = self._next_batch(yields=True)
         if made:
             with deferred():
@@ -595,7 +605,7 @@ class BatchIteration(Collector):
                 self._whole.drop(len(taken))
 
     def __len__(self) -> int:
-        """Return the number of batches that a run of limited frames has in all."""
+        """Return the total number of batches of a run with limited frames."""
         if not math.isfinite(self.total_frames):
             raise TypeError("a collector without total_frames has no length")
         return math.ceil(self.total_frames / self._options.frames_per_batch)
@@ -603,10 +613,10 @@ class BatchIteration(Collector):
     # --- in a thread ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect in a thread, into the replay buffer, until the budget is met or it is shut down.
+        """Collect into the replay buffer in a thread, until the budget is met or until shutdown.
 
-        All threads of a process share TorchRL's exploration type: let other policies act, as in an
-        evaluation, ``with collector.pause():``.
+        All threads of a process share TorchRL's exploration type. To let another policy act, as in
+        an evaluation, use ``with collector.pause():``.
 
         Raises:
             ArgumentError: there is neither a replay buffer nor a storage.
@@ -618,21 +628,21 @@ class BatchIteration(Collector):
         self._raise_of_thread()
         if self.is_running():
             return
-        batches = iter(self)  # it raises StopIteration at the end of the run alone
+        batches = iter(self)  # raises StopIteration only at the end of the run
         self._background = Background(lambda: next(batches), self.stop)
         if self._policy is not None:
             self._policy.serve_between_steps(self._background.serve)
 
     def is_running(self) -> bool:
-        """Return whether the thread of :meth:`start` is collecting."""
+        """Return True while the thread of :meth:`start` collects."""
         return self._background is not None and self._background.alive
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Begin no batch within this context; wait for the one under way.
+        """Begin no batch within this context, and wait for the current one.
 
         Raises:
-            StateError: :meth:`start` was not called.
+            StateError: no thread is collecting.
         """
         if self._background is None or not self.is_running():
             raise StateError("pause: nothing is collected in a thread; call start() before")
@@ -650,16 +660,17 @@ class BatchIteration(Collector):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """End the run after the step under way, and close the environment. Idempotent.
+        """End the run after the current step, and close the environment. Idempotent.
 
         Args:
-            timeout: seconds that the step under way may take, where a thread collects; 60.
-            close_env: False leaves the environment open, also one that was made here.
-            raise_on_error: False swallows exceptions.
+            timeout: time in seconds that the current step may take if a thread collects. None means
+                60.
+            close_env: False leaves the environment open, even if the collector made it.
+            raise_on_error: False suppresses exceptions.
 
         Raises:
-            StateError: the thread has not ended in time; nothing is closed.
-            The exception of :meth:`start`'s thread, if it raised one.
+            StateError: the thread has not ended in time, and nothing is closed.
+            BaseException: the exception of :meth:`start`'s thread, if it raised one.
         """
         try:
             if self._background is not None:

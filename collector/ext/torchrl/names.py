@@ -1,4 +1,4 @@
-"""Attributes and methods of TorchRL's collectors, over a collector of ours."""
+"""Attributes and methods of TorchRL's collectors, on top of a Tallyroll collector."""
 
 import math
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from tallyroll.collector.ext.torchrl.weight_updates import WeightUpdates
 from tallyroll.collector.options.checks import one_of
 
 _OURS = "tallyroll"
-"""The entry of a state that only our collectors have."""
+"""Key of a state dict that only Tallyroll's collectors have."""
 
 REFUSED_NAMES: Mapping[str, str] = {
     "buffers": "batches are put together in this process, and yielded",
@@ -37,11 +37,11 @@ REFUSED_NAMES: Mapping[str, str] = {
     "worker_policy_versions": "each row says by which it was chosen: track_policy_version=True",
     "running": "see is_running(), of start(); workers in async mode are always ahead",
 }
-"""Attributes and methods of TorchRL's collectors that raise AttributeError, with the way out."""
+"""TorchRL attributes and methods that raise AttributeError, with an alternative."""
 
 
 class TorchRLNames(WeightUpdates):
-    """A collector of ours with TorchRL's names for its attributes and methods."""
+    """A Tallyroll collector with TorchRL's names for its attributes and methods."""
 
     verbose: ClassVar[bool] = False
 
@@ -61,7 +61,7 @@ class TorchRLNames(WeightUpdates):
             torch.set_num_threads(wishes.num_threads)
 
     def _compiles(self, asked: Mapping[str, Any]) -> None:
-        """Note how the policy is compiled."""
+        """Record how the policy is compiled."""
         self.compiled_policy, self.cudagraphed_policy = "compile" in asked, "cudagraph" in asked
         self.compiled_policy_kwargs = asked.get("compile", {})
         self.cudagraphed_policy_kwargs = asked.get("cudagraph", {})
@@ -74,10 +74,10 @@ class TorchRLNames(WeightUpdates):
     # --- state ------------------------------------------------------------------------------------
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
-        """Start new trajectories in all lanes; transitions that wait for a batch are discarded.
+        """Start new trajectories in all lanes, and discard transitions that wait for a batch.
 
         Raises:
-            ArgumentError: only some lanes are asked for, or a reset of another kind.
+            ArgumentError: the call selects some of the lanes, or has other arguments.
         """
         if index is not None or kwargs:
             raise ArgumentError(
@@ -88,12 +88,12 @@ class TorchRLNames(WeightUpdates):
         self._whole.forget()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed everything as our collectors do; return a seed for another collector."""
+        """Seed everything as Tallyroll's collectors do; return a seed for another collector."""
         self._whole.forget()
         return super().set_seed(seed, static_seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, by TorchRL's names as far as they exist."""
+        """Return the state, with TorchRL's names if they exist."""
         state = super().state_dict()
         named: dict[str, Any] = OrderedDict()
         policy = state["policy"]
@@ -104,10 +104,12 @@ class TorchRLNames(WeightUpdates):
         return named
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Go on from a result of :meth:`state_dict`; call it before iterating.
+        """Restore a result of :meth:`state_dict`. Call it before iterating.
 
         Raises:
-            StateError: this collector has collected already, or another kind saved the state.
+            StateError: this collector has collected already, or another kind of collector saved the
+                state.
+            ArgumentError: ``strict`` is False.
         """
         if not strict:
             raise ArgumentError(
@@ -125,12 +127,12 @@ class TorchRLNames(WeightUpdates):
         self._batches_made = int(state_dict["iter"]) + 1
 
     def stats(self, workers: str = "aggregate") -> dict[str, int | bool]:
-        """Counts by TorchRL's names; :meth:`metrics` and :attr:`ledger` have more.
+        """Return counts under TorchRL's names; :meth:`metrics` and :attr:`ledger` have more.
 
-        ``workers``: ``"per_worker"`` asks for counts of each worker alone, of which there is none.
+        With ``workers="per_worker"`` the result is empty, because there are no counts per worker.
 
         Raises:
-            ArgumentError: ``workers`` is none of TorchRL's words.
+            ArgumentError: ``workers`` is not one of TorchRL's values.
         """
         one_of("workers", workers, Literal["aggregate", "per_worker", "both"])
         if workers == "per_worker":
@@ -149,24 +151,27 @@ class TorchRLNames(WeightUpdates):
     # --- the collector's parts --------------------------------------------------------------------
 
     def set_post_collect_hook(self, hook: Callable[[Any], None] | None) -> None:
-        """Call ``hook`` with each batch from here on."""
+        """Call ``hook`` with each batch from now on."""
         self.post_collect_hook = hook
 
     def getattr_policy(self, attr: str) -> Any:
-        """An attribute of the policy."""
+        """Return an attribute of the policy."""
         return getattr(self.policy, attr)
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of the environment."""
+        """Return an attribute of the environment."""
         return getattr(self.env, attr)
 
     def getattr_rb(self, attr: str) -> Any:
-        """Return an attribute of the replay buffer; raise the error of :meth:`start`'s thread."""
+        """Return an attribute of the replay buffer.
+
+        First raise the exception of :meth:`start`'s thread, if there is one.
+        """
         self._raise_of_thread()
         return getattr(self.replay_buffer, attr)
 
     def get_distant_attr(self, attr: str) -> Any:
-        """An attribute of an attribute, by dots."""
+        """Return a nested attribute by its dotted path."""
         return attrgetter(attr)(self)
 
     def map_fn(
@@ -175,7 +180,7 @@ class TorchRLNames(WeightUpdates):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        """Call a method with each set of arguments."""
+        """Call a method once for each set of arguments."""
         calls = max(len(list_of_args or ()), len(list_of_kwargs or ()), 1)
         args, kwargs = list_of_args or [()] * calls, list_of_kwargs or [{}] * calls
         if len(args) != len(kwargs):

@@ -1,4 +1,4 @@
-"""Updating a policy's weights by TorchRL's names, and counting its versions."""
+"""Update a policy's weights through TorchRL's names, and count its versions."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,12 +15,15 @@ from tallyroll.collector.user_code import user_code
 
 
 class WeightUpdates(BatchIteration):
-    """Takes weights in every form that TorchRL's collectors take."""
+    """Collector that accepts weights in all forms of TorchRL's collectors."""
 
     _waits_for_steps: ClassVar[bool] = True
-    """New weights wait, where a thread collects, so that each row has the version that chose it."""
+    """True if new weights wait for a safe point of the thread.
+
+    Each row then has the version that chose its action.
+    """
     _weights_of: Any = None
-    """The policy whose weights are taken by default; None: the policy that acts."""
+    """Policy whose weights are used by default; None means the policy that acts."""
 
     def _take_over(self, wishes: Wishes) -> None:
         super()._take_over(wishes)
@@ -42,13 +45,13 @@ class WeightUpdates(BatchIteration):
         weights_dict: Mapping[str, Any] | None = None,
         policy_weights: Any = None,
     ) -> None:
-        """Use new weights for every action chosen from here on, and count the version up.
+        """Use new weights for every following action, and increment the version.
 
         Args:
             policy_or_weights, weights, policy, policy_weights: a TensorDict of parameters, a state
-                dict or a module, by one of these names; None takes those that the policy given
-                at construction has now.
-            worker_ids: all workers get the same weights: None.
+                dict or a module, under one of these names. None uses the current weights of the
+                policy given at construction.
+            worker_ids: must be None, because all workers receive the same weights.
             model_id, weights_dict: ``"policy"`` is the only model.
         """
         self._raise_of_thread()
@@ -92,7 +95,7 @@ class WeightUpdates(BatchIteration):
             tracker.increment_version()
 
     def increment_version(self) -> None:
-        """Count the policy's version up, its weights as they are."""
+        """Increment the policy's version without changing its weights."""
         background = self._background
         if background is None or not self._waits_for_steps:
             self._increment()
@@ -106,25 +109,25 @@ class WeightUpdates(BatchIteration):
         self._count_version()
 
     def _announce(self) -> None:
-        """Let workers know; there are none in this process."""
+        """Announce the version to workers; there are none in this process."""
 
     def get_policy_version(self) -> int:
-        """Number of updates of the policy's weights; -1 if actions are random."""
+        """Return the number of updates of the policy's weights; -1 if actions are random."""
         return self.policy_version
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``init`` of the weight updater, where there is one."""
+        """Call ``init`` of the weight updater, if there is one."""
         if self.weight_updater is not None:
             with user_code("weight_updater"):
                 self.weight_updater.init(*args, **kwargs)
 
     @property
     def policy(self) -> Any:
-        """The policy that acts, on its device; None draws random actions."""
+        """The policy that acts, on its device; None if actions are random."""
         return None if self._policy is None else self._policy.module
 
     def get_model(self, model_id: str) -> Any:
-        """The policy: the only model there is."""
+        """Return the policy, which is the only model."""
         if model_id != w.POLICY:
             raise ArgumentError(f"model_id: expected {w.POLICY!r}, got {model_id!r}")
         return self.policy

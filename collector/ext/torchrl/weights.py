@@ -1,4 +1,4 @@
-"""Weights in the forms that TorchRL's ``update_policy_weights_`` takes."""
+"""Weights in the forms that TorchRL's ``update_policy_weights_`` accepts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,13 +16,13 @@ from tallyroll.collector.errors import ArgumentError
 from tallyroll.collector.user_code import user_code
 
 POLICY = "policy"
-"""The only model that a collector has."""
+"""Name of the only model of a collector."""
 _SCHEMES = (SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme)
 _GETTERS = (MultiProcessedWeightUpdater, RemoteModuleWeightUpdater, VanillaWeightUpdater)
 
 
 def one_of_forms(forms: Mapping[str, Any], model_id: str | None, weights_dict: Any) -> Any:
-    """Return the weights from the one of ``forms`` that was given; None if none was."""
+    """Return the weights from the one given form; None if none was given."""
     given = {name: value for name, value in forms.items() if value is not None}
     if weights_dict is not None:
         if given or model_id is not None:
@@ -47,9 +47,9 @@ def one_of_forms(forms: Mapping[str, Any], model_id: str | None, weights_dict: A
 
 
 def checked_schemes(schemes: Any, *, many: bool) -> dict[str, Any]:
-    """Return ``weight_sync_schemes``; refuse any that shared memory of workers cannot replace.
+    """Return ``weight_sync_schemes``; refuse schemes that shared memory cannot replace.
 
-    ``many``: there are workers, and so there is a scheme.
+    With ``many``, there are workers, and the default is a shared-memory scheme.
     """
     if schemes is None and many:
         return {POLICY: SharedMemWeightSyncScheme()}
@@ -65,7 +65,7 @@ def checked_schemes(schemes: Any, *, many: bool) -> dict[str, Any]:
 
 
 def checked_updater(updater: Any, *, many: bool) -> Any:
-    """Return ``weight_updater``, called first if it is a constructor; refuse unknown ones."""
+    """Return ``weight_updater``, called first if it is a constructor; refuse unsupported ones."""
     if updater is not None and not isinstance(updater, WeightUpdaterBase) and callable(updater):
         with user_code("weight_updater"):
             updater = updater()
@@ -94,4 +94,4 @@ def from_updater(updater: WeightUpdaterBase, weights: Any) -> Any:
 
 
 KNOWN_TRANSPORTS = [*map(transport_of, (MultiProcessedWeightUpdater, RemoteModuleWeightUpdater))]
-"""Transports of TorchRL that shared memory replaces."""
+"""TorchRL transports that shared memory replaces."""

@@ -1,4 +1,4 @@
-"""Environments with the interface of dm_env: of dm_control's suite by name, others as made."""
+"""Environments with the dm_env interface: dm_control tasks by name, others as objects."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from tallyroll.storage.rows.dtypes import TORCH
 
 
 def generator_of(env: Any) -> np.random.RandomState | None:
-    """The generator that the episodes of ``env`` are drawn from; None: there is none to be seen."""
+    """Return the generator of the episodes of ``env``, or None if ``env`` does not expose one."""
     found = getattr(getattr(env, "task", None), "random", None)
     if found is None:
         found = getattr(env, "random_state", None)  # of dm_control.composer
@@ -29,10 +29,12 @@ def generator_of(env: Any) -> np.random.RandomState | None:
 
 
 def spec_of(name: str, spec: Any) -> TensorSpec:
-    """Return a dm_env spec as TorchRL's; recognised by its attributes, without an import.
+    """Convert a dm_env spec to a TorchRL spec.
+
+    The function recognises specs by their attributes and does not import dm_env.
 
     Raises:
-        SpaceError: it is not of one array of numbers.
+        SpaceError: the spec is not one array of numbers.
     """
     shape, numpy = getattr(spec, "shape", None), getattr(spec, "dtype", None)
     if shape is None or numpy is None or np.dtype(numpy) not in TORCH:
@@ -52,20 +54,21 @@ def spec_of(name: str, spec: Any) -> TensorSpec:
 
 
 _DRAWS_ITS_MODEL = ("lqr",)
-"""Domains that draw their physics when they are made, and not only their first states."""
+"""Domains that draw their physics when they are made, in addition to their first states."""
 
 
 class DmControlSystem(System):
-    """dm_env environments side by side, one a lane; each observation is a column of its own.
+    """dm_env environments side by side, one per lane. Each observation is its own column.
 
-    An episode that ends with the discount 1 was truncated, with another one terminated.
+    An episode that ends with discount 1 is truncated. With any other discount it is terminated.
 
     Args:
-        envs: the environments, which are closed with this.
-        seeds: when seeds are taken; ``"reset"`` gives them to the generator of each task.
+        envs: the environments. The system closes them.
+        seeds: when the system takes seeds. ``"reset"`` passes them to the generator of each task.
+            None selects ``"reset"`` if every task has a generator, and ``"none"`` otherwise.
 
     Raises:
-        SpaceError: an observation or action that no column can hold.
+        SpaceError: no column can hold an observation or action.
     """
 
     package, extra = "dm_control", "dm-control"
@@ -101,10 +104,10 @@ class DmControlSystem(System):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The task ``DOMAIN/TASK`` or ``DOMAIN-TASK`` of the suite.
+        """Make the task ``DOMAIN/TASK`` or ``DOMAIN-TASK`` of the suite.
 
-        ``kwargs`` are those of ``suite.load``; ``pixels``, True or a mapping of arguments of
-        ``suite.wrappers.pixels.Wrapper``, observes pictures.
+        ``kwargs`` are passed to ``suite.load``. ``pixels`` makes observations images: pass True, or
+        a mapping of arguments of ``suite.wrappers.pixels.Wrapper``.
         """
         suite = needs("dm_control.suite", "dm-control")
         domain, _, task = name.partition("/" if "/" in name else "-")
@@ -128,7 +131,7 @@ class DmControlSystem(System):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over a ``dm_env.Environment``, or over a list of them, one a lane."""
+        """Wrap a ``dm_env.Environment``, or a list with one per lane; None for other objects."""
         dm_env = sys.modules.get("dm_env")
         if dm_env is None:
             return None
@@ -137,7 +140,7 @@ class DmControlSystem(System):
         return cls(envs) if one_each else None
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
-        """Restart lanes; a seed sets the generator of a lane's task."""
+        """Reset lanes. A seed seeds the generator of a lane's task."""
         seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
         for lane in numbers(lanes, len(self._envs)):
             if seeds is not None:
@@ -147,7 +150,7 @@ class DmControlSystem(System):
         return self._obs
 
     def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
-        """Step all lanes, or those of a mask."""
+        """Step all lanes, or the lanes of a mask."""
         (given,) = action
         rewards, put = self._reward, self._put
         self._terminated[:] = self._truncated[:] = False
@@ -184,7 +187,7 @@ class DmControlSystem(System):
 
     @property
     def ticks(self) -> int | None:
-        """Steps of physics in a transition, by the environments and their wrappers."""
+        """Physics steps in a transition, from the environments and their wrappers."""
         return ticks_of_objects(self._envs)
 
     def close(self) -> None:

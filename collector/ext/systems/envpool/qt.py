@@ -1,4 +1,4 @@
-"""EnvPool's Procgen is linked to Qt 5 and does not bring it: Qt of a wheel serves as well."""
+"""Load Qt 5 from a wheel for EnvPool's Procgen, which links to Qt but does not ship it."""
 
 import ctypes
 import importlib
@@ -10,7 +10,7 @@ from typing import Any
 from tallyroll.collector.errors import MissingExtra
 
 _WHEEL = "PyQt5-Qt5"
-LINKED = ("libQt5Core.so.5", "libQt5Gui.so.5")  # each needs those before it
+LINKED = ("libQt5Core.so.5", "libQt5Gui.so.5")  # each needs the ones before it
 
 
 def made_with_qt(name: str, make: Callable[[], Any]) -> Any:
@@ -34,18 +34,18 @@ def made_with_qt(name: str, make: Callable[[], Any]) -> Any:
 
 
 def _load_qt() -> bool:
-    """Load Qt from its wheel, and import Procgen again; False where there is nothing to load."""
+    """Load Qt from its wheel and import Procgen again; return False if Qt cannot be loaded."""
     try:
         files = metadata.files(_WHEEL) or []
     except metadata.PackageNotFoundError:
         return False
     paths = {file.name: str(file.locate()) for file in files if file.name in LINKED}
-    if paths.keys() != {*LINKED}:  # that of another platform
+    if paths.keys() != {*LINKED}:  # the wheel is for another platform
         return False
     try:
         for library in LINKED:
             ctypes.CDLL(paths[library], ctypes.RTLD_GLOBAL)
         importlib.reload(sys.modules["envpool.procgen"])
-    except (KeyError, OSError):  # then EnvPool's own error says more
+    except (KeyError, OSError):  # EnvPool's own error has more detail
         return False
     return True

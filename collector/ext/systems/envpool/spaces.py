@@ -1,4 +1,4 @@
-"""Spaces of EnvPool, the places of its observations, and casts to the declared dtypes."""
+"""EnvPool spaces, getters of its observations, and casts to the declared dtypes."""
 
 import re
 import sys
@@ -14,16 +14,17 @@ from tallyroll.collector.envs.gymnasium.spaces import Leaf
 
 
 def cast(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """EnvPool's integers are of 32 bits, those of Gymnasium's discrete spaces of 64."""
+    """Cast EnvPool's 32-bit integers to the 64-bit dtype of Gymnasium's discrete spaces."""
     if value.dtype is dtype or value.dtype == dtype or not np.can_cast(value.dtype, dtype):
         return value
     return value.astype(dtype)
 
 
 def true_space(space: Any) -> Any:
-    """A space whose bounds are those that are meant.
+    """Return ``space`` with its real bounds.
 
-    Where EnvPool knows none, it declares the smallest positive number as the lowest.
+    If EnvPool does not know a lower bound, it declares the smallest positive number. An unknown
+    upper bound is the largest finite number.
     """
     if isinstance(space, (dict, spaces.Dict)):
         return spaces.Dict({name: true_space(part) for name, part in space.items()})
@@ -36,13 +37,16 @@ def true_space(space: Any) -> Any:
 
 
 def is_pool(made: object) -> bool:
-    """An environment of EnvPool; those of its dm API have the class of one lane as well."""
+    """Return True if ``made`` is an EnvPool environment.
+
+    With EnvPool's dm API, environments also have the class of a single-lane environment.
+    """
     package = sys.modules.get("envpool.python.envpool")
     return package is not None and isinstance(made, package.EnvPoolMixin)
 
 
 def dm_getter(leaf: Leaf, env: Any) -> Callable[[Any], Any]:
-    """A function from an observation of EnvPool's dm API to the array of ``leaf``."""
+    """Return a function from an observation of EnvPool's dm API to the array of ``leaf``."""
     only = next(key for key in env.spec.state_array_spec if key.startswith("obs"))
     path = leaf.path or only.removeprefix("obs:").split(".")
     walk = attrgetter(".".join(re.sub(r"\W", "_", str(name)) for name in path))

@@ -1,7 +1,7 @@
-"""EnvPool: lanes reset themselves in the step after an end, in either of its APIs.
+"""EnvPool, whose lanes reset themselves in the step after an end, with either of its APIs.
 
-With a ``batch_size`` below ``num_envs`` it is asynchronous: so many lanes come back a call, those
-that are ready first.
+With a ``batch_size`` below ``num_envs`` EnvPool is asynchronous: each call returns the
+``batch_size`` lanes that are ready first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +22,15 @@ from tallyroll.collector.ext.systems.envpool.qt import made_with_qt
 from tallyroll.collector.ext.systems.envpool.spaces import cast, dm_getter, is_pool, true_space
 
 Lanes = NDArray[np.int32] | slice
-"""Lanes that came back; a slice: all of them, in order."""
+"""Lanes that a call returned. A slice means all lanes, in order."""
 
 
 class EnvPoolResults:
-    """A reader of the results of ``env``.
+    """Reader of the results of ``env``.
 
-    Its dm API does not tell a time limit from a termination (the discount is 0 at both, but for
-    dm_control's tasks), so steps are counted here, and both APIs give the same rows.
+    EnvPool's dm API does not distinguish a time limit from a termination: the discount is 0 at
+    both, except in dm_control's tasks. The reader therefore counts steps, so that both APIs give
+    the same rows.
     """
 
     def __init__(self, env: Any, leaves: Sequence[Leaf], lanes: int) -> None:
@@ -41,7 +42,7 @@ class EnvPoolResults:
         self._steps = np.zeros(lanes, np.int64)
 
     def begin(self, lanes: Mask | None) -> None:
-        """Note a reset of the lanes of a mask, or of all."""
+        """Record a reset of the lanes of a mask, or of all lanes."""
         self._steps[... if lanes is None else lanes] = 0
 
     def values(self, made: Any) -> list[Any]:
@@ -50,17 +51,17 @@ class EnvPoolResults:
         return [cast(get(observation), dtype) for get, dtype in self._leaves]
 
     def infos(self, made: Any) -> dict[str, Any]:
-        """Return the infos; the dm API has them among the observations."""
+        """Return the infos; the dm API stores them among the observations."""
         return _fields(made.observation) if self._is_dm else made[-1]  # type: ignore[no-any-return]
 
     def lanes(self, made: Any) -> NDArray[np.int32]:
-        """The lanes that came back."""
+        """Return the lanes in a result."""
         ids = made.observation.env_id if self._is_dm else made[-1]["env_id"]
         lanes: NDArray[np.int32] = ids.astype(np.int32)
         return lanes
 
     def begins(self, made: Any) -> Mask:
-        """Return marks of the lanes that returned a first observation."""
+        """Return a mask of the lanes that returned a first observation."""
         found: Mask = made.step_type == 0 if self._is_dm else made[-1]["elapsed_step"] == 0
         return found
 
@@ -88,7 +89,7 @@ def _fields(state: Any) -> Any:
 def put_lanes(
     infos: dict[str, Any], found: Mapping[str, Any], ids: NDArray[np.int32], lanes: int
 ) -> None:
-    """Put ``found``, which has a row for each of ``ids``, into ``infos`` ``[lane, ...]``."""
+    """Write ``found``, which has one row per entry of ``ids``, into ``infos`` ``[lane, ...]``."""
     for name, value in found.items():
         if isinstance(value, Mapping):
             put_lanes(infos.setdefault(name, {}), value, ids, lanes)
@@ -119,14 +120,15 @@ _ALL = slice(None)
 
 
 class EnvPoolSystem(InfoSystem):
-    """An environment of EnvPool, of its gymnasium or of its dm API.
+    """An EnvPool environment with the gymnasium API or the dm API.
 
     Args:
-        env: closed with this.
+        env: the environment. The system closes it.
 
     Raises:
-        EnvironmentRefused: one of several players, or of which a reset could not await all lanes.
-        SpaceError: a space that no column can hold.
+        EnvironmentRefused: the environment has several players, or a reset could not await all
+            lanes.
+        SpaceError: no column can hold a space.
     """
 
     package = "envpool"
@@ -152,14 +154,14 @@ class EnvPoolSystem(InfoSystem):
         self._results = EnvPoolResults(env, leaves, lanes)
         taken = action_leaf(action, lanes)
         how = {} if batch == lanes else {"arrivals": batch, "resets": "all"}
-        self._away = 0  # lanes that were sent and have not come back
+        self._away = 0  # lanes that were sent and not received
         self._declare(leaves, taken, lanes, at_end="reset_slot", seeds="make", **how)
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """A task of EnvPool; ``kwargs`` are those of ``envpool.make``.
+        """Make an EnvPool task; ``kwargs`` are passed to ``envpool.make``.
 
-        ``env_type`` among them is ``"gymnasium"``, the default, or ``"dm"``.
+        ``env_type`` in ``kwargs`` is ``"gymnasium"``, the default, or ``"dm"``.
         """
         if wrong := sorted(_OF_RUN & kwargs.keys()):
             raise ArgumentError(f"env_kwargs: {wrong} are the collector's (num_envs, seed)")
@@ -178,7 +180,7 @@ class EnvPoolSystem(InfoSystem):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over an environment of EnvPool."""
+        """Wrap an EnvPool environment; return None for other objects."""
         return cls(made) if is_pool(made) else None
 
     def close(self) -> None:
@@ -187,15 +189,15 @@ class EnvPoolSystem(InfoSystem):
 
     @property
     def ticks(self) -> int | None:
-        """The ``frame_skip`` of its configuration; 1 of tasks without one."""
+        """The ``frame_skip`` of the configuration; 1 for tasks without one."""
         return int(self.env.config.get("frame_skip", 1))
 
     def describe(self) -> dict[str, Any]:
-        """The kind of environment; EnvPool's do not say their names."""
+        """Return the kind of environment; EnvPool environments do not know their names."""
         return {"id": None, "type": type(self.env).__name__}
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
-        """Reset all lanes, or those of a mask."""
+        """Reset all lanes, or the lanes of a mask."""
         if options:
             raise ArgumentError(f"reset: EnvPool takes no options, got {sorted(options)}")
         results = self._results
@@ -227,7 +229,7 @@ class EnvPoolSystem(InfoSystem):
             yield self._results.lanes(made), made
 
     def step(self, action: Sequence[NDArray[Any]], lanes: Mask | None = None) -> Step:
-        """Step all lanes; those whose episode ended are reset."""
+        """Step all lanes; EnvPool resets the lanes whose episode ended."""
         made = self.env.step(action[0])
         return self._step(made, _ALL) if self._infos else self._results.step(made, _ALL)
 
@@ -237,7 +239,7 @@ class EnvPoolSystem(InfoSystem):
         self.env.send(action[0], lanes)
 
     def recv(self) -> Step:
-        """The lanes that are ready first."""
+        """Receive the lanes that are ready first."""
         made = self.env.recv()
         self._away -= self.declares.arrivals
         lanes = self._results.lanes(made)

@@ -19,20 +19,21 @@ PACKAGES = ("isaaclab.", "omni.isaac.lab.")
 
 
 class IsaacLabSystem(System):
-    """A ``ManagerBasedRLEnv`` or ``DirectRLEnv``, also in Gymnasium's wrappers.
+    """A ``ManagerBasedRLEnv`` or ``DirectRLEnv``, with or without Gymnasium's wrappers.
 
-    Groups of observations ("policy", "critic") are columns of these names. Final observations are
-    kept where the environment's ``cfg.compute_final_obs`` is true, and else lost, which
-    ``("collector", "next_valid")`` says; of a version without that option they are kept as often
-    as ``extras["final_obs"]`` is there. All lanes draw from one generator, which is seeded with the
-    first one's seed.
+    Groups of observations ("policy", "critic") become columns with these names. The system keeps
+    final observations if the environment's ``cfg.compute_final_obs`` is true. If it is false, they
+    are lost, and ``("collector", "next_valid")`` marks the rows. Versions without that option keep
+    a final observation whenever ``extras["final_obs"]`` is present. All lanes draw from one
+    generator, seeded with the first lane's seed.
 
     Args:
-        env: the environment; it is closed with this.
+        env: the environment. The system closes it.
 
     Raises:
-        EnvironmentRefused: it has several agents, or does not reset itself within its step.
-        SpaceError: a space that no column can hold.
+        EnvironmentRefused: the environment has several agents, or does not reset itself within its
+            step.
+        SpaceError: no column can hold a space.
     """
 
     package = "isaaclab"
@@ -102,21 +103,24 @@ class IsaacLabSystem(System):
 
     @property
     def ticks(self) -> int | None:
-        """Steps of physics in a transition, by ``cfg.decimation`` and wrappers; None without it."""
+        """Physics steps in a transition, from ``cfg.decimation`` and wrappers.
+
+        None if the configuration has no ``decimation``.
+        """
         configured = hasattr(getattr(self.env.unwrapped, "cfg", None), "decimation")
         return ticks_of_objects([self.env]) if configured else None
 
     def describe(self) -> dict[str, Any]:
-        """The task, and the kind of environment."""
+        """Return the task and the kind of environment."""
         spec = getattr(self.env, "spec", None)
         return {"id": spec.id if spec else None, "type": type(self.env.unwrapped).__name__}
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """``isaaclab:Isaac-Cartpole-v0``, where the app was launched before.
+        """Make a task such as ``isaaclab:Isaac-Cartpole-v0``. Launch the Isaac Lab app first.
 
-        ``kwargs``: ``device`` ("cuda:0"), ``render_mode``, and entries of the task's ``cfg``, of
-        which ``compute_final_obs`` is true where it has one and nothing else is said.
+        ``kwargs`` are ``device`` (default "cuda:0"), ``render_mode``, and entries of the task's
+        ``cfg``. If the ``cfg`` has ``compute_final_obs``, the default is True.
         """
         env = make_task(name, lanes, kwargs)
         with closing_on_error(env):
@@ -124,7 +128,7 @@ class IsaacLabSystem(System):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over an environment of Isaac Lab's classes, or of ones that inherit them."""
+        """Wrap an instance of Isaac Lab's classes or their subclasses; None for other objects."""
         if not isinstance(made, (gymnasium.Env, VectorEnv)):
             return None
         modules = (kind.__module__ for kind in type(made.unwrapped).__mro__)

@@ -12,12 +12,12 @@ PACKAGES = ("isaaclab_tasks", "omni.isaac.lab_tasks")
 
 
 def make_task(name: str, lanes: int, given: Mapping[str, Any]) -> Any:
-    """The environment of a task; ``given`` as for `IsaacLabSystem.make`.
+    """Make the environment of a task; ``given`` is as for `IsaacLabSystem.make`.
 
     Raises:
         MissingExtra: Isaac Lab is not installed.
-        EnvironmentRefused: its app was not launched.
-        ArgumentError: an unknown task, or entries that its cfg lacks.
+        EnvironmentRefused: the Isaac Lab app was not launched.
+        ArgumentError: the task is unknown, or its cfg lacks an entry.
     """
     entries = dict(given)
     mode = entries.pop("render_mode", None)
@@ -36,7 +36,7 @@ def make_task(name: str, lanes: int, given: Mapping[str, Any]) -> Any:
 
 
 def _tasks(name: str) -> Any:
-    """The module that knows tasks, which importing its package registers with Gymnasium."""
+    """Return the module with the tasks; importing its package registers them with Gymnasium."""
     for package in PACKAGES:
         try:
             import_module(package)

@@ -1,1 +1,1 @@
-"""Helpers of systems of one kind: pure functions, agents, and lanes side by side."""
+"""Helpers shared by systems: pure functions, agents, and single-lane environments."""

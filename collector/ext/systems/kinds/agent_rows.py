@@ -1,4 +1,4 @@
-"""Observations of agents, agent by agent, in columns of their groups."""
+"""Write observations, agent by agent, into the columns of agent groups."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +17,10 @@ class AgentRows:
 
     def __init__(self, groups: Sequence[Group], lanes: int) -> None:
         self.slices: dict[str, slice] = {}
-        """The agents of each group, among all of them."""
+        """The agents of each group, as a slice of all agents."""
         self._of_groups: list[list[Array]] = []
         self._rows: list[dict[str, list[Any]]] = [{} for _ in range(lanes)]
-        """By lane and agent: the getter of a value in an observation, its target, and its cast."""
+        """The getter, target array and cast of each value, by lane and agent."""
         at = 0
         for group in groups:
             self.slices[group.name] = slice(at, at := at + len(group.agents))
@@ -38,16 +38,17 @@ class AgentRows:
                     rows[agent] = list(zip(getters, own, exact, strict=True))
 
     def with_masks(self, masks: Array) -> list[Array]:
-        """The columns that are declared; ``masks`` ``[lane, agent]`` are those of all agents."""
+        """Return the declared columns; ``masks`` ``[lane, agent]`` are the masks of all agents."""
         pairs = zip(self._of_groups, self.slices.values(), strict=True)
         return [each for arrays, part in pairs for each in (*arrays, masks[:, part])]
 
     def put(self, lane: int, seen: Mapping[str, Any], first_lane: int) -> None:
-        """Copy the observations of a lane's agents; zeros for agents without one.
+        """Copy the observations of a lane's agents; write zeros for agents without one.
 
         Raises:
-            TransitionError: an observation of an agent that has no columns.
-            ValueRefused: a value that its space does not declare.
+            TransitionError: an agent with an observation has no columns, or an observation lacks a
+                part.
+            ValueRefused: a value does not fit its space.
         """
         rows = self._rows[lane]
         if not seen.keys() <= rows.keys():

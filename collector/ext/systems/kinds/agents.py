@@ -1,4 +1,4 @@
-"""Agents of a lane in groups with equal spaces, and the columns of these spaces."""
+"""Groups of agents with equal spaces, and the columns of these spaces."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,10 @@ class Group:
     name: str
     agents: Sequence[str]
     leaves: tuple[Leaf, ...]
-    """Leaves of an agent's observation; dtypes and shapes are those of all ``[agent, ...]``."""
+    """Leaves of an agent's observation.
+
+    Dtypes and shapes are those of the group, ``[agent, ...]``.
+    """
     action: Leaf
 
     @property
@@ -36,22 +39,24 @@ class Group:
 
     @property
     def reward(self) -> TensorSpec:
-        """One number an agent."""
+        """Spec of the group's reward: one number per agent."""
         return Unbounded((len(self.agents), 1), dtype=torch.float32)
 
 
 def grouped(observation: Spaces, action: Spaces, groups: Groups | None = None) -> list[Group]:
-    """The agents, in groups.
+    """Return the agents in groups.
 
     Args:
-        observation: of each agent.
-        action: of each agent.
-        groups: name -> agents. By default it is an agent's name up to its number: "adversary_0" is
-            of "adversary"; where spaces under such a name differ, each agent is a group.
+        observation: observation space of each agent.
+        action: action space of each agent.
+        groups: agents by group name. By default the group is the agent's name without its number:
+            "adversary_0" belongs to "adversary". If spaces under such a name differ, each agent is
+            its own group.
 
     Raises:
-        ArgumentError: ``groups`` are not of these agents, each in one, with equal spaces.
-        SpaceError: a space that no column can hold.
+        ArgumentError: ``groups`` do not contain each agent exactly once, or combine different
+            spaces.
+        SpaceError: no column can hold a space.
     """
     given = by_name(observation, action) if groups is None else groups
     if not isinstance(given, Mapping):
@@ -87,18 +92,18 @@ def declared(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def described(name: str | None, system: object, groups: Sequence[Group]) -> dict[str, Any]:
-    """Provenance of a system of groups."""
+    """Return the provenance of a system with groups."""
     agents = {each.name: list(each.agents) for each in groups}
     return {"id": name, "type": type(system).__name__, "groups": agents}
 
 
 def listed(values: Any) -> Sequence[Any]:
-    """One of each agent: dicts of agents are in their order."""
+    """Return one value per agent as a list; a dict of agents keeps its order."""
     return list(values.values()) if isinstance(values, Mapping) else list(values)
 
 
 def by_name(observation: Spaces, action: Spaces) -> Groups:
-    """Agents by their names up to the number."""
+    """Group agents by their names without the number."""
     found: dict[str, list[str]] = {}
     for agent in observation:
         kind, _, number = agent.rpartition("_")
@@ -115,7 +120,7 @@ def _alike(agents: Sequence[str], *of_agents: Spaces) -> bool:
 
 
 def _spec(leaf: Leaf) -> TensorSpec:
-    """Masks of legal actions are bool, as distributions take them."""
+    """Return the spec of ``leaf``; masks of legal actions are bool, as distributions expect."""
     if leaf.key[-1] != MASK_NAME:
         return leaf.spec
     return Binary(leaf.shape[-1], leaf.shape, dtype=torch.bool)

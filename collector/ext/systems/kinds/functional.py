@@ -1,8 +1,8 @@
-"""Environments that are pure functions of JAX, compiled whole: one call steps every lane.
+"""Environments that are pure JAX functions, compiled as a whole: one call steps every lane.
 
-It keeps the final observations, and begins the next episodes of the lanes that ended, each with a
-key and a context of its own (`functional_lanes`). Contexts are arguments of that call: other values
-compile nothing.
+The call keeps the final observations. It also begins the next episodes of the lanes that ended,
+each with its own key and context (`functional_lanes`). Contexts are arguments of the call, so new
+values do not trigger a compilation.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,21 +20,22 @@ from tallyroll.storage.rows.dtypes import NUMPY
 from tallyroll.storage.rows.keys import Key
 
 _LARGE_NBYTES = 2**11
-"""Bytes of a lane from which a second call is faster than to return observations twice."""
+"""Bytes per lane above which a second call is faster than returning observations twice."""
 
 
 class Functional(FunctionalLanes):
-    """Lanes of a pure function: a subclass writes :meth:`begin` and :meth:`advance` of one lane.
+    """Lanes of a pure function; a subclass defines :meth:`begin` and :meth:`advance` of one lane.
 
     The key of a lane is ``PRNGKey(seed)``, in each episode that has a seed. An episode splits it,
-    ``key, own = split(key)``: it begins with ``own``, and its step t, from 0 on, has
-    ``fold_in(key, t)``. Where JAX runs on an
-    accelerator, what lanes return is copied to the host. Specs are as in `Declares`; ``known`` are
-    those that the environment declares, and ``unbounded`` names columns that leave their bounds.
+    ``key, own = split(key)``: the episode begins with ``own``, and its step t, counted from 0, uses
+    ``fold_in(key, t)``. If JAX runs on an accelerator, the system copies the results of the lanes
+    to the host. Specs are as in `Declares`. ``known`` holds the specs that the environment
+    declares, and ``unbounded`` names columns that exceed their bounds.
 
     Raises:
-        ArgumentError, SpaceError: the declarations do not fit what the environment returns.
-        EnvironmentRefused: a step changes what the state is made of.
+        ArgumentError: ``unbounded`` names an unknown column.
+        SpaceError: the declarations do not fit the values that the environment returns.
+        EnvironmentRefused: a step changes the structure of the state or of the observation.
     """
 
     why_no_resets = "it was made without context=, specs of what its resets take"
@@ -56,7 +57,7 @@ class Functional(FunctionalLanes):
         self._renews = False
         self._keys = jax.jit(jax.vmap(jax.random.PRNGKey))
         self._begun = jax.jit(self._begin_all)
-        # JAX writes the next states where the last ones were. Keys stay: a reset needs them.
+        # JAX reuses the memory of the last states. It does not reuse the keys, which a reset needs.
         self._moved = jax.jit(self._move, donate_argnums=0)
         self._renewed = jax.jit(self._renew, donate_argnums=0)
         self._restarted = jax.jit(self._restart)
@@ -83,7 +84,7 @@ class Functional(FunctionalLanes):
 
     @property
     def ticks(self) -> int | None:
-        """Ticks of a transition, by the environment that a subclass has in ``_env``; 1 without."""
+        """Ticks of a transition, from the environment in ``_env``; 1 without one."""
         return ticks_of_objects([self._env])
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Array]:
@@ -100,7 +101,7 @@ class Functional(FunctionalLanes):
         return _views(first)
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
-        """Step all lanes, and begin the next episode of those that ended."""
+        """Step all lanes, and begin the next episode of the lanes that ended."""
         if self._apart:
             self._carry, final, reward, told, agents = self._moved(*self._carry, (*action,))
             ends, first = np.asarray(told), final
@@ -123,12 +124,15 @@ class Functional(FunctionalLanes):
         )
 
     def _drawn(self) -> NextStarts:
-        # JAX may use the memory of NumPy's arrays itself, and the driver draws into these.
+        # JAX may share the memory of NumPy arrays, and the driver draws into these arrays.
         names, seeds = self.declares.context, self.next_seeds
         context = {name: self.next_context[name].copy() for name in names} if names else {}
         return NextStarts(context, None if seeds is None else seeds.astype(np.uint32))
 
 
 def _views(arrays: Iterable[Any]) -> list[Array]:
-    """Return NumPy views; on the CPU of JAX's own memory, in a fifth of from_dlpack's time."""
+    """Return NumPy views.
+
+    On the CPU they share JAX's memory, five times faster than from_dlpack.
+    """
     return [np.asarray(each) for each in arrays]

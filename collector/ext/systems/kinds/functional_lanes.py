@@ -1,4 +1,4 @@
-"""All lanes of a pure function of JAX in one call, which also begins their next episodes."""
+"""Step all lanes of a pure JAX function, and begin their next episodes, in one call."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,15 @@ _FEW = 8
 
 
 class NextStarts(NamedTuple):
-    """Beginnings of next episodes, ``[lane, ...]``."""
+    """Initial values of the next episodes, ``[lane, ...]``."""
 
     context: Context
     seeds: Any
-    """None: keys go on from those of the last episodes."""
+    """None: derive keys from those of the last episodes."""
 
 
 class StepOutcome(NamedTuple):
-    """The result of a step of one lane: trees and arrays of JAX."""
+    """The result of a step of one lane, as JAX trees and arrays."""
 
     state: Any
     observation: Any
@@ -41,23 +41,24 @@ class StepOutcome(NamedTuple):
 
 
 class FunctionalLanes(System):
-    """Lanes that `Functional` compiles; a subclass writes :meth:`begin` and :meth:`advance`."""
+    """Base of `Functional`. A subclass defines :meth:`begin` and :meth:`advance`."""
 
     _jax: Any
     _keys: Any
-    """The keys of seeds, compiled."""
+    """Compiled function from seeds to keys."""
     _begun: Any
     """:meth:`_begin_all`, compiled."""
 
     @abstractmethod
     def begin(self, key: Any, context: Context) -> tuple[Any, Any]:
-        """The first state of an episode, and its observation."""
+        """Return the first state of an episode and its observation."""
 
     @abstractmethod
     def advance(self, key: Any, state: Any, action: Sequence[Any], context: Context) -> StepOutcome:
-        """A step; nothing is reset in it."""
+        """Return the result of a step, which does not reset."""
 
-    # --- of all lanes, compiled: a carry is the leaves of states, (keys, steps done, contexts) ----
+    # --- all lanes, compiled; a carry is (leaves of states, (keys, steps done, contexts))
+    # ----------
 
     def _begin_all(self, keys: Any, context: Context) -> tuple[Any, list[Any]]:
         jax = self._jax
@@ -82,7 +83,7 @@ class FunctionalLanes(System):
         return carry, first, final, reward, ends, agents
 
     def _move(self, leaves: Any, rest: Any, action: Sequence[Any]) -> tuple[Any, ...]:
-        """A step, without the next episodes."""
+        """Step all lanes without beginning the next episodes."""
         jax = self._jax
         keys, steps, context = rest
         state = jax.tree_util.tree_unflatten(self._tree, leaves)
@@ -100,9 +101,9 @@ class FunctionalLanes(System):
     def _renew(
         self, leaves: Any, rest: Any, final: Any, ends: Any, drawn: NextStarts
     ) -> tuple[Any, Any]:
-        """Begin the next episodes of lanes that ended, a few at a time: mostly they are few.
+        """Begin the next episodes of lanes that ended, a few lanes at a time.
 
-        ``ends`` are terminated and truncated, bool ``[2, lane]``.
+        Few lanes end in most steps. ``ends`` are terminated and truncated, bool ``[2, lane]``.
         """
         jax, lanes = self._jax, self.declares.lanes
         few, over, start = max(_FEW, lanes // _FEW), ends[0] | ends[1], ((leaves, rest), final)
@@ -112,7 +113,7 @@ class FunctionalLanes(System):
             found: tuple[Any, Any] = merged(jax, over, self._begin_all(keys, drawn.context), before)
             return found
 
-        if lanes <= few:  # to find the lanes, and to gather theirs, would take longer
+        if lanes <= few:  # finding and gathering the lanes would take longer
             carry, first = jax.lax.cond(over.any(), all_at_once, lambda before: before, start)
             return carry, first
 

@@ -1,4 +1,4 @@
-"""Trees of JAX as columns, spaces as specs, and how environments of JAX are made."""
+"""Convert JAX trees to columns and spaces to specs, and make JAX environments."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from tallyroll.storage.rows.keys import Key, format_key
 
 
 def keyed(jax: Any, tree: Any) -> dict[Key, Any]:
-    """The leaves of a tree of arrays by their names; an array is ``("observation",)``."""
+    """Return the leaves of a tree of arrays by name; a bare array is ``("observation",)``."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         names = [getattr(p, "key", getattr(p, "name", getattr(p, "idx", p))) for p in path]
@@ -26,16 +26,16 @@ def keyed(jax: Any, tree: Any) -> dict[Key, Any]:
 
 
 def strong(jax: Any, leaves: Iterable[Any]) -> list[Any]:
-    """Leaves without weak types: a second step would be compiled for these."""
+    """Return leaves without weak types, which would trigger a compilation of the second step."""
     convert = jax.lax.convert_element_type
     return [convert(x, x.dtype) if getattr(x, "weak_type", False) else x for x in leaves]
 
 
 def merged(jax: Any, lanes: Any, new: Any, old: Any) -> Any:
-    """The tree ``new`` in ``lanes``, bool ``[lane]``, and ``old`` in the others."""
+    """Return the tree ``new`` in ``lanes``, bool ``[lane]``, and ``old`` in the others."""
 
     def pick(one: Any, other: Any) -> Any:
-        if one.shape[:1] != lanes.shape:  # of no lane, as memory of MuJoCo Warp is
+        if one.shape[:1] != lanes.shape:  # not per lane, such as the memory of MuJoCo Warp
             return other
         return jax.numpy.where(lanes.reshape(-1, *[1] * (one.ndim - 1)), one, other)
 
@@ -43,7 +43,10 @@ def merged(jax: Any, lanes: Any, new: Any, old: Any) -> Any:
 
 
 def placed(jax: Any, at: Any, lanes: int, new: Any, old: Any) -> Any:
-    """The tree ``old``, with the rows of ``new`` in the lanes ``at``; `lanes` of it are no lane."""
+    """Return the tree ``old`` with the rows of ``new`` in the lanes ``at``.
+
+    An entry of ``at`` that equals ``lanes`` is not a lane, and its row is dropped.
+    """
 
     def put(one: Any, other: Any) -> Any:
         if one.shape[:1] != at.shape or other.shape[:1] != (lanes,):
@@ -54,10 +57,10 @@ def placed(jax: Any, at: Any, lanes: int, new: Any, old: Any) -> Any:
 
 
 def require_same(jax: Any, reset: Any, step: Any, what: str) -> None:
-    """Raise where the trees ``[lane, ...]`` of a reset and of a step have other arrays.
+    """Check that the trees ``[lane, ...]`` of a reset and of a step have the same arrays.
 
     Raises:
-        EnvironmentRefused: says which.
+        EnvironmentRefused: an array differs. The message names it.
     """
     (one, _), (other, _) = map(jax.tree_util.tree_flatten_with_path, (reset, step))
     before, after = (
@@ -75,13 +78,14 @@ def require_same(jax: Any, reset: Any, step: Any, what: str) -> None:
 def specs_of(
     returned: Mapping[Key, Any], known: Mapping[Key, TensorSpec], unbounded: Sequence[str]
 ) -> dict[Key, TensorSpec]:
-    """The specs of one lane's columns, of the dtypes that are ``returned`` ``[lane, ...]``.
+    """Return the specs of one lane's columns, with the dtypes of ``returned`` ``[lane, ...]``.
 
-    ``known`` have bounds, and ``unbounded`` names some that do not hold.
+    ``known`` specs have bounds, and ``unbounded`` names columns that exceed them.
 
     Raises:
-        ArgumentError: a name in ``unbounded`` is no column.
-        SpaceError: a column has another shape than is known of it, or a dtype that none can hold.
+        ArgumentError: a name in ``unbounded`` is not a column.
+        SpaceError: the shape of a column differs from its known spec, or no column can hold its
+            dtype.
     """
     names = [format_key(key) for key in returned]
     if unknown := {*unbounded} - {*names}:
@@ -107,30 +111,30 @@ def specs_of(
 
 
 def observations(space: spaces.Space[Any]) -> dict[Key, TensorSpec]:
-    """The specs of one lane's columns of an observation space."""
+    """Return the specs of one lane's columns of an observation space."""
     return {leaf.key: leaf.spec[0] for leaf in observation_leaves(space, 1)}
 
 
 def actions(space: spaces.Space[Any]) -> dict[Key, TensorSpec]:
-    """The spec of one lane's action.
+    """Return the spec of one lane's action.
 
     Raises:
-        SpaceError: it is composite.
+        SpaceError: the action space is composite.
     """
     leaf = action_leaf(space, 1)
     return {leaf.key: leaf.spec[0]}
 
 
 def contexts(names: Iterable[str], found: Mapping[str, Any], of: str) -> dict[str, TensorSpec]:
-    """The specs of contexts, from the values that parameters of these names have.
+    """Return the specs of contexts, derived from the current values of the parameters.
 
     Args:
-        names: of contexts.
+        names: names of the contexts.
         found: parameters by name.
-        of: what has them, and how they are found, for messages.
+        of: owner of the parameters and how to find them, for messages.
 
     Raises:
-        ArgumentError: one is no parameter, or is no array of numbers.
+        ArgumentError: a name is not a parameter, or its value is not an array of numbers.
     """
     specs: dict[str, TensorSpec] = {}
     for name in names:
@@ -146,10 +150,10 @@ def contexts(names: Iterable[str], found: Mapping[str, Any], of: str) -> dict[st
 
 
 def made(name: str, kwargs: Mapping[str, Any], make: Callable[..., Any]) -> Any:
-    """``make(name, **kwargs)``.
+    """Return ``make(name, **kwargs)``.
 
     Raises:
-        ArgumentError: there is no such environment, or it does not take ``kwargs``.
+        ArgumentError: the environment does not exist, or does not accept ``kwargs``.
     """
     try:
         return make(name, **kwargs)
@@ -159,10 +163,10 @@ def made(name: str, kwargs: Mapping[str, Any], make: Callable[..., Any]) -> Any:
 
 
 def refuse_bare(made: object, module: str, kind: str, system: str) -> None:
-    """Raise where ``made`` is a ``kind`` of ``module``, one lane of which ``system`` makes many.
+    """Raise if ``made`` is a ``kind`` of ``module``: one lane, from which ``system`` makes many.
 
     Raises:
-        ArgumentError: says what to pass.
+        ArgumentError: ``made`` is such an environment. The message says what to pass.
     """
     found = getattr(sys.modules.get(module), kind, None)
     if isinstance(found, type) and isinstance(made, found):

@@ -1,4 +1,4 @@
-"""Spaces of the old gym."""
+"""Convert spaces of the old gym package."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from gymnasium import spaces
 
 
 def as_gymnasium(space: Any) -> spaces.Space[Any]:
-    """A space of the old gym as Gymnasium's."""
+    """Convert a space of the old gym package to a Gymnasium space."""
     kind, of = type(space).__name__, spaces
     if kind == "Dict":
         return of.Dict({name: as_gymnasium(each) for name, each in space.spaces.items()})

@@ -1,4 +1,4 @@
-"""Environments of one lane each, side by side."""
+"""Helpers for systems with one environment object per lane."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from tallyroll.collector.envs.system import Mask
 
 @contextmanager
 def all_or_none() -> Iterator[list[Any]]:
-    """A list for environments that are made inside; where that fails, they are closed again."""
+    """Yield a list for new environments, and close them all if the block raises."""
     made: list[Any] = []
     try:
         yield made
@@ -19,11 +19,11 @@ def all_or_none() -> Iterator[list[Any]]:
 
 
 def close_all(envs: Sequence[Any]) -> None:
-    """Close each of them."""
+    """Close each environment."""
     for env in envs:
         env.close()
 
 
 def numbers(lanes: Mask | None, count: int) -> Sequence[int]:
-    """The numbers of the lanes of a mask; None: all ``count``."""
+    """Return the indices of the lanes of a mask; None selects all ``count`` lanes."""
     return range(count) if lanes is None else lanes.nonzero()[0].tolist()

@@ -1,4 +1,4 @@
-"""Games of OpenSpiel that can be played with seeds, their columns, and moves of chance."""
+"""Checks of OpenSpiel games, their columns, and their chance moves."""
 
 from collections.abc import Callable
 from struct import Struct
@@ -18,17 +18,17 @@ GROUP = "players"
 OVER = -4  # pyspiel.PlayerId.TERMINAL
 CHANCE = -1  # pyspiel.PlayerId.CHANCE
 _COMPARED = 20
-"""Moves over which an observer is compared with what states list."""
+"""Number of moves over which an observer is compared with the tensors of states."""
 
 Write: TypeAlias = Callable[[int, Any, int], None]
-"""Writes what a player sees, in a state, to a place."""
+"""Writes the tensor of a player in a state to a place in a column."""
 
 
 def require_playable(game: Any) -> None:
-    """Raise where ``game`` cannot be repeated by a seed, or shows its players nothing.
+    """Raise if no seed can repeat ``game``, or if it shows its players nothing.
 
     Raises:
-        EnvironmentRefused: says why.
+        EnvironmentRefused: the game is unsuitable. The message gives the reason.
     """
     kind = game.get_type()
     name, dynamics, chance = kind.short_name, type(kind).Dynamics, type(kind).ChanceMode
@@ -54,7 +54,10 @@ def tensors_of(game: Any) -> dict[str, tuple[int, ...]]:
 
 
 def declares_of(game: Any, lanes: int) -> Declares:
-    """Return the declaration of plays of ``game``; players that move at once are a group."""
+    """Return the declaration of plays of ``game``.
+
+    Players that move simultaneously form a group.
+    """
     kind, players, actions = game.get_type(), game.num_players(), game.num_distinct_actions()
     together = kind.dynamics == type(kind).Dynamics.SIMULTANEOUS
     each, at = ((players,), (GROUP,)) if together else ((), ())
@@ -80,10 +83,11 @@ def declares_of(game: Any, lanes: int) -> Declares:
 
 
 def writer(game: Any, name: str, column: NDArray[np.float32], seats: int) -> Write:
-    """Return a function that writes the tensor ``name`` of a player to its place in ``column``.
+    """Return a function that writes the tensor ``name`` of a player to a place in ``column``.
 
-    Places are counted over ``[lane, seat]``. An observer of the game keeps a tensor in memory of
-    its own, from which it is copied: a list of its floats takes ten times as long.
+    Places are counted over ``[lane, seat]``. An observer of the game keeps the tensor in its own
+    memory, and the function copies it from there. Copying a list of its floats takes ten times as
+    long.
     """
     size, memory = column[0].nbytes // seats, column.data.cast("B")
     method = f"{name}_tensor"
@@ -106,10 +110,10 @@ def writer(game: Any, name: str, column: NDArray[np.float32], seats: int) -> Wri
 
 
 def observer_of(game: Any, name: str) -> Any:
-    """Return OpenSpiel's observer of the tensor ``name``; None: it has none that agrees.
+    """Return OpenSpiel's observer of the tensor ``name``, or None if there is none that agrees.
 
-    Observers of games that are written in Python are classes of their own, and some of them see
-    what the state does not list.
+    Observers of games written in Python are separate classes, and some of them include values that
+    the state's tensor does not.
     """
     if hasattr(game, "make_py_observer"):
         return None
@@ -125,7 +129,7 @@ def observer_of(game: Any, name: str) -> Any:
 
 
 def _agrees(game: Any, method: str, observer: Any) -> bool:
-    """Return whether an observer sees what states list, over the first moves of a play."""
+    """Return True if an observer agrees with the state's tensors over the first moves of a play."""
     if observer is None or observer.tensor is None:
         return False
     state, players = game.new_initial_state(), range(game.num_players())
@@ -146,7 +150,7 @@ def _agrees(game: Any, method: str, observer: Any) -> bool:
 
 
 def play_chance(state: Any, rng: np.random.Generator) -> None:
-    """Let chance move, of one number a node, until a player is to move or the game is over."""
+    """Play chance moves until a player is to move or the game is over, with one draw per node."""
     while state.is_chance_node():
         drawn = rng.random()
         for outcome, share in state.chance_outcomes():  # noqa: B007  the last one drawn

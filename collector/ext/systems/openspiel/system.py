@@ -1,4 +1,4 @@
-"""Games of OpenSpiel: turn-based ones, and those in which all players move at once."""
+"""OpenSpiel games, both turn-based and with simultaneous moves."""
 
 import sys
 from collections.abc import Sequence
@@ -24,20 +24,22 @@ from tallyroll.collector.ext.systems.openspiel.games import (
 
 
 class OpenSpielSystem(System):
-    """A ``pyspiel.Game``, one play of it a lane; chance is drawn from each lane's own generator.
+    """A ``pyspiel.Game`` with one play per lane. Each lane draws chance from its own generator.
 
-    Turn-based: what the player to move sees is ``"observation"`` and ``"information_state"``, as
-    far as the game has them, with ``"action_mask"`` and ``"current_player"`` (-4 when the game is
-    over, which the player that moved last sees, with a mask that is all False). The reward is
-    ``[player]``, what each has gained since the move before. A game of simultaneous moves has a
-    group ``"players"`` instead, with all of that for each player.
+    Turn-based games: ``"observation"`` and ``"information_state"``, if the game has them, are those
+    of the player to move, with ``"action_mask"`` and ``"current_player"``. When the game is over,
+    ``"current_player"`` is -4, the observation is that of the player that moved last, and the mask
+    is all False. The reward is ``[player]``: the gain of each player since the previous move.
+
+    Games with simultaneous moves have a group ``"players"`` instead, with all of these columns for
+    each player.
 
     Args:
         game: the game.
-        lanes: plays at a time.
+        lanes: number of concurrent plays.
 
     Raises:
-        EnvironmentRefused: a game that cannot be repeated, or that shows its players nothing.
+        EnvironmentRefused: no seed can repeat the game, or it shows its players nothing.
     """
 
     package, extra = "pyspiel", "openspiel"
@@ -51,7 +53,7 @@ class OpenSpielSystem(System):
         self.declares = d = declares_of(game, lanes)
         self._together = bool(d.groups)
         self._seats = self._players if self._together else 1
-        """Observations of a lane at a time: one of each player, or that of the one to move."""
+        """Observations of a lane at a time: one per player, or only that of the player to move."""
         *tensors, legal = list(d.observation.values())[: len(seen) + 1]
         self._tensors = [np.zeros((lanes, *spec.shape), np.float32) for spec in tensors]
         self._legal = np.zeros((lanes, *legal.shape), np.bool_)
@@ -65,10 +67,10 @@ class OpenSpielSystem(System):
         ]
         self._size = legal.shape[-1]
         self._marks = self._legal.reshape(-1).view(np.uint8).data
-        """The marks of legal moves, of all lanes and players in a row."""
+        """Flags of legal moves, for all lanes and players in a row."""
         self._no_move = bytes(self._size)
         self._moves: list[Sequence[int]] = [()] * (lanes * self._seats)
-        """The moves that are marked, of all lanes and players."""
+        """The moves that are flagged as legal, by lane and player."""
         self._reward = np.zeros((lanes, self._players))
         self._over, self._cut = np.zeros((2, lanes), np.bool_)
         self._ends, self._cuts = np.zeros((2, lanes, self._players), np.bool_)
@@ -79,7 +81,7 @@ class OpenSpielSystem(System):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """The game of that name, as ``pyspiel.load_game`` reads it; ``kwargs`` parametrise it."""
+        """Make a game as ``pyspiel.load_game`` does; ``kwargs`` are parameters of the game."""
         pyspiel = needs("pyspiel", "openspiel")
         try:
             return cls(
@@ -91,16 +93,16 @@ class OpenSpielSystem(System):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system of one lane over a ``pyspiel.Game``."""
+        """Wrap a ``pyspiel.Game`` with one lane; return None for other objects."""
         pyspiel = sys.modules.get("pyspiel")
         return cls(made) if pyspiel is not None and isinstance(made, pyspiel.Game) else None
 
     def describe(self) -> dict[str, Any]:
-        """The game, with its parameters."""
+        """Return the game with its parameters."""
         return {"id": str(self._game), "type": type(self).__name__}
 
     def reset(self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any) -> list[Any]:
-        """Begin new plays; a seed is that of a lane's chance."""
+        """Begin new plays. A seed seeds a lane's chance."""
         seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
         for lane in numbers(lanes, len(self._states)):
             if seeds is not None:
@@ -110,7 +112,7 @@ class OpenSpielSystem(System):
         return self._arrays
 
     def step(self, action: Sequence[Any], lanes: Mask | None = None) -> Step:
-        """Move in all lanes, or in those of a mask."""
+        """Apply moves in all lanes, or in the lanes of a mask."""
         rows, moves = numbers(lanes, len(self._states)), action[0].tolist()
         self._require_legal(rows, moves)
         reward, over, look = self._reward, self._over, self._look
@@ -123,7 +125,7 @@ class OpenSpielSystem(System):
                 state.apply_action(moves[lane])
             elif turn < 0:
                 state.apply_actions(moves[lane])
-            else:  # in a game of simultaneous moves it may be one player's turn, too
+            else:  # a game of simultaneous moves may also have turns of one player
                 state.apply_action(moves[lane][turn])
             if look(lane, turn) == OVER:
                 over[lane] = True
@@ -150,9 +152,10 @@ class OpenSpielSystem(System):
                 start += size
 
     def _look(self, lane: int, moved: int) -> int:
-        """Let chance play in a lane where ``moved`` was the last, and write what is seen.
+        """Play chance in a lane after a move of player ``moved``, and write the observations.
 
-        Returns the player to move.
+        Returns:
+            The player to move.
         """
         state = self._states[lane]
         turn: int = state.current_player()
@@ -170,7 +173,7 @@ class OpenSpielSystem(System):
             for write in self._writers:
                 write(place, state, player)
             moves: Sequence[int] = state.legal_actions(player) if turn != OVER else ()
-            # Among players that move at once, one without a legal move makes the first one.
+            # With simultaneous moves, a player without a legal move plays the first action.
             self._mark(place, moves or ((0,) if self._together else ()))
             place += 1
         return turn

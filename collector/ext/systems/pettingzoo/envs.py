@@ -1,4 +1,4 @@
-"""PettingZoo's environments: by name, and AEC ones stepped as parallel ones are."""
+"""Make PettingZoo environments by name, and adapt AEC environments to the parallel interface."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ def factory_of(name: str) -> Callable[..., Any]:
     if (known := registered(name)) is not None:
         return known
     path, _, function = name.replace("/", ".").replace("-", "_").partition(":")
-    for module in (path, f"pettingzoo.{path}"):  # before 1.27 there was no registry
+    for module in (path, f"pettingzoo.{path}"):  # before version 1.27 PettingZoo had no registry
         try:
             found = find_spec(module)
         except (ModuleNotFoundError, ValueError):
@@ -41,7 +41,7 @@ def factory_of(name: str) -> Callable[..., Any]:
 
 
 def registered(name: str) -> Callable[..., Any] | None:
-    """Return the factory of a name that PettingZoo's registry has; None: no name of a module.
+    """Return the factory of a name in PettingZoo's registry; None if the registry lacks it.
 
     Raises:
         MissingExtra: PettingZoo is not installed.
@@ -55,11 +55,13 @@ def registered(name: str) -> Callable[..., Any] | None:
 
 
 def make_into(envs: list[Any], name: str, lanes: int, kwargs: Mapping[str, Any]) -> None:
-    """Make an environment a lane; those that were made are in ``envs`` where one is not.
+    """Append one environment per lane to ``envs``.
+
+    If one fails, ``envs`` contains those made before it.
 
     Raises:
-        ArgumentError: an unknown name, or arguments that it does not take.
-        MissingExtra: a package that it needs is not installed.
+        ArgumentError: the name is unknown, or the environment does not accept the arguments.
+        MissingExtra: a package that the environment needs is not installed.
     """
     factory = factory_of(name)
     try:
@@ -74,16 +76,16 @@ def make_into(envs: list[Any], name: str, lanes: int, kwargs: Mapping[str, Any])
     except (TypeError, AssertionError) as error:
         raise ArgumentError(f"pettingzoo:{name} with {dict(kwargs)}: {error}") from error
     except Exception as error:
-        if isinstance(error.__cause__, ImportError):  # by PettingZoo's own make
+        if isinstance(error.__cause__, ImportError):  # raised by PettingZoo's own make
             raise MissingExtra(str(error)) from error
         raise
 
 
 def alike(envs: Sequence[Any]) -> tuple[list[Any], Spaces, Spaces]:
-    """Parallel environments; observation and action spaces of all agents there may be.
+    """Return parallel environments, and the observation and action spaces of all possible agents.
 
     Raises:
-        ArgumentError: environments do not say which, or not the same.
+        ArgumentError: an environment does not list its possible agents, or environments differ.
     """
     if unknown := [str(env) for env in envs if not getattr(env, "possible_agents", None)]:
         raise ArgumentError(f"{unknown[0]} names no possible_agents, so its columns are unknown")
@@ -97,7 +99,7 @@ def alike(envs: Sequence[Any]) -> tuple[list[Any], Spaces, Spaces]:
 
 
 def _parallel(env: Any) -> Any:
-    """``env``, or an AEC environment as something that is stepped in the same way."""
+    """Return ``env``, or an adapter that steps an AEC environment in the same way."""
     if hasattr(env, "agent_iter"):
         if not env.metadata.get("is_parallelizable", False):
             return AgentTurns(env)

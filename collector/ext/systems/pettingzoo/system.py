@@ -1,4 +1,4 @@
-"""PettingZoo: parallel and AEC environments, a lane each, their agents in groups."""
+"""PettingZoo parallel and AEC environments, one per lane, with agents in groups."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,23 +23,23 @@ from tallyroll.collector.policies.random_actions import MASK_NAME
 from tallyroll.storage.rows.keys import NEXT, Key
 
 Infos = Mapping[str, Any]
-"""The infos of a lane, by agent."""
+"""Infos of a lane, by agent."""
 
 
 class AgentMasks:
-    """The masks of the agents that act next, by group.
+    """Action masks of the agents that act next, by group.
 
-    A group has masks if the first infos of some agent have one, and its observations have none. An
-    agent without one may choose any action.
+    A group has masks if the first infos of any of its agents have one, and its observations have
+    none. An agent without a mask may choose any action.
 
     Args:
-        groups: the agents.
-        first: the infos of the first reset, by lane.
+        groups: the groups of agents.
+        first: infos of the first reset, by lane.
     """
 
     def __init__(self, groups: Sequence[Group], first: Sequence[Infos]) -> None:
         self.legal: dict[Key, NDArray[np.bool_]] = {}
-        """Masks ``[lane, agent, ...]`` by action, as `System.legal`."""
+        """Masks ``[lane, agent, ...]`` by action, as in `System.legal`."""
         self._groups: list[tuple[Group, NDArray[np.bool_], tuple[int, ...], bool]] = []
         for group in groups:
             if any(leaf.key == (MASK_NAME,) for leaf in group.leaves):
@@ -55,10 +55,11 @@ class AgentMasks:
             self._groups.append((group, marks, found.shape, bits))
 
     def put(self, lane: int, infos: Infos, acting: Sequence[str], first_lane: int) -> None:
-        """Take the masks of the agents of a ``lane`` that act next.
+        """Store the masks of the agents of ``lane`` that act next.
 
         Raises:
-            TransitionError: a mask of another shape than the first one, or of other numbers.
+            TransitionError: the shape of a mask differs from the first one, or a mask has invalid
+                numbers.
         """
         for group, marks, shape, bits in self._groups:
             marks[lane] = True
@@ -88,33 +89,36 @@ def _mask_in(infos: Infos, agent: str) -> NDArray[Any] | None:
 
 
 class PettingZooSystem(System):
-    """PettingZoo environments side by side: an env step is a joint step of all living agents.
+    """PettingZoo environments side by side. One step is a joint step of all living agents.
 
-    Masks say which agents act: those in ``env.agents``, whether they were there from the reset on,
-    joined, or came back. A lane's episode goes on until ``env.agents`` is empty, and is truncated
-    where one of the last ones was. Only an agent that acted in a step can end in it; what it saw
-    then is its final observation, and later ones are zeros. Where a step returns no observation
-    of an agent that acted in it, be it that it ended or that it is absent from then on, that is
-    zeros too, and ``("collector", "next_valid", group)`` is False. A step that returns no
-    reward of an agent that acted and is not absent, or drops one from ``env.agents`` without a
-    flag, is an error. One that joins or comes back saw nothing before: the row in which it does
-    has a mask that is False at the root, and True in
-    ``next``, with its first observation. One that is absent without an end is not done. Rewards
-    are what the step returned of each agent. Random actions keep to the
-    ``action_mask`` in an agent's observation or info.
+    Masks mark the agents that act. These are the agents in ``env.agents``: they may be present from
+    the reset on, join later, or return. A lane's episode ends when ``env.agents`` is empty. It is
+    truncated if one of the last agents was truncated, and terminated otherwise.
 
-    An AEC environment that is parallelizable is stepped in cycles. In any other an env step is the
-    turn of one agent: the mask says whose turn is next, observations are those of all living
-    agents, rewards what the turn brought each of them, and the steps that take dead agents away
-    are made within it.
+    Only an agent that acted in a step can end in it. Its observation after that step is its final
+    observation, and later observations are zeros. If a step returns no observation of an agent that
+    acted in it, because the agent ended or is absent from then on, that observation is zeros too,
+    and ``("collector", "next_valid", group)`` is False. A step is an error if it returns no reward
+    for an agent that acted and is not absent, or drops an agent from ``env.agents`` without a flag.
+
+    An agent that joins or returns has no earlier observation. In the row in which it does so, its
+    mask is False at the root and True in ``next``, which has its first observation. An agent that
+    is absent without an end is not done. Rewards are those that the step returned for each agent.
+    Random actions respect the ``action_mask`` in an agent's observation or info.
+
+    A parallelizable AEC environment is stepped in cycles. In any other AEC environment, a step is
+    the turn of one agent: the mask marks the agent whose turn is next, observations are those of
+    all living agents, and rewards are those of the turn for each of them. The same step also makes
+    the calls that remove dead agents.
 
     Args:
-        envs: parallel or AEC environments, all alike; they are closed with this.
-        groups: group -> its agents; None: by name and spaces (`agents.grouped`).
-        name: what made them, as provenance.
+        envs: parallel or AEC environments, all alike. The system closes them.
+        groups: agents by group name. None groups them by name and spaces (`agents.grouped`).
+        name: name of the environment, for provenance.
 
     Raises:
-        ArgumentError, SpaceError: environments, groups or spaces that cannot be driven.
+        ArgumentError: the environments or groups are invalid.
+        SpaceError: no column can hold a space.
     """
 
     package = "pettingzoo"
@@ -135,11 +139,11 @@ class PettingZooSystem(System):
         shape = lanes, len(self._names)
         self._reward = np.zeros(shape)
         self._seen = np.ones(shape, np.bool_)
-        """False for agents that acted in the last step and were not observed after it."""
+        """False for agents that acted in the last step and have no observation after it."""
         self._group_of = {agent: each.name for each in self._groups for agent in each.agents}
         self._mask, self._terminated, self._truncated = np.zeros((3, *shape), np.bool_)
         self._living = np.zeros(shape, np.bool_) if self._turns else self._mask
-        """Agents that an end can be of; where these take turns, more than those that act."""
+        """Agents that can end. If agents take turns, more agents live than act."""
         self._over = np.zeros((2, lanes), np.bool_)
         self._masks: AgentMasks | None = None
         self._rows = AgentRows(self._groups, lanes)
@@ -158,7 +162,7 @@ class PettingZooSystem(System):
     def reset(
         self, lanes: Mask | None, seeds: Sequence[int] | None, **options: Any
     ) -> Sequence[Array]:
-        """Reset environments; each takes its seed, and options that were drawn for it."""
+        """Reset environments with their seeds and the options drawn for them."""
         seeds = seeds if self.next_seeds is None else self.next_seeds.tolist()
         told: dict[int, Any] = {}
         for lane in numbers(lanes, len(self.envs)):
@@ -184,7 +188,7 @@ class PettingZooSystem(System):
         return self._arrays
 
     def _infos(self, lane: int, infos: Any) -> Mapping[str, Any]:
-        """Return the infos of a lane's agents; an AEC environment has them itself."""
+        """Return the infos of a lane's agents; an AEC environment stores them itself."""
         env = self.envs[lane]
         found = env.infos if self._turns else infos
         return found if isinstance(found, Mapping) else {}
@@ -195,7 +199,7 @@ class PettingZooSystem(System):
         self._masks.put(lane, self._infos(lane, infos), acting, self.first_lane)
 
     def step(self, action: Sequence[Array], lanes: Mask | None = None) -> Step:
-        """Step environments, one after the other."""
+        """Step environments one after the other."""
         names, count = self._names, len(self._names)
         parts = [x.tolist() if ids else x for x, ids in zip(action, self._ids, strict=True)]
         for flags in (self._terminated, self._truncated, self._over):
@@ -251,7 +255,7 @@ class PettingZooSystem(System):
         )
 
     def _read(self, read: Callable[[Any], Any], lane: int, agent: str, value: Any) -> Any:
-        """A reward or flag of an agent."""
+        """Read a reward or flag of an agent."""
         try:
             return read(value)
         except ValueRefused as error:
@@ -261,7 +265,7 @@ class PettingZooSystem(System):
     def _end_agents(
         self, lane: int, terminated: Mapping[str, Any], truncated: Mapping[str, Any]
     ) -> None:
-        """Ends of agents that lived before this step; others had no part in it."""
+        """Record the ends of agents that lived before this step; ignore those of other agents."""
         over = [
             [self._read(flag_of, lane, name, each.get(name, False)) for name in self._names]
             for flag_of, each in ((terminated_of, terminated), (truncated_of, truncated))
@@ -271,7 +275,7 @@ class PettingZooSystem(System):
     def _require_rewards(
         self, lane: int, agents: Sequence[str], rewards: Mapping[str, Any]
     ) -> None:
-        """Raise if one of ``agents``, which acted, has no reward."""
+        """Raise if one of ``agents``, all of which acted, has no reward."""
         if unpaid := [name for name in agents if name not in rewards]:
             raise self._lacking(
                 lane,
@@ -287,8 +291,8 @@ class PettingZooSystem(System):
         terminated: Mapping[str, Any],
         truncated: Mapping[str, Any],
     ) -> None:
-        """Raise if an agent that acted has left ``env.agents``, and no flag says how."""
-        if self._turns:  # its environment answers for agents that it takes away
+        """Raise if an agent that acted left ``env.agents`` without a flag."""
+        if self._turns:  # the environment decides which agents it removes
             return
         agents = self.envs[lane].agents
         for name in acting:
@@ -302,14 +306,14 @@ class PettingZooSystem(System):
                 )
 
     def _lacking(self, lane: int, agent: str, what: str, advice: str) -> ValueRefused:
-        """Return the error for a value that a step did not return of an agent."""
+        """Return the error for a value that a step did not return for an agent."""
         key = (NEXT, self._group_of[agent], what)
         error = ValueRefused(key, f"one of agent {agent}, which acted", "none", advice)
         error.lane = self.first_lane + lane
         return error
 
     def _look(self, lane: int) -> None:
-        """Note which agents act next, and which live."""
+        """Record which agents act next, and which live."""
         env = self.envs[lane]
         agents = set(env.agents)
         if unknown := agents.difference(self._names):
@@ -322,7 +326,7 @@ class PettingZooSystem(System):
             self._living[lane] = [name in env.living for name in self._names]
 
     def _require_left(self, lane: int) -> None:
-        """Raise where all that acted ended and act on: is that the end of an episode?"""
+        """Raise if all agents that acted ended but are still listed, which is ambiguous."""
         if (self._terminated[lane] | self._truncated[lane])[self._mask[lane]].all():
             raise TransitionError(
                 f"{self._named(lane)} ended every agent that acted, and still lists all of them; "
@@ -339,7 +343,11 @@ class PettingZooSystem(System):
             )
 
     def _end(self, lane: int) -> None:
-        """Return whether the lane's episode is over: no agent is left."""
+        """Record the end of a lane's episode, after its last agent has left.
+
+        Raises:
+            TransitionError: no agent was terminated or truncated.
+        """
         terminated, truncated = self._terminated[lane], self._truncated[lane]
         if not (terminated | truncated).any():
             raise TransitionError(
@@ -357,15 +365,16 @@ class PettingZooSystem(System):
         close_all(self.envs)
 
     def describe(self) -> dict[str, Any]:
-        """The name, and groups of agents."""
+        """Return the name and the groups of agents."""
         return described(self.name, self, self._groups)
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """``pettingzoo:sisl/pursuit-v5``, or a module: ``pettingzoo:mpe2.simple_tag_v3``.
+        """Make a registered environment or one from a module.
 
-        A function after a colon is called instead of its ``parallel_env`` or ``env``.
-        ``kwargs`` are its own, and ``groups``.
+        Names are like ``pettingzoo:sisl/pursuit-v5`` and ``pettingzoo:mpe2.simple_tag_v3``. A
+        function after a colon replaces the module's ``parallel_env`` or ``env``. ``kwargs`` are the
+        environment's own and ``groups``.
         """
         groups = kwargs.pop("groups", None)
         with all_or_none() as envs:
@@ -374,7 +383,10 @@ class PettingZooSystem(System):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A lane over a parallel or AEC environment, or a lane each over a list of them."""
+        """Wrap a parallel or AEC environment, or a list with one per lane.
+
+        Return None for other objects.
+        """
         module = sys.modules.get("pettingzoo.utils.env")
         envs = made if isinstance(made, (list, tuple)) else [made]
         kinds = () if module is None else (module.ParallelEnv, module.AECEnv)

@@ -1,4 +1,4 @@
-"""AEC environments of PettingZoo, stepped as parallel ones are: a step is the turn of one agent."""
+"""Adapter from PettingZoo's AEC interface to the parallel one: a step is the turn of one agent."""
 
 import sys
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ _OWN = _NAMES | {"observe"}
 
 
 class AgentTurns:
-    """An AEC environment as a parallel one of which one agent acts a step."""
+    """Parallel interface to an AEC environment, with one acting agent per step."""
 
     def __init__(self, env: Any) -> None:
         self.env, self.possible_agents = env, getattr(env, "possible_agents", ())
@@ -19,13 +19,13 @@ class AgentTurns:
         self.agents: list[str] = []
         """The agent whose turn it is."""
         self.living: set[str] = set()
-        """Agents that are there and have not ended."""
+        """Agents that are present and have not ended."""
 
     def __str__(self) -> str:
         return str(self.env)
 
     def reset(self, seed: int | None, options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """First observations of all agents, and no infos."""
+        """Reset; return the first observations of all agents, and no infos."""
         self.env.reset(seed=seed, options=options)
         known, observer = self._inside()
         seen = {agent: observer.observe(agent) for agent in known.agents}
@@ -42,7 +42,7 @@ class AgentTurns:
         seen = {agent: observe(agent) for agent in known.agents}
         self.living = set(seen)
         if any(terminated.values()) or any(truncated.values()):
-            # Dead agents are taken away by steps that forget what this one brought.
+            # The steps that remove dead agents overwrite the results of this step.
             rewards, terminated, truncated = dict(rewards), dict(terminated), dict(truncated)
             self._next_turn()
         else:
@@ -66,11 +66,11 @@ class AgentTurns:
         self.living = {name for name in agents if not (ended.get(name) or cut.get(name))}
 
     def _inside(self) -> tuple[Any, Any]:
-        """Return what knows agents, rewards and ends, and what is asked for observations.
+        """Return the environment with agents, rewards and ends, and the one to observe.
 
-        These are the base environment and the outermost that does more than to hand observations
-        through, or ``env``, if a wrapper has an attribute of its own. To read five of these
-        through three wrappers takes as long as a turn of a small game.
+        They are the base environment and the outermost environment that does more than forward
+        observations. If a wrapper has an attribute of its own, both are ``env``. Reading five
+        attributes through three wrappers takes as long as a turn of a small game.
         """
         if all(map(_OWN.isdisjoint, self._layers)):
             return self._base, self._observer
@@ -78,10 +78,11 @@ class AgentTurns:
 
 
 def _unwrapped(env: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Return the environment below transparent wrappers, and the attributes of each wrapper.
+    """Return the base environment, the one to observe, and the attributes of each wrapper.
 
-    Between them is the outermost of all that observes on its own. Each environment is ``env``
-    itself if a wrapper may answer differently.
+    The base environment is the one below transparent wrappers. The environment to observe is the
+    outermost one that defines its own ``observe``. Both are ``env`` itself if a wrapper may answer
+    differently.
     """
     layers: list[dict[str, Any]] = []
     wrappers = sys.modules.get("pettingzoo.utils.wrappers")

@@ -1,4 +1,4 @@
-"""Stable-Baselines3's `VecEnv`, which resets lanes in its step and returns finals."""
+"""Stable-Baselines3's `VecEnv`, which resets lanes in its step and returns final observations."""
 
 import sys
 from collections import OrderedDict
@@ -27,10 +27,10 @@ from tallyroll.storage.rows.keys import format_key
 
 
 def true_space(env: Any) -> spaces.Space[Any]:
-    """Return the true space of ``env``'s observations; two wrappers declare another.
+    """Return the true space of ``env``'s observations; two wrappers declare a different one.
 
-    `VecNormalize` keeps bounds and dtype of the values that it normalizes, and `VecFrameStack`
-    repeats each bound beside itself although it puts observations one after the other.
+    `VecNormalize` keeps the bounds and dtype of the values that it normalizes. `VecFrameStack`
+    repeats each bound next to itself, although it stacks observations one after the other.
     """
     package = sys.modules["stable_baselines3.common.vec_env"]
     space: spaces.Space[Any] = env.observation_space
@@ -55,13 +55,13 @@ def true_space(env: Any) -> spaces.Space[Any]:
 
 
 def takes_resets(env: Any, kind: Any) -> bool:
-    """Return whether ``env`` calls each lane's ``reset`` as ``kind`` does, `DummyVecEnv`."""
+    """Return True if ``env`` calls each lane's ``reset`` as ``kind``, `DummyVecEnv`, does."""
     own = type(env)
     return isinstance(env, kind) and (own.step_wait, own.reset) == (kind.step_wait, kind.reset)
 
 
 def layers(env: Any) -> Iterator[Any]:
-    """Yield ``env``, and the environments that it wraps."""
+    """Yield ``env`` and the environments that it wraps, outermost first."""
     while env is not None:
         yield env
         env = vars(env).get("venv")
@@ -73,7 +73,7 @@ def finals_of(
     getters: Sequence[Callable[[Any], Any]],
     first_lane: int,
 ) -> list[NDArray[Any]]:
-    """The final observations of lanes that ended, in arrays of all lanes."""
+    """Return the final observations of lanes that ended, in arrays of all lanes."""
     rows = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     for lane, observation in found.items():
         for leaf, get, row in zip(leaves, getters, rows, strict=True):
@@ -107,31 +107,34 @@ _FINAL, _CUT = "terminal_observation", "TimeLimit.truncated"
 
 
 class _Lent(list[dict[str, Any]]):
-    """Infos of all lanes that are read before the next step, and that no copy is made of."""
+    """Infos of all lanes, which `DummyVecEnv` need not copy.
+
+    The system reads them before the next step.
+    """
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
 
 class _LentObs(OrderedDict[Any, NDArray[Any]]):
-    """Observations of all lanes, by leaf, of which copies are made behind the step alone."""
+    """Observations of all lanes, by leaf, that the system itself copies after the step."""
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
 
 class Sb3System(InfoSystem):
-    """A ``VecEnv`` as a system, its wrappers included.
+    """A ``VecEnv`` as a system, including its wrappers.
 
-    An end that Stable-Baselines3 marks ``TimeLimit.truncated`` is truncated, any other terminated:
-    where an environment says both, that library says terminated.
+    An end that Stable-Baselines3 marks ``TimeLimit.truncated`` is truncated, and any other end is
+    terminated. If an environment reports both, Stable-Baselines3 reports terminated.
 
     Args:
-        env: closed with this.
+        env: the environment. The system closes it.
 
     Raises:
-        EnvironmentRefused: SuperSuit's vectors, where agents die unevenly.
-        SpaceError: a space that no column can hold.
+        EnvironmentRefused: the vector is SuperSuit's, which is wrong if agents die unevenly.
+        SpaceError: no column can hold a space.
     """
 
     package = "stable_baselines3"
@@ -168,7 +171,7 @@ class Sb3System(InfoSystem):
 
     @classmethod
     def make(cls, name: str, lanes: int, seeds: Sequence[int] | None, **kwargs: Any) -> Self:
-        """A ``DummyVecEnv`` of a Gymnasium id; ``kwargs`` are those of ``gymnasium.make``."""
+        """Make a ``DummyVecEnv`` of a Gymnasium id; ``kwargs`` are passed to ``gymnasium.make``."""
         kind = needs("stable_baselines3.common.vec_env", "sb3").DummyVecEnv
         with ExitStack() as half_made:
             with making(name, kwargs):
@@ -182,13 +185,13 @@ class Sb3System(InfoSystem):
 
     @classmethod
     def adopt(cls, made: object) -> Self | None:
-        """A system over a ``VecEnv``."""
+        """Wrap a ``VecEnv``; return None for other objects."""
         package = sys.modules.get("stable_baselines3.common.vec_env.base_vec_env")
         return None if package is None or not isinstance(made, package.VecEnv) else cls(made)
 
     @property
     def ticks(self) -> int | None:
-        """Ticks of a transition, by the lanes' environments and the wrappers of the vector."""
+        """Ticks of a transition, from the lanes' environments and the vector's wrappers."""
         *outer, inner = layers(self.env)
         envs = getattr(inner, "envs", None)
         own = super().ticks if envs is None else ticks_of_objects(envs)
@@ -254,15 +257,15 @@ class Sb3System(InfoSystem):
         return self._with_infos(step, done, infos) if self._infos else step
 
     def _stepped(self, action: NDArray[Any]) -> Any:
-        """Step the vector; a bare `DummyVecEnv` without the copies that it returns.
+        """Step the vector; skip the copies that a bare `DummyVecEnv` makes.
 
-        Those of infos are not needed, and copies of observations are made in a quicker way.
+        The system does not need the copies of infos, and copies the observations faster.
         """
         env, lent, seen = self.env, self._lent, self._lent_obs
         if not self._copies:
             return env.step(action)
         own, arrays = env.buf_infos, env.buf_obs
-        if own is lent:  # an interrupt came before the end
+        if own is lent:  # an earlier interrupt left the loan in place
             own = [*lent]
         if arrays is seen:
             arrays = OrderedDict(seen)
@@ -278,7 +281,10 @@ class Sb3System(InfoSystem):
     def _with_infos(
         self, step: Step, done: NDArray[np.bool_], infos: Sequence[dict[str, Any]]
     ) -> Step:
-        """``step`` with columns of infos; of lanes that ended, those of the reset at the root."""
+        """Return ``step`` with columns of infos.
+
+        For lanes that ended, the root has the infos of the reset.
+        """
         first = given = vector_info(infos, self._infos.infos)
         final = step.final
         if done.any():
@@ -291,5 +297,8 @@ class Sb3System(InfoSystem):
 
     @property
     def _reset_infos(self) -> Sequence[dict[str, Any]]:
-        """Infos of the last reset of each lane; a wrapper's own list of them stays empty."""
+        """Infos of the last reset of each lane, from the inner vector.
+
+        The list of a wrapper stays empty.
+        """
         return [*layers(self.env)][-1].reset_infos  # type: ignore[no-any-return]

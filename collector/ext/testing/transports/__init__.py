@@ -1,13 +1,14 @@
-"""The contract of a transport of workers, as tests: subclass `TransportContract` and run pytest.
+"""Contract tests for a transport of workers. Subclass `TransportContract` and run pytest.
 
     class TestMyTransport(TransportContract):
         def transport(self, jobs):
             return MyTransport(jobs)
 
-It asks a worker by hand, and collects by many: the rows of one process, exactly as many as asked
-whatever dies, weights that are whole, and nothing left. Before it is imported,
-``pytest.register_assert_rewrite("tallyroll.collector.testing")`` in a ``conftest.py`` makes pytest
-say what differs.
+The tests ask a worker by hand, and collect with several workers. They check that the rows equal
+those of one process, that exactly the requested number arrives whichever worker dies, that weights
+are consistent, and that nothing is left over. To make pytest show differing values, call
+``pytest.register_assert_rewrite("tallyroll.collector.testing")`` in a ``conftest.py`` before the
+import.
 """
 
 from tallyroll.collector.ext.testing.transports.transport_contract import TransportContract

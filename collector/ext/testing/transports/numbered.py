@@ -1,4 +1,4 @@
-"""Lanes whose rows say which step they are of, that fail where planned, and a policy for them."""
+"""Test environments whose rows identify their step and that fail as planned, and a policy."""
 
 import os
 import signal
@@ -23,22 +23,22 @@ How = Literal["raise", "exit", "kill", "hang"]
 
 
 def length_of(lane: int, episode: int) -> int:
-    """Return the transitions of an episode."""
+    """Return the number of transitions of an episode."""
     return 2 + (3 * lane + 5 * episode) % 9
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A lane fails in its step of that number, once: in whichever process makes it first."""
+    """A planned failure of a lane at a step. It happens once, in the first process to reach it."""
 
     how: How
     lane: int
     step: int
     file: Path
-    """Is made when it fails."""
+    """Marker file, created when the failure happens."""
 
     def fall(self) -> None:
-        """Fail, unless that happened before."""
+        """Fail, unless the failure happened before."""
         try:
             self.file.touch(exist_ok=False)
         except FileExistsError:
@@ -53,7 +53,7 @@ class Fault:
 
 
 class Numbered(gymnasium.Env[Any, Any]):
-    """One lane; it observes lane, episode, step, and noise of its own generator."""
+    """A single-lane environment that observes lane, episode, step, and random noise."""
 
     def __init__(self, lane: int, faults: Sequence[Fault] = (), seconds: float = 0.0) -> None:
         self.observation_space = Box(-np.inf, np.inf, (4,), np.float32)
@@ -73,7 +73,7 @@ class Numbered(gymnasium.Env[Any, Any]):
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Take a step, or fail."""
+        """Step, or fail as planned."""
         self.steps += 1
         for fault in self._faults:
             if fault.step == self.steps:
@@ -92,13 +92,13 @@ def _vector(lanes: range, **kwargs: Any) -> SyncVectorEnv:
 
 
 def factories(lanes: Sequence[int], **kwargs: Any) -> list[Any]:
-    """Return what makes the lanes of each worker, of which there are so many."""
+    """Return factories for the lanes of each worker; ``lanes`` has their numbers."""
     first = [sum(lanes[:at]) for at in range(len(lanes) + 1)]
     return [partial(_vector, range(*pair), **kwargs) for pair in pairwise(first)]
 
 
 class Versioned(TensorDictModuleBase):
-    """A policy whose weights are all one number, which its action encodes and its columns show."""
+    """Policy with equal weights. Its actions encode their value, and its columns store it."""
 
     def __init__(self, entries: int = 100_000) -> None:
         super().__init__()
@@ -106,12 +106,12 @@ class Versioned(TensorDictModuleBase):
         self.weight = torch.nn.Parameter(torch.zeros(entries), requires_grad=False)
 
     def set_to(self, number: int) -> "Versioned":
-        """Let every weight be ``number``."""
+        """Set every weight to ``number``."""
         self.weight.fill_(number)
         return self
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Write the action, and what the weights are."""
+        """Write the action, and the lowest and highest weight."""
         low, high = self.weight.min(), self.weight.max()
         shown = torch.ones(td.batch_size)
         td.set("low", shown * low).set("high", shown * high)
@@ -125,7 +125,7 @@ def chosen(observation: torch.Tensor, version: Any) -> torch.Tensor:
 
 
 def check_rows(rows: TensorDictBase) -> None:
-    """Check that every row was made, and that none is there twice."""
+    """Check that the rows are genuine, complete and without duplicates."""
     seen, after = rows["observation"].numpy(), rows["next", "observation"].numpy()
     lane, episode, step = (seen[:, at].astype(int) for at in range(3))
     assert np.array_equal(after[:, :2], seen[:, :2]), "an observation of another episode followed"

@@ -1,4 +1,4 @@
-"""Tests that every transport of workers must pass: subclass `TransportContract`."""
+"""Contract tests that every transport of workers must pass."""
 
 import inspect
 import multiprocessing
@@ -42,37 +42,37 @@ from tallyroll.collector.workers.worker_options import WorkerOptions
 from tallyroll.storage import open_storage, verify
 
 LANES = (2, 1, 2)
-"""Lanes of each worker."""
+"""Number of lanes of each worker."""
 MODES = ("sync", "async")
 _RUN: dict[str, Any] = {"frames_per_batch": 23, "total_frames": 301, "seed": 7}
 _SEED = m.Seed(seed=7, incarnation=0, first_lane=0, run_lanes=2, worker=0, asked=True)
 
 
 class TransportContract:
-    """Inherit, and say how a transport is made."""
+    """Contract of a transport. Subclass it and define ``transport``."""
 
     processes: ClassVar[bool] = True
-    """Workers are processes of this machine, which can be killed."""
+    """True if workers are processes of this machine, which can be killed."""
     threads: ClassVar[int | None] = 1
-    """Threads of each worker's libraries; None: workers are threads of this process."""
+    """Threads of each worker's libraries; None if workers are threads of this process."""
     start_seconds: ClassVar[float] = 60.0
-    """How long a worker may take to start."""
+    """Time that a worker may take to start, in seconds."""
     notice_seconds: ClassVar[float] = 10.0
-    """How long the end of a worker may take to be noticed, or all of them to be gone."""
+    """Time until the end of a worker is noticed, or until all workers are gone, in seconds."""
 
     def transport(self, jobs: Sequence[bytes]) -> Transport[Any]:
-        """Return a transport for pickled jobs, one a worker."""
+        """Return a transport for pickled jobs, one per worker."""
         raise NotImplementedError
 
     def collector(self, create: Any, policy: Any = None, **options: Any) -> MultiprocessCollector:
-        """Return a collector with such workers."""
+        """Return a collector that uses the transport."""
         return MultiprocessCollector(create, policy, transport=self.transport, **options)
 
     # --- one worker, asked by hand ----------------------------------------------------------------
 
     @contextmanager
     def worker(self, **environment: Any) -> Iterator[tuple[Transport[Any], Link]]:
-        """A worker of two lanes, which was started and has said nothing yet."""
+        """Start a worker of two lanes, and yield it before its first message."""
         (create,) = factories([2], **environment)
         transport = self.transport([pickled(_job(create, self.threads))])
         link = transport.start(0)
@@ -83,7 +83,7 @@ class TransportContract:
             transport.close()
 
     def heard(self, transport: Transport[Any], link: Link) -> Any:
-        """Return what a worker says next."""
+        """Return the next message of a worker."""
         until = time.monotonic() + self.start_seconds
         while link not in transport.ready([link], 0.25):
             assert time.monotonic() < until, f"nothing was heard for {self.start_seconds:g} s"
@@ -104,7 +104,7 @@ class TransportContract:
             self.heard(transport, link)
             link.send(_SEED)
             self.heard(transport, link)
-            link.send(m.CallRequest(b""))  # is answered, whatever it is
+            link.send(m.CallRequest(b""))  # any request must be answered
             assert isinstance(self.heard(transport, link), (m.ExceptionReport, m.CallReply))
         create = _SlowFactory(2.0)
         transport = self.transport([pickled(_job(create, self.threads))])
@@ -166,7 +166,7 @@ class TransportContract:
             gone = self.heard(transport, link)
             assert isinstance(gone, Gone) and gone.how
             assert time.monotonic() - began < self.notice_seconds
-            link.send(_SEED)  # is no error
+            link.send(_SEED)  # must not raise
             for _ in range(2):
                 link.kill()
                 link.end()
@@ -240,7 +240,10 @@ class TransportContract:
         assert newest[-1] > 10, "new weights did not come"
 
     def test_in_step_the_parent_may_act(self) -> None:
-        """Then it acts in one call for all lanes, and weights stay where they are."""
+        """Check that the parent acts in one call for all lanes.
+
+        The weights then stay in the parent.
+        """
         (whole,) = factories([sum(LANES)])
         with SyncCollector(whole, Versioned(10).set_to(3), **_RUN) as collector:
             one = _joined(list(collector))
@@ -289,7 +292,7 @@ class TransportContract:
             ledger = collector.ledger
             ledger.check()
         came = [fault.file.exists() for fault in faults]
-        # Out of step others may be done before the one that starts again meets its next fault.
+        # In async mode, others may finish before a restarted worker meets its next fault.
         assert all(came) or (mode == "async" and any(came)), "not all that was planned came"
         assert ledger.stored == 301
         assert ledger.respawned == sum(came)
@@ -392,11 +395,11 @@ def _job(create: Any, threads: int | None) -> m.Job:
 
 
 _ends: list[int] = []
-"""Processes that end when the policy acts in this process next."""
+"""Processes to kill when the policy next acts in this process."""
 
 
-class _EndingPolicy(Versioned):
-    """A policy that ends processes which wait for its actions."""
+class _Ending(Versioned):
+    """Policy that kills processes which wait for its actions."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Write the action."""
@@ -405,8 +408,8 @@ class _EndingPolicy(Versioned):
         return super().forward(td)
 
 
-class _SlowFactory:
-    """A factory of two lanes that takes its time."""
+class _Sleeping:
+    """Slow factory of two lanes."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
