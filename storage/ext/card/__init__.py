@@ -1,1 +1,1 @@
-"""Cards of datasets: a page for a hub that says what a dataset is, and how it was made."""
+"""Cards of datasets: a page for a hub that describes a dataset and its origin."""

@@ -1,4 +1,4 @@
-"""The card of an export, made from the text beside its rows."""
+"""Build the card of an export from the metadata that travels with its rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tallyroll.storage.rows.keys import format_key
 from tallyroll.storage.rows.schema import Schema
 
 PAGE: Final = "README.md"
-"""The name of a card in a folder, which is not among the files that are hashed."""
+"""The name of a card in a folder. The hash of a folder excludes this file."""
 _IMPORTED = """\
 from tallyroll.storage import import_dataset
 
@@ -30,20 +30,20 @@ import_dataset(PATH, "rows", KIND)"""
 def export_card(path: str | os.PathLike[str], kind: str, *, licence: str | None = None) -> Card:
     """Return the card of a dataset in a format of another library.
 
-    It is made from the columns, and from the text that an export of ours has beside the rows. All
-    files are read, for their hash; nothing in them is unpickled or executed, and no link is
-    followed.
+    The card is built from the columns, and from the metadata if the dataset is a Tallyroll export.
+    All files are read to compute their hash. Reading unpickles and executes nothing and follows no
+    link.
 
     Args:
-        path: of the dataset, a file or a folder.
-        kind: its format, as `import_dataset` has it.
-        licence: such as ``"apache-2.0"``; None: unknown.
+        path: the path of the dataset, a file or a folder.
+        kind: the format, as `import_dataset` takes it.
+        licence: a licence such as ``"apache-2.0"``. None is an unknown licence.
 
     Raises:
-        InvalidDataset: it is damaged, hostile, or of another kind.
+        InvalidDataset: the dataset is damaged, hostile, or of another kind.
         MissingLibrary: a library is not installed.
-        OpenError: it cannot be opened.
-        ValueError: there is no such kind.
+        OpenError: the path cannot be opened.
+        ValueError: the kind is unknown.
     """
     door, place = format_named(kind), user_path(path)
     refuse_nothing(place, "Give the path of a dataset.")
@@ -71,7 +71,7 @@ def card_of_export(
     place: Path,
     licence: str | None = None,
 ) -> Card:
-    """Return the card of an export, whose files at ``place`` are whole."""
+    """Return the card of an export whose files at ``place`` are complete."""
     counts, statistics = counts_said(about), about.get("statistics") if about else None
     spaces = spaces_said(about, schema)
     loading = (door.loading or _IMPORTED).replace("PATH", repr(name))
@@ -101,12 +101,13 @@ def card_of_export(
 
 
 def hash_of_files(place: Path) -> str:
-    """Return the SHA-256 of a file; of a folder, that of a line for each of its files but the card.
+    """Return the SHA-256 of a file, or of the list of files in a folder.
 
-    The lines are those of ``sha256sum``, by path.
+    The list has one line per file, sorted by path, in the format of ``sha256sum``. It excludes the
+    card.
 
     Raises:
-        InvalidDataset: there is a link, or what is no plain file.
+        InvalidDataset: a file is a link, or not a regular file.
     """
     if not place.is_dir():
         return _hash(place, None)

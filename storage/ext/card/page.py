@@ -1,6 +1,7 @@
-"""The page of a card, in Markdown, with the front matter that a hub reads. Pure.
+"""The Markdown page of a card, with the front matter that a hub reads. Pure.
 
-Much of it comes from text that others wrote, so each value is shortened, and cannot leave its cell.
+Much of the page comes from untrusted text. Each value is therefore shortened and escaped, so that
+it cannot leave its table cell.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Final
 from tallyroll.storage.rows.spaces import spelled
 
 UNKNOWN: Final = "unknown"
-"""The licence of a dataset of which none is known, as the Hugging Face Hub has it."""
+"""The Hugging Face Hub's word for an unknown licence."""
 _SIZES: Final = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 _LONGEST: Final = 200
 _MOST_LINES: Final = 256
@@ -26,37 +27,37 @@ _NUMBERS: Final = ("mean", "std", "min", "max")
 
 @dataclass(frozen=True)
 class Card:
-    """A dataset, as its card shows it; ``str(card)`` is the page, in Markdown."""
+    """The content of a dataset's card. ``str(card)`` is the page, in Markdown."""
 
     name: str
     kind: str
-    """``memmap``, ``hdf5``, ``zarr`` or another reader's, or the kind of an export."""
+    """``memmap``, ``hdf5``, ``zarr``, the name of another reader, or the kind of an export."""
     rows: int
     columns: Sequence[Mapping[str, Any]]
-    """``name``, ``dtype`` and ``shape`` of each, and its ``space``, if one is known, as JSON."""
+    """The ``name``, ``dtype`` and ``shape`` of each column, and its ``space`` as JSON, if known."""
     trajectories: int | None = None
-    """None where rows do not say whose they are."""
+    """The number of trajectories, or None if the rows do not record trajectories."""
     ends: Mapping[str, int] = field(default_factory=dict)
-    """How many trajectories ended so, by the word for it."""
+    """The number of trajectories by the way they ended."""
     runs: Sequence[Mapping[str, Any]] = ()
-    """Entries of the runs that made the rows, as a manifest has them, the oldest first."""
+    """The manifest entries of the runs that made the rows, oldest first."""
     statistics: Mapping[str, Any] = field(default_factory=dict)
-    """Statistics of columns, by name: those that are kept of these rows."""
+    """The kept statistics of columns, by column name."""
     hashes: Mapping[str, str] = field(default_factory=dict)
-    """``content``: as `content_hash`, of a storage; ``files``: SHA-256 of an export's files."""
+    """``content``: the `content_hash` of a storage; ``files``: the SHA-256 of an export's files."""
     licence: str = UNKNOWN
-    """Such as ``"apache-2.0"``, as the hub spells it."""
+    """The licence in the hub's spelling, such as ``"apache-2.0"``."""
     loading: str = ""
-    """Lines of Python that open it."""
+    """Lines of Python that open the dataset."""
     data_files: str = ""
-    """The pattern of the files that the hub shows as a table."""
+    """The glob pattern of the files that the hub shows as a table."""
 
     def __str__(self) -> str:
         return "\n".join([*_front(self), "", *_body(self), ""])
 
 
 def _front(card: Card) -> list[str]:
-    """Return the block of YAML; texts are quoted as in JSON, which is YAML as well."""
+    """Return the YAML front matter. Strings are quoted as in JSON, which is valid YAML."""
     lines = ["---", f"license: {_quoted(card.licence)}", f"pretty_name: {_quoted(card.name)}"]
     lines += ["task_categories:", "- reinforcement-learning", "size_categories:"]
     lines += [f"- {size_category(card.rows)}", "tags:", "- tallyroll"]
@@ -128,14 +129,14 @@ def _made(card: Card) -> Iterable[str]:
 
 
 def environment_of(run: Mapping[str, Any]) -> str:
-    """Return the id of a run's environment, or its type; an empty text without one."""
+    """Return the id of a run's environment, or its type, or an empty string."""
     environment = _part(run, "environment")
     found = environment.get("id") or environment.get("type")
     return found[:_LONGEST] if isinstance(found, str) else ""
 
 
 def size_category(rows: int) -> str:
-    """Return the word of the Hugging Face Hub for so many rows."""
+    """Return the Hugging Face Hub's size category for a number of rows."""
     if rows >= 10 ** (len(_SIZES) + 2):
         return f"n>{_SIZES[-1]}"
     at = max(0, len(str(rows)) - 3)
@@ -160,7 +161,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _numbers(values: Any) -> str:
-    """Return numbers in short; of many, how many they are."""
+    """Format numbers briefly. A list shows its first four numbers."""
     if isinstance(values, list):
         found = [_numbers(each) for each in values[:4]]
         return f"[{', '.join(found)}{', ...' if len(values) > 4 else ''}]"
@@ -170,7 +171,7 @@ def _numbers(values: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """Return a text that is one line, and neither Markdown nor HTML."""
+    """Return a single line of text without Markdown or HTML."""
     shown = "".join(each if each.isprintable() else " " for each in value[: _LONGEST + 1])
     plain = re.sub(r"\s+", " ", shown).strip()
     plain = plain if len(plain) <= _LONGEST else f"{plain[:_LONGEST]}..."

@@ -1,4 +1,4 @@
-"""The card of rows that a storage has."""
+"""Build the card of the rows in a storage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with open_storage({path!r}) as storage:
 
 
 def card_of(reader: RowReader, licence: str | None, progress: Progress | None) -> Card:
-    """Return the card of the rows of this moment; see `DiskStorage.card`."""
+    """Return the card of the current rows; see `DiskStorage.card`."""
     total, done = len(reader) * reader.schema.row_nbytes, 0
 
     def tell(nbytes: int) -> None:

@@ -1,1 +1,1 @@
-"""Checks of datasets that other libraries wrote, a file a format, and repair of damaged ones."""
+"""Checks of datasets that other libraries wrote, one module or folder per format."""

@@ -1,4 +1,4 @@
-"""The door behind which the checks of a format are, and what all of them report by."""
+"""The interface for the checks of a format, and the findings that they report."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ CHECKS: Final[Mapping[str, str]] = {
     "videos": "films have a frame for each row, at its time",
     "statistics": "the statistics that are kept are those of the rows",
 }
-"""The checks by name, with the rule of each, in the order of the report."""
+"""The rule of each check, by name, in the order of the report."""
 
 JSON_LIMIT: Final = 2**28
-"""Bytes of a text of metadata that is read."""
+"""The maximum size in bytes of a metadata file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A part of a dataset: how its rows are named in findings."""
+    """A part of a dataset, by which findings name its rows."""
 
     file: str | None = None
     episode: int | None = None
     start: int = 0
-    """The number of its first row."""
+    """The number of the first row of the part."""
 
     def place(self, row: int | None = None, what: str = "", column: str | None = None) -> Place:
-        """Return the place of a row of the part, or of all of it."""
+        """Return the place of a row of the part, or of the whole part."""
         at = None if row is None else self.start + row
         return Place(row=at, column=column, what=what, file=self.file, episode=self.episode)
 
 
 @dataclass
 class CheckResults:
-    """Findings, the checks that were not made, and the count of rows."""
+    """The findings, the skipped checks, and the number of rows."""
 
     findings: Findings = field(default_factory=Findings)
     skipped: dict[str, str] = field(default_factory=dict)
     rows: int = 0
     room: int = 2**62
-    """Bytes that further datasets of a file may have, by the bytes that the file has."""
+    """The number of bytes that further datasets of a file may claim, limited by its actual size."""
     tell: Progress = lambda done, total: None
-    """Called with the bytes that were read, and with all."""
+    """Called with the amount read so far and the total."""
 
     def add(
         self,
@@ -77,7 +77,7 @@ class CheckResults:
         column: str | None = None,
         row: int | None = None,
     ) -> None:
-        """Add a finding at one place; ``what`` is the value there."""
+        """Add a finding at one place. ``what`` is the value there."""
         place = (where or Where()).place(row, what, column)
         bare = place == Place()
         self.findings.add(check, message, *(() if bare else (place,)))
@@ -91,7 +91,7 @@ class CheckResults:
         column: str | None = None,
         what: Callable[[int], str] = lambda row: "",
     ) -> None:
-        """Add a finding for the rows of a part that are ``wrong`` [n]."""
+        """Add a finding for the rows of a part that the mask ``wrong`` [n] selects."""
         found = np.flatnonzero(wrong)
         if len(found):
             part = where or Where()
@@ -103,33 +103,34 @@ class Checker(ABC):
     """The checks of a format."""
 
     name: ClassVar[str]
-    """The word before the colon, as in ``minari:PATH``."""
+    """The prefix before the colon, as in ``minari:PATH``."""
 
     checks: ClassVar[tuple[str, ...]]
-    """The names in `CHECKS` of those that it makes."""
+    """The names in `CHECKS` of the checks that this class makes."""
 
     @classmethod
     @abstractmethod
     def recognises(cls, place: Path) -> bool:
-        """Return whether the names of files say that a dataset is of this format."""
+        """Return True if the files at a path look like a dataset of this format."""
 
     @abstractmethod
     def check(self, place: Path, found: CheckResults) -> None:
-        """Look at a dataset, and gather what is wrong with it.
+        """Check a dataset and collect findings.
 
-        What the caller's machine lacks is raised: a library, memory. Nothing in the dataset is
-        executed or unpickled, no link in it is followed.
+        Missing libraries and a lack of memory are raised as errors. The check executes and
+        unpickles nothing in the dataset, and follows no link.
         """
 
 
 class DatasetFolder:
-    """The files of a dataset, read through no link; a finding says which cannot be read.
+    """The files of a dataset, read without following links. Unreadable files become findings.
 
     Args:
         root: the folder.
-        found: gets the findings.
-        unreadable: the ranges that a disk cannot read, by the paths of files below it: reads of
-            them fail. None: they are not known, are zeros where they are met, and findings.
+        found: collects the findings.
+        unreadable: the byte ranges that the disk cannot read, by path below the folder. Reads of
+            them fail. With None, the ranges are unknown: reads return zeros for them and add
+            findings.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class DatasetFolder:
         self._met: set[tuple[Where, int]] = set()
 
     def path(self, name: str) -> Path | None:
-        """Return a path below the folder; None, and a finding, of one that leads elsewhere."""
+        """Return a path below the folder. For a path out of it, add a finding and return None."""
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or "\0" in name or not pure.parts:
             self._found.add("files", "a name leads out of the dataset", what=f"{name!r:.200}")
@@ -149,7 +150,7 @@ class DatasetFolder:
         return self.root.joinpath(*pure.parts)
 
     def opened(self, name: str, check: str = "files", where: Where | None = None) -> Any:
-        """Return a file, open to read; None, and a finding, if it is no plain file of its own."""
+        """Open a file for reading. If it is not a regular file, add a finding and return None."""
         path, where = self.path(name), where or Where(name)
         if path is None:
             return None
@@ -172,7 +173,7 @@ class DatasetFolder:
             self._found.add("files", message, where, f"bytes {start:,} to {stop - 1:,}")
 
     def text(self, name: str) -> str | None:
-        """Return the text of a file; None, and a finding, if it cannot be read."""
+        """Return the text of a file. If it cannot be read, add a finding and return None."""
         file = self.opened(name)
         if file is None:
             return None
@@ -188,12 +189,12 @@ class DatasetFolder:
                 return None
 
     def json(self, name: str) -> Any:
-        """Return the value of a file; None, and a finding, if it cannot be read."""
+        """Return the JSON value of a file. If it cannot be read, add a finding and return None."""
         text = self.text(name)
         return None if text is None else self.parsed(text, name)
 
     def parsed(self, text: str, name: str, row: int | None = None) -> Any:
-        """Return the value of a text; None, and a finding, if it is no JSON."""
+        """Parse JSON. If the text is invalid, add a finding and return None."""
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -203,7 +204,7 @@ class DatasetFolder:
             return None
 
     def below(self, name: str, suffix: str) -> list[str]:
-        """Return the names of files with an ending, below a folder, sorted."""
+        """Return the names of all files with a suffix below a folder, sorted."""
         found = []
         top = self.root / name
         for above, folders, files in os.walk(top, followlinks=False):
@@ -217,10 +218,10 @@ class DatasetFolder:
 
 
 def count_said(value: Any) -> int | None:
-    """Return a count that metadata say; None if it is none."""
+    """Return a count from metadata, or None if the value is not a count."""
     return value if type(value) is int and 0 <= value < 2**62 else None
 
 
 def text_of(value: Any) -> str:
-    """Return a value of a source as it is shown."""
+    """Format a value of a source for a message."""
     return f"{value!r:.80}"

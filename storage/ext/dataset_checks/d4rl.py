@@ -1,4 +1,4 @@
-"""Checks of HDF5 files as D4RL has them: a dataset for all rows of a column."""
+"""Checks of HDF5 files in D4RL's layout, with one dataset per column."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SUFFIXES = (".hdf5", ".h5")
 
 
 class D4rlChecker(Checker):
-    """Rows of episodes, one after the other, each ended by a terminal or a timeout."""
+    """Checks rows of consecutive episodes, each ended by a terminal or a timeout."""
 
     name = "d4rl"
     checks = ("files", "columns", "rows", "ids", "steps", "ends", "observations", "nan", "zeros")
@@ -46,7 +46,7 @@ class D4rlChecker(Checker):
                 return False
 
     def check(self, place: Path, found: CheckResults) -> None:
-        """Read all rows, a block at a time."""
+        """Read all rows, one block at a time."""
         h5py_module()
         where = Where()
         raw = DatasetFolder(place.parent, found).opened(place.name)
@@ -102,7 +102,7 @@ class _Rows:
                     self._found.add("columns", message, None, what, name)
 
     def _check_counts(self) -> int:
-        """Compare the counts of rows; return that of most columns, and keep those alone."""
+        """Compare the row counts of columns. Return the most common one, and drop other columns."""
         counts = [data.shape[0] for data in self._data.values()]
         if not counts or not max(counts):
             self._found.add("rows", "there is no row")
@@ -126,7 +126,7 @@ class _Rows:
             for name, data in [*self._data.items()]:
                 values = hdf5.values_of(data, start, stop, found, Where(), name)
                 if values is None:
-                    del self._data[name]  # one finding is enough
+                    del self._data[name]  # avoid a second finding
                 else:
                     block[name] = values
             checks.advance(block, Where(start=start))

@@ -1,4 +1,4 @@
-"""Files of which a disk cannot read every block: what is lost is known by its bytes."""
+"""Read files on a disk with unreadable blocks, and locate the lost bytes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any, Final
 from tallyroll.storage.files.safe_files import Inside, data_in
 
 BLOCK: Final = 2**12
-"""Bytes that a disk reads, or cannot read, at once."""
+"""The number of bytes in the smallest unit that a disk reads, or fails to read."""
 _STEP: Final = 2**20
 
 Ranges = list[tuple[int, int]]
-"""Ranges of bytes, each by its first one and one more than its last."""
+"""Byte ranges, each with its first byte and the byte after its last."""
 
 
 def read_at(file: int, nbytes: int, at: int) -> bytes:
-    """Return bytes of a file; raise the system's error where the disk cannot read them."""
+    """Read bytes of a file. Raises OSError if the disk cannot read them."""
     return os.pread(file, nbytes, at)
 
 
 def unread(error: OSError) -> bool:
-    """Return whether an error is a disk's that cannot read a block."""
+    """Return True if an error means that the disk cannot read a block."""
     return error.errno == errno.EIO
 
 
 def unreadable_in(place: Path) -> dict[Path, Ranges]:
-    """Return the ranges of files that cannot be read, by their paths below ``place``; read all.
+    """Read all files and return the unreadable byte ranges, by path below ``place``.
 
-    What is mapped into memory would end the process there. Links are passed over.
+    A memory map of an unreadable block would end the process on access. Links are skipped.
     """
     found = dict[Path, Ranges]()
     for path in files_of(place):
@@ -54,7 +54,7 @@ def _unreadable(file: int) -> Ranges:
 
 
 def files_of(place: Path) -> Iterator[Path]:
-    """Yield the files of a folder by their paths below it, no links; of a file, its name."""
+    """Yield the files below a folder, except links, as relative paths; for a file, its name."""
     if not place.is_dir():
         yield Path(place.name)
         return
@@ -65,7 +65,7 @@ def files_of(place: Path) -> Iterator[Path]:
 
 
 def opened_in(place: Path, path: Path) -> int:
-    """Open a file that `files_of` yields; return a descriptor."""
+    """Open a file that `files_of` yields, and return its descriptor."""
     root = place if place.is_dir() else place.parent
     return Inside(root).open(root / path, os.O_RDONLY)
 
@@ -77,18 +77,18 @@ def _join(ranges: Ranges, start: int, stop: int) -> None:
 
 
 def touches(ranges: Ranges, start: int, stop: int) -> bool:
-    """Return whether some bytes are in any of the ranges."""
+    """Return True if any byte from ``start`` up to ``stop`` is in one of the ranges."""
     return any(begin < stop and start < end for begin, end in ranges)
 
 
 def require_readable(ranges: Ranges, start: int, stop: int) -> None:
-    """Raise the error of a disk if some bytes are in any of the ranges."""
+    """Raise EIO if any byte from ``start`` up to ``stop`` is in one of the ranges."""
     if touches(ranges, start, stop):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def _read(file: int, nbytes: int, at: int, bad: Callable[[int, int], object]) -> bytes:
-    """Return bytes of a file, with zeros in the place of blocks that cannot be read."""
+    """Read bytes of a file, with zeros in place of unreadable blocks."""
     try:
         return read_at(file, nbytes, at)
     except OSError as error:
@@ -106,7 +106,7 @@ def _read(file: int, nbytes: int, at: int, bad: Callable[[int, int], object]) ->
 
 
 class _Raw(io.RawIOBase):
-    """A file that is open to read, by its descriptor, which it owns."""
+    """A file opened for reading. It owns its descriptor."""
 
     def __init__(self, file: int) -> None:
         self._file, self._at = file, 0
@@ -158,7 +158,7 @@ class _WithoutGaps(_Raw):
 
 
 class WithGaps(_Raw):
-    """A file whose unreadable ranges are known: reads end before one, and raise EIO within it."""
+    """A file with known unreadable ranges. A read ends before a range, and raises EIO within it."""
 
     def __init__(self, file: int, gaps: Ranges) -> None:
         super().__init__(file)
@@ -174,11 +174,11 @@ class WithGaps(_Raw):
 
 
 def filled(file: int, bad: Callable[[int, int], object]) -> io.BufferedReader:
-    """Return a file, with zeros where a disk cannot read it; ``bad`` is called with the bytes."""
-    return io.BufferedReader(_WithoutGaps(file, bad), 2**17)
+    """Wrap a file so that unreadable bytes read as zeros. ``bad`` is called with their range."""
+    return io.BufferedReader(_Filled(file, bad), 2**17)
 
 
 def with_gaps(file: int, path: Path, unreadable: Mapping[Path, Ranges]) -> Any:
-    """Return a file, of which the unreadable ranges are known by paths."""
+    """Open a file, with its unreadable ranges if it has some."""
     gaps = unreadable.get(path)
     return open(file, "rb") if gaps is None else WithGaps(file, gaps)

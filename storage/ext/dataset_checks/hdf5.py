@@ -1,4 +1,4 @@
-"""HDF5 files that may be damaged or hostile: every dataset is read, or a finding says why not."""
+"""Open HDF5 files that may be damaged or hostile. Unreadable datasets become findings."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tallyroll.storage.formats.hdf5.datasets import h5py_module
 _DEEPEST: Final = 24
 _MOST_OBJECTS: Final = 2**22
 _FILTERS: Final = frozenset({1, 2, 3, 32000})
-"""deflate, shuffle, fletcher32 and lzf: those that are a part of h5py."""
+"""The filters that are part of h5py: deflate, shuffle, fletcher32 and lzf."""
 _MOST_PACKED: Final = 1032
-"""Bytes that deflate, which packs best, unpacks from one."""
+"""The maximum compression ratio of deflate, the filter with the highest ratio."""
 _SMALL: Final = 2**28
-"""Bytes of values that are read of any file: that takes seconds."""
+"""The size in bytes that the datasets of any file may claim. Reading so much takes seconds."""
 _MOST_HOLES: Final = 2**16
 
 
 @contextmanager
 def opened(raw: Any, found: CheckResults, where: Where) -> Iterator[Any]:
-    """Yield the HDF5 file in an open file; None, and a finding, if it cannot be opened."""
+    """Yield the HDF5 file in an open file. If HDF5 cannot open it, add a finding and yield None."""
     h5py = h5py_module()
     block = superblock_of(raw)
     if block is not None and block.open:
@@ -48,21 +48,21 @@ def opened(raw: Any, found: CheckResults, where: Where) -> Iterator[Any]:
 
 
 def bytes_there(raw: Any) -> int:
-    """Return the bytes of an open file that are not in holes, or its size if it has many."""
+    """Return the size of an open file without its holes, or the full size if it has many holes."""
     ranges = [*islice(data_in(raw.fileno()), _MOST_HOLES)]
     many = len(ranges) == _MOST_HOLES
     return os.fstat(raw.fileno()).st_size if many else sum(stop - begin for begin, stop in ranges)
 
 
 def room_of(raw: Any) -> int:
-    """Return the bytes that the datasets of an open file may claim, by the bytes that it has."""
+    """Return the number of bytes that the datasets of an open file may claim."""
     return max(_SMALL, _MOST_PACKED * bytes_there(raw))
 
 
 def datasets_in(
     group: Any, found: CheckResults, where: Where, above: str = "", deep: int = 0
 ) -> dict[str, Any]:
-    """Return the datasets below a group by their names; findings are of those that cannot be."""
+    """Return the datasets below a group, by name. Add a finding for each unreadable one."""
     h5py = h5py_module()
     datasets: dict[str, Any] = {}
     try:
@@ -90,9 +90,9 @@ def datasets_in(
 
 
 def _readable(data: Any, found: CheckResults) -> Any:
-    """Return a dataset whose values are in its own file; raise ValueError for others.
+    """Return a dataset whose values are in its own file. Raises ValueError for others.
 
-    A file of some bytes can claim a terabyte, of which nothing was written: it is not read.
+    A small file can claim a terabyte of values that were never written. Such a dataset is rejected.
     """
     if data.is_virtual or data.external:
         raise ValueError("its values are in other files")
@@ -116,14 +116,14 @@ def _readable(data: Any, found: CheckResults) -> Any:
 
 
 def is_numbers(data: Any) -> bool:
-    """Return whether a dataset has numbers [rows, ...]."""
+    """Return True if a dataset holds numbers [rows, ...]."""
     return data.dtype.kind in "biufc" and not data.dtype.hasobject and len(data.shape) > 0
 
 
 def values_of(
     data: Any, start: int, stop: int, found: CheckResults, where: Where, column: str
 ) -> np.ndarray | None:
-    """Return rows of a dataset; None, and a finding, if they cannot be read."""
+    """Return rows of a dataset. If they cannot be read, add a finding and return None."""
     nbytes = (stop - start) * math.prod(data.shape[1:]) * data.dtype.itemsize
     require_memory_for(2 * nbytes, f"rows of {column}")
     try:

@@ -1,4 +1,4 @@
-"""Checks of datasets of Minari: the data of each episode, and what its metadata say."""
+"""Checks of Minari datasets: the data of each episode, and its agreement with the metadata."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _EPISODE: Final = re.compile(r"episode_([0-9]{1,18})")
 
 
 class MinariChecker(Checker):
-    """Episodes from the first observation to the final one, in HDF5, Arrow or Parquet."""
+    """Checks episodes from the first to the final observation, in HDF5, Arrow or Parquet."""
 
     name = "minari"
     checks = (
@@ -62,12 +62,12 @@ class MinariChecker(Checker):
 
     @classmethod
     def recognises(cls, place: Path) -> bool:
-        """Look for Minari's file, or for its metadata."""
+        """Look for Minari's data file or its metadata file."""
         data = _folder(place)
         return (data / _FILE).is_file() or (data / _METADATA).is_file()
 
     def check(self, place: Path, found: CheckResults) -> None:
-        """Read one episode after the other."""
+        """Read one episode after another."""
         folder = DatasetFolder(_folder(place), found)
         said = folder.json(_METADATA)
         if said is not None and not isinstance(said, dict):
@@ -97,13 +97,13 @@ def _folder(place: Path) -> Path:
     return place / "data" if (place / "data").is_dir() else place
 
 
-class _CheckedEpisodes(ABC):
-    """The episodes of a dataset, whatever files they are in."""
+class _Episodes(ABC):
+    """The episodes of a dataset in any kind of file."""
 
     def __init__(self, found: CheckResults, said: Mapping[str, Any]) -> None:
         self._found, self._said = found, said
         self._kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-        """The dtype and shape of each column, as the first episode has them."""
+        """The dtype and shape of each column in the first episode."""
         self._spaces = {
             _OBSERVATIONS: self._space("observation_space"),
             _ACTIONS: self._space("action_space"),
@@ -114,19 +114,19 @@ class _CheckedEpisodes(ABC):
             for path, leaf in (space or {}).items()
         }
         self._pictures = pictures_of(self._places) if said.get("jpeg_encoding") else {}
-        """Shapes of the images that are JPEG, by their places in an episode."""
+        """The shapes of JPEG images, by their paths in an episode."""
 
     @abstractmethod
     def _numbers(self) -> Iterator[int]:
-        """Yield the numbers of episodes that there are."""
+        """Yield the numbers of the existing episodes."""
 
     @abstractmethod
     def _datasets(self, number: int, where: Where) -> dict[str, Any]:
-        """Return the arrays of an episode by their names."""
+        """Return the arrays of an episode, by name."""
 
     @abstractmethod
     def _attributes_of(self, number: int) -> Mapping[str, Any]:
-        """Return what is said of an episode; raise one of `DAMAGE`, or InvalidDataset."""
+        """Return the metadata of an episode. Raises an error of `DAMAGE`, or `InvalidDataset`."""
 
     @abstractmethod
     def _where(self, number: int) -> Where:
@@ -135,7 +135,7 @@ class _CheckedEpisodes(ABC):
     def _space(self, name: str) -> dict[str, Space] | None:
         text = self._said.get(name)
         if text is None:
-            return None  # of datasets whose environment says it
+            return None  # the dataset's environment declares the space
         try:
             value = json.loads(text) if isinstance(text, str) else text
             return {path: space_of(leaf) for path, leaf in leaves_of(value).items()}
@@ -158,13 +158,13 @@ class _CheckedEpisodes(ABC):
                 found.add("metadata", "a count is not that of the data", Where(_METADATA), what)
 
     def _missing_among(self, numbers: Collection[int]) -> None:
-        """Add a finding for each episode that is missing."""
+        """Add a finding for each missing episode."""
         for number in range(len(numbers)):
             if number not in numbers:
                 self._found.add("episodes", "an episode is missing", self._where(number))
 
     def _episode(self, number: int, datasets: dict[str, Any], where: Where) -> int:
-        """Check an episode; return the count of its steps."""
+        """Check an episode and return the number of its steps."""
         found = self._found
         for name in (_REWARDS, *_FLAGS):
             if name not in datasets:
@@ -217,7 +217,7 @@ class _CheckedEpisodes(ABC):
             found.add("episodes", "an episode says another number", where, what)
 
     def _column(self, name: str, data: Any, count: int, where: Where) -> np.ndarray | None:
-        """Return the values of a column that are numbers; check what it is."""
+        """Check a column, and return its values if they are numbers."""
         found, top = self._found, name.split("/")[0]
         leaf = (self._spaces.get(top) or {}).get(name[len(top) :])
         jpeg = tuple(name.split("/")) in self._pictures
@@ -236,7 +236,7 @@ class _CheckedEpisodes(ABC):
             self._decode(name, data, where)
             return None
         if self._said.get("jpeg_encoding") and top == _OBSERVATIONS and self._spaces[top] is None:
-            return None  # it may be JPEG, of any size
+            return None  # the column may hold JPEGs of any size
         if not hdf5.is_numbers(data):
             if top != _INFOS:
                 found.add("columns", "a column has no numbers", where, str(data.dtype), name)
@@ -253,7 +253,7 @@ class _CheckedEpisodes(ABC):
         return hdf5.values_of(data, 0, rows, found, where, name)
 
     def _decode(self, name: str, data: Any, where: Where) -> None:
-        """Decode images one by one: what JPEG has changed of them is not compared."""
+        """Decode images one by one. JPEG has changed their pixels, which are not compared."""
         for row in range(len(data)):
             try:
                 data[row : row + 1]
@@ -285,15 +285,15 @@ class _CheckedEpisodes(ABC):
             check_zeros(found, alike, where)
 
 
-class _Groups(_CheckedEpisodes):
-    """Episodes of an HDF5 file, a group each."""
+class _Groups(_Episodes):
+    """Episodes of an HDF5 file, one group each."""
 
     def __init__(self, file: Any, found: CheckResults, said: Mapping[str, Any]) -> None:
         super().__init__(found, said)
         self._file = file
 
     def _numbers(self) -> Iterator[int]:
-        """Yield the numbers of groups that are episodes."""
+        """Yield the numbers of the groups that are episodes."""
         found, numbers = self._found, dict[int, str]()
         try:
             names = list(self._file)
@@ -336,8 +336,8 @@ class _Groups(_CheckedEpisodes):
         return dict(self._file[f"episode_{number}"].attrs)
 
 
-class _TableEpisodes(_CheckedEpisodes):
-    """Episodes in Arrow or Parquet, a folder each."""
+class _Tables(_Episodes):
+    """Episodes in Arrow or Parquet, one folder each."""
 
     def __init__(self, folder: DatasetFolder, found: CheckResults, said: Mapping[str, Any]) -> None:
         super().__init__(found, said)

@@ -1,4 +1,4 @@
-"""Checks of rows in tables: files of NumPy, and Parquet, alone or as a dataset of a hub."""
+"""Checks of tables of rows: NumPy archives, Parquet files, and folders for a hub."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tallyroll.storage.rows.keys import (
 
 
 class _Tables(Checker):
-    """Rows with the names of columns that TorchRL has."""
+    """Rows in tables with the column names of TorchRL."""
 
     checks = ("files", "ids", "steps", "ends", "observations", "nan", "zeros")
     suffix: ClassVar[str]
 
     @classmethod
     def recognises(cls, place: Path) -> bool:
-        """Look at the end of the name."""
+        """Check the suffix of the name."""
         return place.is_file() and place.suffix == cls.suffix
 
     def check(self, place: Path, found: CheckResults) -> None:
-        """Read all rows, a block at a time."""
+        """Read all rows, one block at a time."""
         try:
             with format_named(self.name).read(place) as incoming:
                 _check(incoming, found)
@@ -55,25 +55,25 @@ class _Tables(Checker):
 
 
 class NpzChecker(_Tables):
-    """An archive of NumPy, an array for each column."""
+    """A NumPy archive with one array per column."""
 
     name, suffix = "npz", ".npz"
 
 
 class ParquetChecker(_Tables):
-    """A file of Parquet, a column for each of ours."""
+    """A Parquet file with one column per column of the storage."""
 
     name, suffix = "parquet", ".parquet"
 
 
 class HfChecker(_Tables):
-    """Files of Parquet beside a card."""
+    """Parquet files with a card."""
 
     name, suffix = "hf", ""
 
     @classmethod
     def recognises(cls, place: Path) -> bool:
-        """Look for a card, and for the names of its files."""
+        """Look for a card and for Parquet files in ``data``."""
         return (place / "README.md").is_file() and any((place / "data").glob("*.parquet"))
 
 

@@ -1,4 +1,4 @@
-"""Checks of TorchRL's memory-mapped storages: a folder of files that `TensorDict.memmap` wrote."""
+"""Checks of TorchRL's memory-mapped storages: folders that `TensorDict.memmap` wrote."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class _Column:
     file: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    """With the batch dimensions."""
+    """The shape with the batch dimensions."""
 
 
 class TorchrlChecker(Checker):
-    """Columns of a TensorDict; of a buffer that is not full, the rows that it has."""
+    """Checks the columns of a TensorDict, or the filled rows of a replay buffer."""
 
     name = "torchrl"
     checks = (
@@ -59,7 +59,7 @@ class TorchrlChecker(Checker):
 
     @classmethod
     def recognises(cls, place: Path) -> bool:
-        """Look for a text that says what a TensorDict is, or for one that says its length."""
+        """Look for the metadata of a TensorDict or for a file with the length of a buffer."""
         place = _folder(place)
         try:
             return (place / _LENGTH).is_file() or "_type" in json.loads(
@@ -69,7 +69,7 @@ class TorchrlChecker(Checker):
             return False
 
     def check(self, place: Path, found: CheckResults) -> None:
-        """Read all rows, a block at a time."""
+        """Read all rows, one block at a time."""
         place = _folder(place)
         tree = _CheckedTree(DatasetFolder(place, found), found)
         tree.read(())
@@ -79,18 +79,21 @@ class TorchrlChecker(Checker):
 
 
 def _folder(place: Path) -> Path:
-    """Return the folder of the rows, of a replay buffer that was saved with all its parts, too."""
+    """Return the folder of the rows.
+
+    ``place`` may also be a replay buffer that was saved with all its parts.
+    """
     return place / _STORAGE if (place / _STORAGE).is_dir() else place
 
 
-class _CheckedTree:
-    """The columns that all ``meta.json`` name, and whose files are as long as they say."""
+class _Tree:
+    """The columns that the ``meta.json`` files name and whose files have the expected size."""
 
     def __init__(self, folder: DatasetFolder, found: CheckResults) -> None:
         self.folder, self._found = folder, found
         self.columns: dict[str, _Column] = {}
         self.batch: tuple[int, ...] | None = None
-        """The batch dimensions of all, as the root says them."""
+        """The batch dimensions of all columns, according to the root."""
 
     def read(self, above: Key) -> None:
         found = self._found
@@ -166,9 +169,10 @@ class _ReplayRows:
             self._cut_to_length()
 
     def _cut_to_length(self) -> None:
-        """Leave rows out that a buffer has not filled yet.
+        """Leave out rows that a buffer has not filled yet.
 
-        A buffer of several dimensions counts its rows; one of trajectories counts these alone.
+        A buffer of several dimensions counts its rows. A buffer of trajectories counts
+        trajectories.
         """
         said = self._tree.folder.json(_LENGTH)
         length = count_said(said.get("len")) if isinstance(said, dict) else None
@@ -183,7 +187,10 @@ class _ReplayRows:
         self._full, self._rows = rows == self._rows, rows
 
     def _written(self, start: int, stop: int) -> bool:
-        """Return whether something is in any of these rows."""
+        """Return True if any of these rows is not zero, or if there are no rows.
+
+        The method reads at most `BLOCK_NBYTES` of each column.
+        """
         for name, column in self._columns.items():
             file = self._tree.folder.opened(column.file) if stop > start else None
             if file is not None:
@@ -229,7 +236,7 @@ class _ReplayRows:
         return np.frombuffer(content, column.dtype).reshape(count, *shape)
 
     def _check_kinds(self) -> None:
-        """Compare next observations with observations, and ask for what every transition has."""
+        """Compare next observations with observations, and require the columns of a transition."""
         found, depth = self._found, len(self._batch)
         for name, here in self._columns.items():
             after = self._columns.get(f"{NEXT}/{name}")

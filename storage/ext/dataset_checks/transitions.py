@@ -1,4 +1,4 @@
-"""Checks of rows that are transitions, one block after the other. Pure."""
+"""Checks of rows that are transitions, one block after another. Pure."""
 
 from __future__ import annotations
 
@@ -18,41 +18,44 @@ from tallyroll.storage.ext.dataset_checks.values import (
 )
 
 _MOST_KEPT: Final = 2**26
-"""Rows whose ids and steps are kept to find doubles: of more, no double is looked for."""
+"""The maximum number of rows whose ids and steps are kept to find duplicates.
+
+Datasets with more rows are not searched for duplicates.
+"""
 
 Block = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Names:
-    """The columns by what they are; an empty name: there is none."""
+    """The names of columns by their role. An empty name is a missing column."""
 
     observations: Mapping[str, str] = field(default_factory=dict)
-    """Names of columns, and of what comes next after each."""
+    """The names of columns, each with the name of its next values."""
     alone: tuple[str, ...] = ()
-    """Observations without a column of what comes next."""
+    """Observations without a column of next values."""
     actions: tuple[str, ...] = ()
     reward: str = ""
     terminated: str = ""
     truncated: str = ""
     done: str = ""
     before: str = ""
-    """True where the environment was done before the action."""
+    """A column that is True if the environment was done before the action."""
     trajectory: str = ""
     step: str = ""
     next_step: str = ""
     lost: str = ""
-    """False where what comes next is lost: it is compared with nothing."""
+    """A column that is False if the next values are lost; these are not compared."""
     in_order: bool = False
-    """A row without an end is followed by the next of its episode."""
+    """True if each row without an end is followed by the next row of its episode."""
 
 
 class TransitionChecks:
-    """Follows rows, and keeps the last one of each block.
+    """Checks rows block by block, and keeps the last row of each block.
 
     Args:
-        found: where findings go.
-        names: the columns by what they are; a block may lack some that cannot be read.
+        found: collects the findings.
+        names: the columns by role. A block may lack columns that cannot be read.
     """
 
     def __init__(self, found: CheckResults, names: Names) -> None:
@@ -64,11 +67,11 @@ class TransitionChecks:
         self._seam: int | None = None
 
     def ring_of(self, rows: int) -> None:
-        """Say that rows may be a ring, in which an old row follows the newest one."""
+        """Treat the rows as a ring of ``rows`` rows, in which an old row follows the newest one."""
         self._seam = rows
 
     def advance(self, block: Block, where: Where) -> None:
-        """Look at the rows [n, ...] that come next."""
+        """Check the next rows [n, ...]."""
         names, found = self._names, self._found
         following = {*names.observations.values()}
         for name in self._numbers(block):
@@ -91,7 +94,7 @@ class TransitionChecks:
         self._keep(block, where)
 
     def finish(self) -> None:
-        """End with the last row."""
+        """Finish the checks after the last row."""
         self._zeros.finish()
         self._doubles()
 
@@ -102,7 +105,7 @@ class TransitionChecks:
         return [name for name in wanted if name in block]
 
     def _rows_alone(self, flags: Block, block: Block, where: Where) -> None:
-        """Check what needs no other row."""
+        """Make the checks that look at one row."""
         names, found = self._names, self._found
         done, terminated, truncated = (
             flags.get(name) for name in (names.done, names.terminated, names.truncated)
@@ -133,7 +136,10 @@ class TransitionChecks:
             self._zeros.advance(zero_rows(parts), where)
 
     def _joined(self, block: Block, flags: Block) -> dict[str, np.ndarray]:
-        """Return columns that pairs of rows need, from the last row of the block before on."""
+        """Return the columns that pairs of rows need.
+
+        They start with the last row of the previous block.
+        """
         names = self._names
         wanted = [*names.observations, *names.observations.values()]
         wanted += [names.trajectory, names.step, names.lost]
@@ -238,7 +244,7 @@ class TransitionChecks:
 
 
 def equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return which rows [n] of two arrays [n, ...] are equal, a NaN to a NaN, too."""
+    """Return a mask of the rows [n] that are equal in two arrays [n, ...]. NaN equals NaN."""
     differ = np.asarray(one != other)
     if one.dtype.kind in "fc":
         differ = np.logical_and(differ, ~(np.isnan(one) & np.isnan(other)))
@@ -246,5 +252,5 @@ def equal_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _flat(values: np.ndarray) -> np.ndarray:
-    """Return one number a row."""
+    """Return one number per row."""
     return flat_rows(values)[:, 0]

@@ -1,4 +1,4 @@
-"""Checks of values that need no row but their own, for arrays of any library. Pure."""
+"""Checks of values that look at one row, for arrays of any library. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from tallyroll.storage.ext.dataset_checks.checker import CheckResults, Where
 
 LONG_RUN = 16
-"""Rows of zeros that follow one another before they count as never written."""
+"""The number of consecutive zero rows that counts as never written."""
 
 
 def flat_rows(values: np.ndarray) -> np.ndarray:
-    """Return rows [n, ...] as [n, k], none of them, or of nothing, too."""
+    """Reshape rows [n, ...] to [n, k]. Empty arrays are allowed."""
     return values.reshape(len(values), math.prod(values.shape[1:]))
 
 
@@ -26,15 +26,15 @@ def check_finite(
     infinity: bool = True,
     valid: np.ndarray | None = None,
 ) -> None:
-    """Find rows [n, ...] that hold NaN or, with ``infinity``, infinite values.
+    """Report rows [n, ...] that hold NaN or, with ``infinity``, infinite values.
 
     Args:
-        found: where findings go.
-        values: of the rows.
-        where: the first row.
-        column: its name.
-        infinity: infinite values are findings, too.
-        valid: False for rows whose values are known to be lost, [n] or more; None: no row.
+        found: collects the findings.
+        values: the values of the rows.
+        where: the place of the first row.
+        column: the name of the column.
+        infinity: also report infinite values.
+        valid: [n] or longer, False for rows whose values are known to be lost. None marks no row.
     """
     if values.dtype.kind not in "fc" or not values.size:
         return
@@ -47,10 +47,10 @@ def check_finite(
 
 
 def observations_valid(next_valid: np.ndarray | None) -> np.ndarray | None:
-    """Return which observations of an episode are known, of ``next_valid`` for each of its steps.
+    """Return a mask of an episode's valid observations, from the ``next_valid`` of its steps.
 
     An episode of n steps has n + 1 observations. Each one after the first is the next observation
-    of the step before.
+    of the previous step.
     """
     if next_valid is None:
         return None
@@ -60,12 +60,12 @@ def observations_valid(next_valid: np.ndarray | None) -> np.ndarray | None:
 def as_flags(
     found: CheckResults, values: np.ndarray, where: Where, column: str
 ) -> np.ndarray | None:
-    """Return flags [n]; None, and a finding, where values are no flags at all."""
+    """Return flags [n]. If the values are not flags, add a finding and return None."""
     if values.dtype.kind not in "biuf" or values.size != len(values):
         found.add("columns", "flags are no flags", where, f"{values.dtype}", column)
         return None
     flat = np.ascontiguousarray(values).reshape(-1)
-    # A byte of a bool that is neither 0 nor 1 is compared as its bits.
+    # Compare a bool as its byte, which may be neither 0 nor 1.
     plain = flat.view(np.uint8) if flat.dtype.kind == "b" else flat
     wrong = (plain != 0) & (plain != 1)
     message = "a flag is neither true nor false"
@@ -75,23 +75,23 @@ def as_flags(
 
 
 def check_zeros(found: CheckResults, parts: list[np.ndarray], where: Where) -> None:
-    """Find long runs of rows within an episode, zero in all of some columns [n, ...]."""
+    """Report long runs of rows within an episode that are zero in all given columns [n, ...]."""
     runs = ZeroRuns(found)
     runs.advance(zero_rows(parts), where)
     runs.finish()
 
 
 def zero_rows(parts: list[np.ndarray]) -> np.ndarray:
-    """Return which rows [n] are zero in all of some columns [n, ...]."""
+    """Return a mask of the rows [n] that are zero in all given columns [n, ...]."""
     zero = np.ones(len(parts[0]), bool)
     for each in parts:
         if zero.any():
-            zero &= ~(flat_rows(each) != 0).any(1)  # NumPy warns of `any` of signalling NaNs
+            zero &= ~(flat_rows(each) != 0).any(1)  # NumPy's `any` warns of signalling NaNs
     return zero
 
 
 class ZeroRuns:
-    """Long runs of rows in which observations, actions and rewards are zero."""
+    """Finds long runs of rows whose observations, actions and rewards are zero."""
 
     def __init__(self, found: CheckResults) -> None:
         self._found = found
@@ -99,7 +99,7 @@ class ZeroRuns:
         self._count = 0
 
     def advance(self, zero: np.ndarray, where: Where) -> None:
-        """Look at rows [n] that follow those before, True where they are zero."""
+        """Process the next rows. ``zero`` [n] is True for zero rows."""
         edges = np.flatnonzero(np.diff(zero, prepend=self._began is not None)).tolist()
         at = 0
         for edge in edges:
@@ -113,7 +113,7 @@ class ZeroRuns:
             self._count += len(zero) - at
 
     def finish(self) -> None:
-        """End a run."""
+        """End the current run."""
         began, count, self._began, self._count = self._began, self._count, None, 0
         if began is not None and count >= LONG_RUN:
             message = "observations, actions and rewards of many rows are zero: never written?"

@@ -1,4 +1,4 @@
-"""`verify_dataset`: is a dataset of another library as its format says, and its data sound?"""
+"""Verify that a dataset of another library follows its format and that its data is valid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODULES: Final = {
     "parquet": ("tables", "ParquetChecker"),
     "hf": ("tables", "HfChecker"),
 }
-"""The module and the class of each kind, in the order in which a path is asked for its kind."""
+"""The module and class of each kind, in the order in which `kind_at` tries them."""
 
 
 def kinds() -> list[str]:
@@ -33,7 +33,7 @@ def kinds() -> list[str]:
 
 
 def checker_of(kind: str) -> Checker:
-    """Return the checks of a kind; raise ValueError without any."""
+    """Return the checker of a kind. Raises ValueError for an unknown kind."""
     if kind not in _MODULES:
         raise ValueError(f"kind is one of {', '.join(kinds())}, got {kind!r:.80}.")
     module, name = _MODULES[kind]
@@ -42,7 +42,7 @@ def checker_of(kind: str) -> Checker:
 
 
 def kind_at(source: str | os.PathLike[str]) -> str | None:
-    """Return the kind of a dataset of another library; None if its files do not say one."""
+    """Detect the kind of a dataset by its files. Return None if it is unknown."""
     place = user_path(source)
     return next((kind for kind in _MODULES if checker_of(kind).recognises(place)), None)
 
@@ -54,25 +54,25 @@ def verify_dataset(
     skip: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Report:
-    """Read all of a dataset of another library, and find what cannot be right.
+    """Read a whole dataset of another library, and report everything that cannot be right.
 
-    Counts are compared with metadata, episodes with their borders, next observations with the
-    rows that follow, films with rows, statistics with data. Nothing in it is executed or
-    unpickled, no link in it is followed, and it stays as it is. Each finding names the file, the
-    episode and the row, as far as there are such.
+    The checks compare counts with metadata, episodes with their boundaries, next observations with
+    the rows that follow, videos with rows, and statistics with data. They execute and unpickle
+    nothing in the dataset, follow no link, and do not change it. Each finding names the file,
+    episode and row where possible.
 
     Args:
         source: a file or a folder.
-        kind: its format, a name that `tallyroll verify --help` lists; None: its files say it.
+        kind: the format, a name that `tallyroll verify --help` lists. None detects it by the files.
         skip: names of `CHECKS` to leave out.
-        progress: called now and then with the bytes that were read, and with all.
+        progress: called during the checks with the amount read so far and the total.
 
     Raises:
-        InvalidDataset: its files do not say what it is, or it cannot be checked.
+        InvalidDataset: the kind is unknown, or the dataset cannot be checked.
         MissingLibrary: a library is not installed.
-        NotEnoughMemory: a part of it that is read at once does not fit into memory.
-        OpenError: there is nothing at ``source``.
-        ValueError: an argument is none of its values.
+        NotEnoughMemory: a part that is read at once does not fit into memory.
+        OpenError: ``source`` does not exist.
+        ValueError: an argument has a value that is not allowed.
     """
     if unknown := sorted({*skip} - {*CHECKS}):
         raise ValueError(

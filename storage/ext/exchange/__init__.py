@@ -1,1 +1,1 @@
-"""The formats that are built in, one file each, and what several of them share."""
+"""Built-in formats, one file each, and the code that several of them share."""

@@ -1,4 +1,4 @@
-"""Rows as batches of Arrow, and back, bit for bit."""
+"""Convert rows to Arrow batches and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Column, Schema
 
 ABOUT = b"tallyroll"
-"""The key of our text in the metadata of a table."""
+"""The key of Tallyroll's entry in the metadata of a table."""
 
 
 def names_of(schema: Schema) -> list[str]:
-    """Return the names of columns in a table: keys joined by dots, which may not be two alike."""
+    """Return the names of columns in a table: keys joined by dots.
+
+    If two names would be equal, all keys are joined by slashes instead.
+    """
     names = [".".join(each.key) for each in schema.columns]
     if len({*names}) < len(names):
         names = ["/".join(each.key) for each in schema.columns]
@@ -30,7 +33,7 @@ def names_of(schema: Schema) -> list[str]:
 
 
 def arrow_schema(arrow: Any, schema: Schema, about: Mapping[str, Any]) -> Any:
-    """Return the schema of the tables."""
+    """Return the Arrow schema of the tables."""
     fields = []
     for name, column in zip(names_of(schema), schema.columns, strict=True):
         kind, size = arrow.from_numpy_dtype(_part(column)), _size(column)
@@ -42,7 +45,7 @@ def arrow_schema(arrow: Any, schema: Schema, about: Mapping[str, Any]) -> Any:
 
 
 def to_batch(arrow: Any, kinds: Any, schema: Schema, block: Block) -> Any:
-    """Return a block of rows as a batch."""
+    """Convert a block of rows to a record batch."""
     arrays = []
     for kind, column in zip(kinds.types, schema.columns, strict=True):
         numbers = np.ascontiguousarray(block[column.key]).reshape(-1).view(_part(column))
@@ -54,7 +57,7 @@ def to_batch(arrow: Any, kinds: Any, schema: Schema, block: Block) -> Any:
 
 
 def _part(column: Column) -> np.dtype[Any]:
-    """Return the dtype of the numbers: of a complex one its two parts."""
+    """Return the dtype of a column's numbers. A complex number has two parts of a real dtype."""
     parts: dict[torch.dtype, np.dtype[Any]] = {
         torch.complex64: np.dtype(np.float32),
         torch.complex128: np.dtype(np.float64),
@@ -68,16 +71,16 @@ def _size(column: Column) -> int:
 
 @dataclass(frozen=True)
 class ArrowColumn:
-    """A column of a table as one of ours."""
+    """A column of a table, mapped to a column of a storage."""
 
     name: str
     column: Column
 
     def of(self, arrow: Any, batch: Any) -> np.ndarray:
-        """Return its values of a batch.
+        """Return the column's values from a batch.
 
         Raises:
-            InvalidDataset: they are not those of such a column.
+            InvalidDataset: the values do not match the column's dtype or shape.
         """
         column, values, count = self.column, batch.column(self.name), batch.num_rows
         size = _size(column)
@@ -107,7 +110,7 @@ class ArrowColumn:
 
 
 def is_list(arrow: Any, kind: Any) -> bool:
-    """Return whether a column's values are lists of any length."""
+    """Return True if a column's values are lists of variable length."""
     return bool(arrow.types.is_list(kind) or arrow.types.is_large_list(kind))
 
 
@@ -117,8 +120,8 @@ def columns_of(arrow: Any, found: Any, said: Schema | None, first: Any) -> list[
     Args:
         arrow: the library.
         found: the table's schema.
-        said: the columns as the export wrote them; None: the table is of another program.
-        first: a batch with the first row, or None without rows.
+        said: the columns that the export recorded, or None for a table of another program.
+        first: a batch with the first row, or None if there are no rows.
     """
     if said is not None:
         names = names_of(said)
@@ -135,7 +138,7 @@ def columns_of(arrow: Any, found: Any, said: Schema | None, first: Any) -> list[
 
 
 def _shape(arrow: Any, field: Any, first: Any) -> tuple[tuple[int, ...] | None, Any]:
-    """Return the shape of a value, None if it has none, and the type of its numbers."""
+    """Return the shape of a value and the type of its numbers. The shape is None if unknown."""
     kind, sizes = field.type, list[int]()
     values = None if first is None else first.column(field.name)
     while arrow.types.is_fixed_size_list(kind) or is_list(arrow, kind):

@@ -1,4 +1,4 @@
-"""The door behind which a format of other libraries is: rows go out by it, and come back."""
+"""The interface for formats of other libraries: export rows to a format and import them from it."""
 
 from __future__ import annotations
 
@@ -23,93 +23,98 @@ from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.rows.schema import Schema
 
 Block = dict[Key, np.ndarray]
-"""Rows that follow one another, an array [rows, ...] a column, as `ColumnReader` gives them."""
+"""Consecutive rows: one array [rows, ...] per column, as `ColumnReader` returns them."""
 
 
 @dataclass
 class Incoming:
-    """Rows of a source, whose sizes were checked before one of them was read."""
+    """Rows of a source. The format checks the source's sizes before it reads any row."""
 
     schema: Schema
     rows: int
     blocks: Iterator[Block]
-    """All rows in their order, a few megabytes at a time."""
+    """All rows in order, a few megabytes per block."""
     about: Mapping[str, Any] | None = None
-    """The text that the export wrote beside the rows, as it was found: it may be anything."""
+    """The metadata that the export wrote with the rows, unvalidated: it may hold anything."""
     version: str = ""
-    """The format's version, as the source says."""
+    """The version of the format, as the source declares it."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Counts, by reason, of the things that the source has and no storage of ours gets."""
+    """Counts, by reason, of the items in the source that a storage cannot hold."""
     spaces: Mapping[str, Any] = field(default_factory=dict)
-    """The spaces that a source of another program says, as a run's entry has them."""
+    """The spaces that a source of another program declares, in the form of a run's entry."""
 
 
 class ExchangeFormat(ABC):
-    """A format of other libraries.
+    """A file format of other libraries.
 
-    A subclass is an entry point of the group ``tallyroll.exchange``, named as its ``name``.
-    `tallyroll.storage.testing.ExchangeContract` tests it.
+    A subclass is registered as an entry point of the group ``tallyroll.exchange`` under its
+    ``name``. `tallyroll.storage.testing.ExchangeContract` tests it.
     """
 
     name: ClassVar[str]
-    """The word before the colon, as in ``parquet:rows.parquet``."""
+    """The prefix before the colon, as in ``parquet:rows.parquet``."""
 
     extra: ClassVar[str | None] = None
-    """The extra of ``pip install 'tallyroll[...]'`` that has its library."""
+    """The extra of ``pip install 'tallyroll[...]'`` that installs the format's library."""
 
     sorted: ClassVar[bool] = False
-    """Rows are written one trajectory after the other."""
+    """True if rows are written one trajectory after another."""
 
     suffix: ClassVar[str] = ""
-    """The end that the name of an export should have, of a format of one file, as ``.npz``."""
+    """The suffix that the name of a single-file export should have, such as ``.npz``."""
 
     loading: ClassVar[str] = ""
-    """Lines of Python that open an export with the format's own library, in which ``PATH`` means
-    its path; a card shows them."""
+    """Lines of Python that open an export with the format's own library.
+
+    ``PATH`` stands for the path of the export. A card shows these lines.
+    """
 
     data_files: ClassVar[str] = ""
-    """The pattern of the files of Parquet in an export, which a hub shows as a table."""
+    """The glob pattern of the Parquet files in an export, which a hub shows as a table."""
 
     compressed: ClassVar[bool] = False
-    """Rows may take far fewer bytes than they have."""
+    """True if the format may store rows in far fewer bytes than they take in memory."""
 
     options: ClassVar[type | None] = None
-    """The class of the choices that an export takes, if there are any."""
+    """The class of the format's export options, or None if it has none."""
 
     def __init__(self, chosen: Any = None) -> None:
         self.chosen = chosen
-        """The choices of an export, of the class `options`; None: its defaults."""
+        """The options of an export, an instance of `options`. None selects the defaults."""
 
     def check(self, schema: Schema) -> None:  # noqa: B027 - most hold all columns
         """Raise `InvalidSchema` for columns that the format cannot hold at all."""
 
     def names(self, schema: Schema) -> list[str]:
-        """Return the names that columns have in an export."""
+        """Return the names of the columns in an export."""
         return [format_key(key) for key in schema.keys]
 
     @abstractmethod
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
-        """Write rows to ``place``, where nothing is: a file or a folder.
+        """Write rows to ``place``, a file or folder that does not exist yet.
 
-        Return what was lost: how many of each.
+        Returns:
+            The number of items that the export lost, by reason.
         """
 
     @abstractmethod
     def read(self, place: Path) -> AbstractContextManager[Incoming]:
-        """Open a source, and check its sizes; the context closes it.
+        """Open a source and check its sizes. Leaving the context closes the source.
 
-        Nothing in it is executed, and no link in it is followed.
+        Reading executes nothing in the source and follows no link in it.
 
         Raises:
-            InvalidDataset: it is damaged, hostile, or of another format.
+            InvalidDataset: the source is damaged, hostile, or of another format.
         """
 
 
 def opened_source(door: ExchangeFormat, whence: Path, stack: ExitStack) -> Incoming:
-    """Open a source until ``stack`` ends; its blocks raise `InvalidDataset` where it is damaged.
+    """Open a source and keep it open until ``stack`` closes.
+
+    The source's blocks raise `InvalidDataset` where the source is damaged.
 
     Raises:
-        InvalidDataset: it is damaged, or has columns that no storage can have.
+        InvalidDataset: the source is damaged, or has columns that no storage can have.
     """
     with source_errors(whence):
         try:
@@ -140,14 +145,15 @@ class _CallerError(BaseException):
 
 @contextmanager
 def source_errors(place: Path) -> Iterator[None]:
-    """Raise errors that a damaged or hostile source causes in a library as errors of ours.
+    """Convert errors that a damaged or hostile source causes in a library to Tallyroll's errors.
 
-    Formats check what they read, and name the part that is wrong. This is the fallback for all
-    that a source can say and no format expects: a column of another type, a count that is a text.
+    Formats check the data that they read and name the part that is wrong. This function is the
+    fallback for content that no format expects, such as a column of another type or a count that is
+    a string.
 
     Raises:
         InvalidDataset: the source causes an error.
-        NotEnoughMemory: a library did not get the memory that it asked for.
+        NotEnoughMemory: a library could not allocate memory.
     """
     try:
         yield
@@ -162,7 +168,7 @@ def source_errors(place: Path) -> Iterator[None]:
 
 
 def carried(progress: Progress) -> Progress:
-    """Return a function whose errors pass `source_errors` as they are."""
+    """Return a wrapper of ``progress`` whose errors pass through `source_errors` unchanged."""
 
     def call(done: int, total: int) -> object:
         try:

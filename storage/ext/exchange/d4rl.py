@@ -1,4 +1,4 @@
-"""``d4rl``: one HDF5 file, a dataset for all rows of a column, as D4RL has them."""
+"""The ``d4rl`` format: one HDF5 file in D4RL's layout, with one dataset per column."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ABOUT = ("metadata", "tallyroll")
 
 
 def _places(schema: Schema) -> dict[Key, Key]:
-    """Return the dataset of each column."""
+    """Return the path of the dataset of each column."""
     roles = Roles.of(schema, D4rlFormat.name)
     found = under(_OBSERVATIONS, roles.observations) | under(_ACTIONS, roles.actions)
     after = {(NEXT, *each.key): each for each in roles.observations}
@@ -46,21 +46,22 @@ def _places(schema: Schema) -> dict[Key, Key]:
 
 
 class D4rlFormat(ExchangeFormat):
-    """``observations``, ``actions``, ``rewards``, ``terminals``, ``timeouts`` and the rest.
+    """Datasets ``observations``, ``actions``, ``rewards``, ``terminals``, ``timeouts`` and more.
 
-    Next observations are ``next_observations``; all other columns are below ``infos``. A cut has
-    neither flag: what reads ``timeouts`` alone takes the trajectory after it for its end.
+    Next observations are in ``next_observations`` and all other columns below ``infos``. The last
+    row of a cut trajectory has neither flag set: a program that looks only at the flags joins the
+    trajectory with the one after it.
     """
 
     name, extra, suffix, sorted = "d4rl", "hdf5", ".hdf5", True
     loading = 'import h5py\n\nwith h5py.File(PATH) as file:\n    seen = file["observations"][...]'
 
     def check(self, schema: Schema) -> None:
-        """Refuse rows that are no transitions."""
+        """Raise `InvalidSchema` for rows that are not transitions."""
         Roles.of(schema, self.name)
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
-        """Write all columns, a block of rows at a time."""
+        """Write all columns, one block of rows at a time."""
         places, count = _places(rows.schema), len(rows)
         with new_hdf5(place) as (file, guard):
             made = {}
@@ -70,7 +71,7 @@ class D4rlFormat(ExchangeFormat):
                 shape = (count, *like.shape[1:])
                 name = "/".join(places[column.key])
                 made[column.key] = file.create_dataset(name, shape, like.dtype)
-            if TRUNCATED not in places:  # which all that read it ask for
+            if TRUNCATED not in places:  # programs that read D4RL files require it
                 file.create_dataset(_TIMEOUTS, data=np.zeros(count, bool))
             text = json.dumps(rows.about).encode()
             file.create_dataset("/".join(_ABOUT), data=np.frombuffer(text, np.uint8))
@@ -86,7 +87,7 @@ class D4rlFormat(ExchangeFormat):
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Open the file, and look at the shape of each dataset."""
+        """Open the file and check the shape of each dataset."""
         with opened_hdf5(place) as file:
             datasets = datasets_in(file, place)
             text = datasets.pop(_ABOUT, None)
@@ -133,7 +134,7 @@ def _rows(found: Mapping[Key, Any], place: Path) -> int:
 
 
 def _foreign(datasets: dict[Key, Any], place: Path) -> Incoming:
-    """Return the rows of a file that another program made."""
+    """Return the rows of a file that another program wrote."""
     columns, sources, lost = dict[Key, Column](), dict[Key, Any](), 0
     for path, data in datasets.items():
         key = key_of(path)
@@ -156,7 +157,7 @@ def _foreign(datasets: dict[Key, Any], place: Path) -> Incoming:
 
 
 def key_of(path: Key) -> Key | None:
-    """Return the column of a dataset that another program wrote; None if it is none."""
+    """Return the column for a dataset of another program, or None if it has no counterpart."""
     match path:
         case ("observations", *rest):
             return ("observation", *rest)
@@ -174,10 +175,11 @@ def key_of(path: Key) -> Key | None:
 
 
 class _Foreign:
-    """Rows of another program's file.
+    """The rows of a file that another program wrote.
 
-    Where it has no next observations, what comes next is the next row: a row at the end of an
-    episode has lost its own, and the last row, if it ends none, is left out.
+    If the file has no next observations, each row takes the observation of the next row. A row at
+    the end of an episode has then lost its next observation. The last row is left out unless it
+    ends an episode.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class _Foreign:
             if data is not None and data.shape != sources[key].shape:
                 raise refused(place, f"its {_NEXT} have other shapes than its {_OBSERVATIONS}")
         self._last = rows
-        """One more than the last row that is read, for what comes next."""
+        """The number of rows from which next observations are read."""
         self._left_out = 0
         if self._shifted and rows and not self._flags(rows - 1, rows)[0]:
             self._rows, self._left_out = rows - 1, 1
@@ -217,7 +219,7 @@ class _Foreign:
         return Incoming(schema, self._rows, self._blocks(schema, missing), None, "d4rl", missing)
 
     def _flags(self, start: int, stop: int) -> np.ndarray:
-        """Return where an episode ends, bool [stop - start]."""
+        """Return True for each row at which an episode ends: bool [stop - start]."""
         found = np.zeros(stop - start, bool)
         for key in (TERMINATED, TRUNCATED):
             if key in self._columns:

@@ -1,4 +1,4 @@
-"""`export`: rows of a reader in a format of other libraries, there whole or not at all."""
+"""Export the rows of a reader to a format of other libraries, completely or not at all."""
 
 from __future__ import annotations
 
@@ -41,23 +41,25 @@ _NO_SPACE: Final = ("No space left", "errno = 28", "File too large", "errno = 27
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Rows that were written in a format of other libraries."""
+    """The result of an export."""
 
     path: str
     kind: str
     rows: int
     trajectories: int | None
-    """None where rows do not say whose they are."""
+    """The number of trajectories, or None if the rows do not record their trajectories."""
     cut: int
-    """Trajectories of the source that neither ended nor were truncated."""
+    """The number of trajectories of the source that neither ended nor were truncated."""
     columns: tuple[str, ...]
     nbytes: int
-    """Bytes of its files."""
+    """The total size of the export's files."""
     lost: dict[str, int]
-    """Counts, by reason, of the things that the source has and the export has not. `exchange.md`
-    lists the reasons."""
+    """Counts, by reason, of the items of the source that the export lacks.
+
+    `exchange.md` lists the reasons.
+    """
     versions: int | None = None
-    """The number of versions that were written, of an export that was kept up."""
+    """The number of versions written by a followed export; None for other exports."""
 
 
 @user_callback("export")
@@ -72,9 +74,9 @@ def export(
     progress: Progress | None = None,
     title: str | None = None,
 ) -> ExportReport:
-    """Write rows in a format of other libraries; see `DiskStorage.export`.
+    """Write rows to a format of other libraries; see `DiskStorage.export`.
 
-    ``title`` is the name that the export has within; None: that of its path.
+    ``title`` is the name that the export records for itself. None uses the name of its path.
     """
     if cuts not in get_args(Cuts):
         raise ValueError(f"cuts is one of 'drop', 'truncate' and 'keep', got {cuts!r:.80}.")
@@ -123,10 +125,11 @@ def export(
     )
 
 
-class _ExportSpan:
-    """The rows that are written, as ``cuts`` says, and what becomes of the others.
+class _Chosen:
+    """The rows that ``cuts`` selects for an export, and the counts of the rows that it leaves out.
 
-    A writer may add more meanwhile: ``span`` are the rows of the source as they were looked at.
+    A writer may add rows meanwhile. ``span`` holds the rows that the source had when they were
+    selected.
     """
 
     def __init__(self, reader: RowReader, schema: Schema, cuts: Cuts, *, needed: bool) -> None:
@@ -147,7 +150,7 @@ class _ExportSpan:
                 f"{format_key(TRUNCATED)} is not exported: cuts='truncate' sets it."
             )
         table = read_consistently(reader, lambda: reader.trajectories.table)
-        if reader.is_written:  # the rows of this moment, to which the table belongs
+        if reader.is_written:  # select the rows of this moment: the table describes only them
             stop = int(table["last_row"].max(initial=-1)) + 1
             self.span = range(min(reader.span.start, stop), stop)
             self.reader = reader = view_of(reader, table, np.ones(len(table), bool))
@@ -174,7 +177,7 @@ class _ExportSpan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many trajectories are written as ended so, by the word for it."""
+        """The number of written trajectories by the way they ended."""
         assert self.table is not None
         found = Counter(END_NAMES[end] for end in self.table["end"].tolist())
         cut = found.pop("open", 0) + found.pop("cut", 0)
@@ -185,9 +188,10 @@ class _ExportSpan:
 def _beside(
     reader: RowReader, schema: Schema, chosen: _ExportSpan, *, whole: bool
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the text beside the rows, and counts of the things that are not in it.
+    """Return the metadata that travels with the rows, and counts of the items that it leaves out.
 
-    Columns and overlays that the caller leaves out are not lost: ``whole`` says that none are.
+    ``whole`` is True if the caller selected all columns. Columns and overlays that the caller
+    leaves out do not count as lost.
     """
     about = about_rows(reader, schema, chosen.span)
     changed = [each.key for each in schema.columns if says_end(each)] if len(chosen.ends) else []
@@ -204,10 +208,10 @@ def _beside(
 
 @contextlib.contextmanager
 def _library_errors(kind: str, target: Path) -> Iterator[None]:
-    """Translate errors of the library that writes.
+    """Translate errors of the library that writes the export.
 
-    A full disk gets the number that the system gave the library. A missing file is the library's
-    fault, unless another process removed the folder that it writes to.
+    An error of a full disk gets the errno that the system gave the library. A missing file is the
+    library's fault, unless another process removed the destination folder.
     """
     try:
         yield
@@ -224,7 +228,7 @@ def _library_errors(kind: str, target: Path) -> Iterator[None]:
 
 
 def _synced(target: Path) -> int:
-    """Return the bytes of all files, when they are on the disk."""
+    """Flush all files to the disk and return their total size in bytes."""
     if not target.is_dir():
         Inside(target.parent).sync(target)
         return target.stat().st_size

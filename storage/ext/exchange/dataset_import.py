@@ -1,4 +1,4 @@
-"""`import_dataset`: a dataset of another library becomes a storage, whole or not at all."""
+"""Import a dataset of another library into a new storage, completely or not at all."""
 
 from __future__ import annotations
 
@@ -39,23 +39,26 @@ from tallyroll.storage.stores.row_writer import RowWriter
 from tallyroll.storage.user_code import user_callback
 
 _COPIES: Final = 4
-"""Times that a block of rows is in memory at once, at most."""
+"""The maximum number of copies of a block of rows in memory at once."""
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """Rows that were imported."""
+    """The result of an import."""
 
     path: str
     format: str
-    """The short name: ``memmap``, ``hdf5`` or ``zarr``."""
+    """The short name of the storage format: ``memmap``, ``hdf5`` or ``zarr``."""
     kind: str
     rows: int
     columns: tuple[str, ...]
     numbered: bool
-    """Trajectories were numbered by the flags of their ends: the source has no numbers."""
+    """True if the import numbered the trajectories by their end flags.
+
+    The source then had no trajectory numbers.
+    """
     lost: dict[str, int]
-    """Counts, by reason, of the things that the source has and the storage has not."""
+    """Counts, by reason, of the items of the source that the storage lacks."""
 
 
 def import_dataset(
@@ -66,28 +69,29 @@ def import_dataset(
     format: str | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Write a dataset of another library to a new storage, which is there whole or not at all.
+    """Import a dataset of another library into a new storage, completely or not at all.
 
-    Sizes are checked before memory or space is taken. Nothing in the source is unpickled or
-    executed, and no link in it is followed. Rows get trajectory ids, steps and lane 0 where the
-    source has none, by the flags of their ends. Flags of ends that another program wrote as
-    numbers, 0 or 1, become bools. The manifest says from which source they came.
+    The import checks all sizes before it takes memory or space. It unpickles and executes nothing
+    in the source and follows no link in it. If the source has no trajectory ids, the import adds
+    ids and steps from the end flags, and lane 0. End flags that another program wrote as numbers, 0
+    or 1, become bools. The manifest records the source.
 
     Args:
         source: a file or a folder.
-        destination: where the storage will be; nothing may be there.
-        kind: the format of the source: a name that `tallyroll export --help` lists.
-        format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``; None: by the suffix of ``destination``.
-        progress: called now and then with the bytes that were written, and with all.
+        destination: the path of the new storage; it must not exist.
+        kind: the format of the source, a name that `tallyroll export --help` lists.
+        format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``. None selects by the suffix of
+            ``destination``.
+        progress: called after each block with the number of bytes written and the total.
 
     Raises:
-        InvalidDataset: the source is damaged, hostile, or of another kind; or a flag of an end is
+        InvalidDataset: the source is damaged, hostile, or of another kind; or an end flag is
             neither 0 nor 1.
         MissingLibrary: a library is not installed.
         OpenError: a path cannot be opened, or is taken; or another process writes to it.
         StorageFull: the rows do not fit on the disk.
-        NotEnoughMemory: a few rows do not fit into memory.
-        ValueError: an argument is none of its values.
+        NotEnoughMemory: a block of rows does not fit into memory.
+        ValueError: an argument has a value that is not allowed.
     """
     return imported(format_named(kind), source, destination, format=format, progress=progress)
 
@@ -102,9 +106,10 @@ def imported(
     progress: Progress | None = None,
     said: Mapping[str, str] | None = None,
 ) -> ImportReport:
-    """Write what a door reads of a source to a new storage, as `import_dataset` does.
+    """Import a source with the given format, as `import_dataset` does.
 
-    ``said`` is what the manifest says of the source where it is another one than ``source``.
+    ``said`` overrides the description of the source in the manifest, for a ``source`` that stands
+    in for another one.
     """
     place, whence = user_path(destination), user_path(source)
     name = format_at(place, format)
@@ -112,7 +117,7 @@ def imported(
     require_free(place)
     with translated(whence), contextlib.ExitStack() as stack:
         incoming = opened_source(door, whence, stack)
-        # Rows of our own exports come back as they were.
+        # Rows of Tallyroll's own exports are imported unchanged.
         of_ours = schema_said(incoming.about) is not None
         with source_errors(whence):
             flags = None if of_ours else EndFlags(incoming.schema)
@@ -171,7 +176,7 @@ def _require_size(whence: Path, incoming: Incoming, schema: Schema) -> None:
 
 
 def _gathered(blocks: Iterator[Block], schema: Schema) -> Iterator[Block]:
-    """Yield larger blocks: each is a commit, which waits for the disk."""
+    """Merge blocks into larger ones, because each block is a commit and waits for the disk."""
     held: list[Block] = []
     nbytes = 0
     for block in chain(blocks, [None]):

@@ -1,4 +1,4 @@
-"""Rows of a reader on their way out: in order, as blocks or as whole trajectories."""
+"""Read the rows of a reader for an export: in order, as blocks or as whole trajectories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tallyroll.storage.trajectories.columns import numbers_of
 from tallyroll.storage.user_code import user_callback
 
 BLOCK_NBYTES: Final = 2**25
-"""Bytes of the rows that are read at a time."""
+"""The size in bytes of the rows that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,22 @@ class ExportEpisode:
 
     rows: dict[Key, np.ndarray]
     seed: int
-    """The seed of the reset that it began with; -1 if unknown."""
+    """The seed of the reset that started the trajectory; -1 if unknown."""
 
 
 class ExportRows:
-    """Rows of a reader, of which some columns are wanted.
+    """The rows and columns of a reader that an export writes.
 
     Args:
-        reader: of the rows.
-        span: the numbers that they have there.
-        schema: the columns that are wanted.
-        about: what is said of the rows, as JSON.
-        title: the name of the place where they will be.
-        table: the lines of their trajectories; None where rows do not say whose they are.
-        ends: the numbers of rows that get ``truncated`` and ``done``, ascending.
-        sorted: one trajectory after the other.
-        progress: called with the bytes that were read, and with all.
+        reader: the reader of the rows.
+        span: the numbers of the rows in ``reader``.
+        schema: the columns to export.
+        about: metadata of the rows, as JSON.
+        title: the name of the export.
+        table: the trajectory table of the rows; None if the rows do not record trajectories.
+        ends: ascending numbers of the rows whose ``truncated`` and ``done`` flags are set.
+        sorted: True to order rows by trajectory.
+        progress: called with the number of bytes read and the total.
     """
 
     def __init__(
@@ -71,18 +71,21 @@ class ExportRows:
 
     @property
     def trajectories(self) -> int:
-        """How many trajectories there are; 0 where rows do not say whose they are."""
+        """The number of trajectories; 0 if the rows do not record trajectories."""
         return 0 if self._table is None else len(self._table)
 
     def blocks(self, keys: Sequence[Key] | None = None) -> Iterator[dict[Key, np.ndarray]]:
-        """Yield all rows in their order, as many at a time as fit into `BLOCK_NBYTES`."""
+        """Yield all rows in order, in blocks of at most `BLOCK_NBYTES`.
+
+        A larger row is a block of its own.
+        """
         wanted = [each for each in self.schema.columns if keys is None or each.key in keys]
         size = max(1, BLOCK_NBYTES // sum(each.row_nbytes for each in wanted))
         for start in range(0, len(self), size):
             yield self._read(start, min(start + size, len(self)), [each.key for each in wanted])
 
     def episodes(self) -> Iterator[ExportEpisode]:
-        """Yield the rows of one trajectory after the other; short ones are read together."""
+        """Yield one trajectory after another. Several short trajectories share one read."""
         assert self._table is not None
         ids = self._ids()
         stops = _stops(ids)
@@ -104,7 +107,7 @@ class ExportRows:
             start = stop
 
     def stops(self) -> list[int]:
-        """Return how many rows there are up to the end of each trajectory, in their order."""
+        """Return the end of each trajectory, in order, as a cumulative number of rows."""
         return _stops(self._ids())
 
     def _ids(self) -> np.ndarray:
@@ -136,11 +139,11 @@ class ExportRows:
 
 
 def says_end(column: Column) -> bool:
-    """Return whether a column is set in the last row of a trajectory that is truncated."""
+    """Return True if a column is an end flag that a truncation sets in a trajectory's last row."""
     key = column.key
     return key[0] == NEXT and key[-1] in (TRUNCATED[-1], DONE[-1]) and column.dtype is torch.bool
 
 
 def _stops(ids: np.ndarray) -> list[int]:
-    """Return the numbers of rows up to the end of each run of equal ids [n]."""
+    """Return the cumulative number of rows at the end of each run of equal ids [n]."""
     return [*(np.flatnonzero(np.diff(ids)) + 1).tolist(), *([len(ids)] if len(ids) else [])]

@@ -1,4 +1,4 @@
-"""Small files of a folder, and names of files that its metadata give as templates."""
+"""Read small files of a folder, and expand the path templates in its metadata."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _MOST_PATH: Final = 4096
 
 
 def filled(template: Any, **values: int | str) -> str:
-    """Return a path of a template, which may name ``values``, with zeros before a number.
+    """Expand a path template that may contain ``values``, with zero-padded numbers.
 
-    It is not given to ``format``, whose fields can ask for attributes, or for gigabytes of zeros.
+    The function does not use ``str.format``, whose fields can read attributes or request gigabytes
+    of zeros.
 
     Raises:
-        InvalidDataset: it is no such template, or the path leads out of the folder.
+        InvalidDataset: the template is invalid, or the path leads out of the folder.
     """
     if not isinstance(template, str) or len(template) > _MOST_PATH:
         raise InvalidDataset(f"a path is no text: {template!r:.80}")
@@ -48,7 +49,7 @@ def filled(template: Any, **values: int | str) -> str:
 
 
 def read_text(inside: Inside, name: str, place: Path, limit: int = LIMIT) -> bytes:
-    """Return the content of a small file."""
+    """Return the content of a small file. Raises `InvalidDataset` if it cannot be read."""
     try:
         return inside.read(place / name, limit)
     except OSError as error:
@@ -56,7 +57,7 @@ def read_text(inside: Inside, name: str, place: Path, limit: int = LIMIT) -> byt
 
 
 def read_json(inside: Inside, name: str, place: Path, limit: int = LIMIT) -> Any:
-    """Return the value in a file."""
+    """Return the JSON value in a file. Raises `InvalidDataset` if it cannot be read or parsed."""
     try:
         return json.loads(read_text(inside, name, place, limit))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""An export that is kept up while a process adds rows: versions, each of them whole."""
+"""Export rows while a process adds more, as a series of complete versions."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _DIGITS: Final = 8
 
 @contextlib.contextmanager
 def versions_at(place: Path, kind: str, suffix: str, id: str | None) -> Iterator[Versions]:
-    """Yield the versions in a folder, made if there is none; only this process may add to them.
+    """Yield the versions in a folder, locked for this process. Create the folder if necessary.
 
     Raises:
         StorageLocked: another process adds versions there.
-        PathIsTaken: something else is there, or versions of another storage or format.
+        PathIsTaken: the folder holds other files, or versions of another storage or format.
     """
     refuse_impossible(place)
     require_creatable(place)
@@ -74,11 +74,11 @@ def versions_at(place: Path, kind: str, suffix: str, id: str | None) -> Iterator
 
 
 class Versions:
-    """The versions in a folder, which this process holds.
+    """The versions in a folder that this process has locked.
 
     Args:
         place: the folder.
-        suffix: the end of their names.
+        suffix: the suffix of the versions' names.
     """
 
     def __init__(self, place: Path, suffix: str) -> None:
@@ -88,7 +88,7 @@ class Versions:
 
     @property
     def current(self) -> Path | None:
-        """The newest version that is whole; None without one."""
+        """The newest complete version, or None if there is none."""
         try:
             name = os.readlink(self.link)
         except OSError:
@@ -96,7 +96,11 @@ class Versions:
         return self.place / name if self._name.fullmatch(name) else None
 
     def take(self, kind: str, id: str | None) -> None:
-        """Make the folder one of versions, or go on with those of the same storage and format."""
+        """Initialize the folder for versions, or resume those of the same storage and format.
+
+        Raises:
+            PathIsTaken: the folder holds other files, or versions of another storage or format.
+        """
         said = {"tallyroll_follow": _VERSION, "kind": kind, "id": id}
         there = {each.name for each in self.place.iterdir()} - {_LOCK, f"{_SAID}.tmp"}
         if not there:
@@ -120,12 +124,12 @@ class Versions:
             return None
 
     def next(self) -> Path:
-        """Return the path of the version that comes next, where nothing is."""
+        """Return the path of the next version, which does not exist yet."""
         numbers = [int(each.name[: -len(self._suffix) or None]) for each in self._every()]
         return self.place / f"{max(numbers, default=0) + 1:0{_DIGITS}}{self._suffix}"
 
     def show(self, version: Path) -> None:
-        """Let the link lead to a version that is on the disk, and remove those before the last."""
+        """Point the link at a version on disk, and remove versions older than the previous one."""
         before, new = self.current, self.link.with_name(f".{self.link.name}.new")
         new.unlink(missing_ok=True)
         os.symlink(version.name, new)
@@ -136,7 +140,11 @@ class Versions:
                 self._remove(each)
 
     def leave_nothing(self, *, folder: bool) -> None:
-        """Remove what `take` made, as there is no version; the ``folder``, too."""
+        """Remove the files that `take` created, if there is no version.
+
+        Args:
+            folder: remove the folder too, if it is empty.
+        """
         if not self._ours:
             return
         self._tidy()
@@ -144,21 +152,21 @@ class Versions:
             (self.place / name).unlink(missing_ok=True)
         if folder:
             self.inside.let_go()
-            with contextlib.suppress(OSError):  # it has files of others
+            with contextlib.suppress(OSError):  # the folder may hold files of other programs
                 self.place.rmdir()
 
     def _every(self) -> list[Path]:
         return [each for each in self.place.iterdir() if self._name.fullmatch(each.name)]
 
     def _tidy(self) -> None:
-        """Remove parts of versions, which a killed process left."""
+        """Remove incomplete versions that a killed process left."""
         for each in self.place.iterdir():
             if each.name.startswith(".") and self._name.match(each.name, 1):
                 _gone(each)
 
     def _remove(self, version: Path) -> None:
         aside = version.with_name(f".{version.name}.removed")
-        os.rename(version, aside)  # a part of it has not its name
+        os.rename(version, aside)  # an incomplete version must not keep its name
         _gone(aside)
 
 
@@ -174,21 +182,25 @@ _LOOK_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Follow:
-    """Options of an export that is kept up under a writer: see `DiskStorage.export`.
+    """Options of an export that follows a writer; see `DiskStorage.export`.
 
-    The rows of the newest version are never older than the seconds from the begin of one version to
-    the begin of the next, and those that a version takes: with the default less than a minute, as
-    long as a version takes less than 30 s.
+    The rows of the newest version lag behind the writer by at most the interval between the starts
+    of two versions plus the time that a version takes. With the default interval, the lag is less
+    than a minute as long as a version takes less than 30 s.
     """
 
     every: float = 30.0
-    """Seconds from the begin of a version to that of the next, if rows came since. A version that
-    takes longer is followed by the next at once."""
+    """Seconds from the start of one version to the start of the next, if there are new rows.
+
+    After a version that takes longer, the next one starts at once.
+    """
     stop: Callable[[], bool] | None = None
-    """Asked between versions, ten times a second: True ends it, with a last version if rows came
-    since the one before."""
+    """A function that is called between versions, ten times a second. True stops the export.
+
+    If rows were added since the last version, the export writes a final version first.
+    """
     on_version: Callable[[ExportReport], object] | None = None
-    """Called with the report of each version, when it is the newest."""
+    """Called with the report of each version, once it is the newest."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.every < math.inf:
@@ -206,7 +218,7 @@ def export_storage(
     options: object,
     progress: Progress | None,
 ) -> ExportReport:
-    """Export the rows of a storage as `DiskStorage.export` does."""
+    """Export the rows of a storage, as `DiskStorage.export` does."""
     storage.reader.require_open()
     named = (columns,) if isinstance(columns, str) else columns or ()
     reader = storage.reader_with([*storage.reader.keys, *named]) if named else storage.reader
@@ -238,12 +250,12 @@ def export_followed(
     options: object = None,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write versions until the writer of the rows has ended; return the report of the last.
+    """Write versions until the writer of the rows has ended, and return the report of the last one.
 
     Raises:
-        PathIsTaken: something else is at ``destination``.
+        PathIsTaken: ``destination`` holds other files.
         StorageLocked: another process adds versions there.
-        ValueError: the rows are not those of one storage, opened to be read.
+        ValueError: ``reader`` does not read one storage that was opened with mode "read".
     """
     files, place = format_named(kind, options), user_path(destination)
     rows = reader.rows if isinstance(reader, OverlaidReader) else reader
@@ -262,7 +274,7 @@ def export_followed(
         report: ExportReport | None = None
         count, seen, stopped = 0, -1, False
         while True:
-            written = reader.is_written  # first: what it adds before it ends is exported below
+            written = reader.is_written  # before the export, which then has the last rows
             began, now = time.monotonic(), reader.revision
             if now != seen:
                 version = versions.next()
@@ -280,7 +292,7 @@ def export_followed(
                 except StateMismatch:
                     if not written:
                         raise
-                    continue  # the writer took rows back: those that are left make a version
+                    continue  # the writer rewound rows: the next version holds the remaining ones
                 versions.show(version)
                 count, seen = count + 1, now
                 report = replace(found, path=str(versions.link), versions=count)
@@ -293,7 +305,7 @@ def export_followed(
 
 
 def _waited(reader: RowReader, follow: Follow, began: float) -> bool:
-    """Wait until the next version is due, or the writer has ended; return True to stop."""
+    """Wait until the next version is due or the writer has ended. Return True to stop."""
     while True:
         if follow.stop is not None and follow.stop():
             return True

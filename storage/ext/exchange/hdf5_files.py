@@ -1,4 +1,4 @@
-"""HDF5 files of other programs: opened so that nothing outside them is read."""
+"""Open HDF5 files of other programs without reading anything outside them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tallyroll.storage.trajectories.columns import floats_of
 _DEEPEST: Final = 24
 _MOST_OBJECTS: Final = 2**22
 _FILTERS: Final = frozenset({1, 2, 3, 32000})
-"""deflate, shuffle, fletcher32 and lzf: those that are a part of h5py."""
+"""The filters that are part of h5py: deflate, shuffle, fletcher32 and lzf."""
 DAMAGE: Final = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
 """Errors that h5py raises for damaged files."""
 
 
 @contextmanager
 def opened_hdf5(place: Path) -> Iterator[Any]:
-    """Yield the file, which is no link, open to read.
+    """Open an HDF5 file for reading. A link is rejected.
 
     Raises:
         MissingLibrary: h5py is not installed.
-        InvalidDataset: it cannot be opened.
+        InvalidDataset: HDF5 cannot open the file.
     """
     h5py = h5py_module()
     with open(open_file(place, os.O_RDONLY), "rb") as raw:
@@ -53,7 +53,9 @@ def datasets_in(group: Any, place: Path) -> dict[Key, Any]:
     """Return all datasets below a group, in their order.
 
     Raises:
-        InvalidDataset: some are links, of other files, or take more memory than there is.
+        InvalidDataset: an object is a link, or a dataset has values in other files or unknown
+            filters.
+        NotEnoughMemory: a chunk of a dataset does not fit into memory.
     """
     h5py = h5py_module()
     found: dict[Key, Any] = {}
@@ -93,7 +95,7 @@ def _names(group: Any, place: Path) -> list[str]:
 
 
 def _checked(data: Any) -> Any:
-    """Return a dataset that lies in its own file, and of which a chunk fits into memory."""
+    """Return a dataset whose values are all in its own file and whose chunks fit into memory."""
     if data.is_virtual or data.external:
         raise ValueError("its values lie in other files")
     plist = data.id.get_create_plist()
@@ -108,13 +110,16 @@ def _checked(data: Any) -> Any:
 
 
 def require_memory_for(nbytes: int, what: str) -> None:
-    """Raise NotEnoughMemory unless there is so much; to ask takes longer than to read a little."""
+    """Raise `NotEnoughMemory` if memory for a large read is not available.
+
+    Small reads are not checked, because the check takes longer than the read.
+    """
     if nbytes > BLOCK_NBYTES:
         require_memory(nbytes, what, "Import it on another machine.")
 
 
 def column_of(key: Key, data: Any) -> Column | None:
-    """Return the column of a dataset [rows, ...]; None where no storage can hold it."""
+    """Return the column for a dataset [rows, ...], or None if no storage can hold it."""
     dtype = data.dtype.newbyteorder("=")
     if dtype.hasobject or dtype not in TORCH or not data.shape or 0 in data.shape[1:]:
         return None
@@ -122,7 +127,7 @@ def column_of(key: Key, data: Any) -> Column | None:
 
 
 def read_rows(data: Any, start: int, stop: int, column: Column, place: Path) -> np.ndarray:
-    """Return rows of a dataset as values of a column [stop - start, *shape]."""
+    """Read rows of a dataset as values of a column [stop - start, *shape]."""
     try:
         values = np.asarray(data[start:stop])
     except DAMAGE as error:
@@ -131,7 +136,7 @@ def read_rows(data: Any, start: int, stop: int, column: Column, place: Path) -> 
 
 
 def as_column(values: np.ndarray, column: Column, name: str, place: Path) -> np.ndarray:
-    """Return values that were stored for a column as the column has them."""
+    """Convert values that a file stores for a column to the column's dtype and shape."""
     count = len(values)
     if values.size != count * math.prod(column.shape):
         raise refused(place, f"{name} has {list(values.shape)}, expected {list(column.shape)} each")
@@ -146,7 +151,10 @@ def as_column(values: np.ndarray, column: Column, name: str, place: Path) -> np.
 
 
 def as_stored(values: np.ndarray, column: Column, *, flat: bool = False) -> np.ndarray:
-    """Return values of a column as files have them: bfloat16 as float32, ``flat``: one a row."""
+    """Convert values of a column to the form that files store.
+
+    bfloat16 becomes float32. With ``flat``, a column of one value per row becomes [rows].
+    """
     values = floats_of(values) if column.dtype is torch.bfloat16 else values
     return values.reshape(len(values)) if flat and math.prod(column.shape) == 1 else values
 

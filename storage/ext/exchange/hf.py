@@ -1,4 +1,4 @@
-"""``hf``: a folder for the Hugging Face Hub: files of Parquet, and a card."""
+"""The ``hf`` format: a folder of Parquet files and a card for the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.schema import Schema
 
 _GROUPS: Final = 16
-"""Groups of rows in a file: some 500 MB of rows."""
+"""Row groups per file: about 500 MB of rows."""
 _MOST_FILES: Final = 2**14
 _DATA: Final = "data"
 
 
 class HfFormat(ExchangeFormat):
-    """The files that `datasets.load_dataset` reads from a folder, or from the Hub.
+    """A folder of files that `datasets.load_dataset` reads, from disk or from the Hub.
 
-    The columns are those of ``parquet``.
+    The columns are those of the ``parquet`` format.
     """
 
     name, extra, compressed = "hf", "arrow", True
@@ -36,7 +36,7 @@ class HfFormat(ExchangeFormat):
         return names_of(schema)
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
-        """Write a file for each half a gigabyte of rows, and the card."""
+        """Write one file per half a gigabyte of rows, and the card."""
         data = place / _DATA
         data.mkdir(parents=True)
         files = write_parquet(rows, lambda number: data / f"{number}.parquet", _GROUPS)
@@ -49,7 +49,7 @@ class HfFormat(ExchangeFormat):
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Open all files; the card is not read."""
+        """Open all files. The card is not read."""
         data = place / _DATA
         with contextlib.ExitStack() as stack:
             held = Inside(place)

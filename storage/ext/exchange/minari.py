@@ -1,4 +1,4 @@
-"""``minari``: a folder of Minari, an HDF5 group or a table for each episode."""
+"""The ``minari`` format: a Minari folder with an HDF5 group or a table for each episode."""
 
 from __future__ import annotations
 
@@ -57,17 +57,20 @@ _DATA, _FILE, _METADATA, _ABOUT = "data", "main_data.hdf5", "metadata.json", "ta
 
 
 class MinariFormat(ExchangeFormat):
-    """Observations once, from the first to the final one; columns that it lacks are infos.
+    """A dataset of Minari, with each observation stored once, from the first to the final one.
 
-    Written by Minari's own writer, in HDF5 and without JPEG; read without it. bfloat16 is float32
-    in it.
+    Columns that Minari has no place for become infos. Minari's own writer writes the files, in HDF5
+    and without JPEG. Reading does not use Minari. The files store bfloat16 as float32.
     """
 
     name, extra, sorted = "minari", "minari", True
     loading = 'from minari import MinariDataset\n\ndataset = MinariDataset(PATH + "/data")'
 
     def check(self, schema: Schema) -> None:
-        """Refuse rows that are no transitions, and observations that its spaces cannot be of."""
+        """Raise `InvalidSchema` for rows that are not transitions, and for complex numbers.
+
+        Minari has no space of complex numbers, so observations and actions cannot be complex.
+        """
         roles = Roles.of(schema, self.name)
         for each in (*roles.observations, *roles.actions):
             if each.dtype.is_complex:
@@ -77,7 +80,7 @@ class MinariFormat(ExchangeFormat):
                 )
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
-        """Write one episode after the other."""
+        """Write one episode after another."""
         minari = needed("minari", "minari", "an export to Minari needs")
         roles = Roles.of(rows.schema, self.name)
         data = place / _DATA
@@ -102,7 +105,7 @@ class MinariFormat(ExchangeFormat):
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Open the files, and look at the shape of each dataset."""
+        """Open the files and check the shape of each dataset."""
         data = place / _DATA if (place / _DATA).is_dir() else place
         metadata = _json(data, _METADATA, place)
         about = _json(data, _ABOUT, place) if (data / _ABOUT).exists() else None
@@ -141,9 +144,10 @@ def _json(data: Path, name: str, place: Path) -> Any:
 
 @contextlib.contextmanager
 def _guarded(storage: Any, path: Path) -> Iterator[GuardedFile]:
-    """Let Minari's writer write to a guarded file: it passes the attribute to h5py, a path or not.
+    """Make Minari's writer write to a guarded file instead of the path.
 
-    A write that failed is raised at the end, in the place of what h5py or Minari made of it.
+    The writer passes its path attribute to h5py, which accepts a file object as well. If a write
+    failed, leaving the context raises that error in place of the error of h5py or Minari.
     """
     with closing(open_file(path, os.O_RDWR)) as file:
         guard, before = GuardedFile(file), storage._file_path  # noqa: SLF001
@@ -187,7 +191,7 @@ def _buffer(episode: ExportEpisode, roles: Roles, successors: Successors) -> Any
 
 
 def _whole(values: Mapping[Key, Any]) -> Any:
-    """Return values by names; of one, itself."""
+    """Return values nested by name, or the value itself if there is only one."""
     if len(values) == 1 and len(next(iter(values))) == 1:
         return next(iter(values.values()))
     return nested(values)

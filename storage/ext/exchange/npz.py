@@ -1,4 +1,4 @@
-"""``npz``: an archive of NumPy, with an array for each column."""
+"""The ``npz`` format: an archive of NumPy arrays, one per column."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _BAD_ZIP = (zipfile.BadZipFile, zlib.error)
 
 
 class NpzFormat(ExchangeFormat):
-    """Arrays by the names of columns, as ``next/reward``, which `numpy.load` reads by themselves.
+    """Arrays named by column, such as ``next/reward``, which `numpy.load` reads without Tallyroll.
 
-    bfloat16 is written as its bits, ``uint16``. The array ``tallyroll`` is text that says what
-    columns there are, and where they came from.
+    bfloat16 is stored as its bits, in ``uint16``. The array ``tallyroll`` is a text that records
+    the columns and their origin.
     """
 
     name, suffix = "npz", ".npz"
     loading = "import numpy\n\nrows = numpy.load(PATH)"
 
     def check(self, schema: Schema) -> None:
-        """Refuse a column in the place of our text."""
+        """Raise `InvalidSchema` for a column that has the name of the metadata array."""
         if (_ABOUT,) in schema.keys:
             raise InvalidSchema(f"a column {_ABOUT} has the name of the text beside it. Rename it.")
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
-        """Write one column after the other, a block of rows at a time."""
+        """Write one column after another, one block of rows at a time."""
         with zipfile.ZipFile(place, "x", allowZip64=True) as archive:
             for column in rows.schema.columns:
                 with archive.open(format_key(column.key) + _END, "w", force_zip64=True) as file:
@@ -62,7 +62,7 @@ class NpzFormat(ExchangeFormat):
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Open the archive, and look at the header of each array."""
+        """Open the archive and check the header of each array."""
         with contextlib.ExitStack() as stack:
             try:
                 file = stack.enter_context(open(open_file(place, os.O_RDONLY), "rb"))
@@ -74,7 +74,7 @@ class NpzFormat(ExchangeFormat):
 
 
 class _Members:
-    """The arrays of an archive, whose headers are read and whose sizes fit."""
+    """The arrays of an archive, with validated headers and sizes."""
 
     def __init__(self, archive: zipfile.ZipFile, place: Path, stack: contextlib.ExitStack) -> None:
         self._archive, self._place, self._stack = archive, place, stack
@@ -120,7 +120,7 @@ class _Members:
             raise refused(self._place, f"its text cannot be read ({error})") from error
 
     def _opened(self, key: Key, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Open an array, and read its header."""
+        """Open an array and validate its header."""
         name = info.filename
         try:
             if not name.endswith(_END):

@@ -1,4 +1,4 @@
-"""Flags of ends as bools, and numbers of trajectories for rows that have none. Pure."""
+"""Convert end flags to bools, and number the trajectories of rows without numbers. Pure."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _OURS = (TRAJ_IDS, STEP, LANE)
 
 
 def flags_of_ends(values: np.ndarray, column: Column, name: str, first: int) -> np.ndarray:
-    """Return flags [n, ...] of a source as bools of the same shape.
+    """Convert the flags [n, ...] of a source to bools of the same shape.
 
     Args:
-        values: bools, or numbers that are 0 or 1; of bfloat16 the bits.
-        column: their column in the source.
-        name: of the flags, for messages.
+        values: bools, or numbers that are 0 or 1; for bfloat16, its bits.
+        column: the column of the flags in the source.
+        name: the name of the flags, for messages.
         first: the number of the first row.
 
     Raises:
@@ -55,7 +55,7 @@ def flags_of_ends(values: np.ndarray, column: Column, name: str, first: int) -> 
 
 
 class EndFlags:
-    """Makes bools of flags of ends that a source has as numbers.
+    """Converts the end flags that a source stores as numbers to bools.
 
     Args:
         schema: the columns of the source.
@@ -69,7 +69,7 @@ class EndFlags:
         }
         self._rows = 0
         self.schema = schema
-        """The columns with flags as bools."""
+        """The columns of the source, with end flags as bools."""
         if self._numbers:
             columns = (
                 replace(each, dtype=torch.bool) if each.key in self._numbers else each
@@ -78,7 +78,7 @@ class EndFlags:
             self.schema = Schema(tuple(columns), schema.batch_dims)
 
     def of(self, block: Block) -> Block:
-        """Return the rows that come next, with flags as bools; raise as `flags_of_ends`."""
+        """Return the next rows with end flags as bools. Raises as `flags_of_ends` does."""
         if not self._numbers:
             return block
         first, self._rows = self._rows, self._rows + len(next(iter(block.values())))
@@ -89,15 +89,17 @@ class EndFlags:
 
 
 def _is_flag(key: Key) -> bool:
-    """Return True for a flag of ends of episodes, of all agents or of a group."""
+    """Return True if ``key`` is an end-of-episode flag, of all agents or of a group."""
     return key[-1] in _FLAG_NAMES and (key[0] == NEXT or len(key) == 1)
 
 
 class TrajectoryNumbering:
-    """Gives rows of one lane, one trajectory after the other, the columns that say whose they are.
+    """Adds trajectory, step and lane columns to rows of one lane.
+
+    The rows must come one trajectory after another.
 
     Args:
-        schema: the columns that they have.
+        schema: the columns of the rows.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -108,12 +110,12 @@ class TrajectoryNumbering:
             if key in shapes and shapes[key].dtype_name == "bool" and shapes[key].row_nbytes == 1
         ]
         self.needed = bool(self._flags) and not {*_OURS} & {*schema.keys}
-        """False where rows have numbers, or no flags."""
+        """False if the rows have numbers already, or have no flags."""
         self.schema = schema if not self.needed else numbered(schema)
         self._id = self._step = 0
 
     def of(self, block: Block) -> Block:
-        """Return the rows that come next, with their numbers."""
+        """Return the next rows with their trajectory, step and lane numbers."""
         if not self.needed:
             return block
         count = len(next(iter(block.values())))
@@ -133,18 +135,18 @@ class TrajectoryNumbering:
 
 
 def numbers(ids: np.ndarray, steps: np.ndarray) -> Block:
-    """Return the columns of rows that are of these trajectories, [n] each."""
+    """Return the number columns [n] for rows of the given trajectories and steps."""
     lanes = np.zeros(len(ids), np.int32)
     return {TRAJ_IDS: ids.astype(np.int64), STEP: steps.astype(np.int64), LANE: lanes}
 
 
 def numbered(schema: Schema) -> Schema:
-    """Return columns with those that say which trajectory, step and lane a row is."""
+    """Return a schema with the trajectory, step and lane columns added."""
     empty = numbers(np.empty(0, np.int64), np.empty(0, np.int64))
     more = tuple(each for each in Schema.of(empty).columns if each.key not in schema.keys)
     return Schema((*schema.columns, *more), schema.batch_dims)
 
 
 def has_numbers(schema: Schema) -> bool:
-    """Return whether rows say which trajectory, step and lane they are."""
+    """Return True if rows have trajectory, step and lane numbers."""
     return not missing(schema, _OURS)

@@ -1,4 +1,4 @@
-"""``parquet``: one file, a column for each of ours."""
+"""The ``parquet`` format: one file, with a column for each column of the storage."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _DAMAGE: Final = (InvalidDataset, ValueError, OSError, LookupError, TypeError)
 
 
 class ParquetFormat(ExchangeFormat):
-    """Numbers as they are; values of a shape are lists of fixed size, the shape in the metadata.
+    """A Parquet table with plain numbers, compressed with zstd.
 
-    Compressed with zstd. bfloat16 is written as its bits, a complex number as its two parts.
+    Array values are lists of fixed size, and the metadata holds their shapes. bfloat16 is stored as
+    its bits, and a complex number as its two parts.
     """
 
     name, extra, suffix, compressed = "parquet", "arrow", ".parquet", True
@@ -46,19 +47,22 @@ class ParquetFormat(ExchangeFormat):
         return names_of(schema)
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
-        """Write a group of rows for each block."""
+        """Write one row group per block."""
         write_parquet(rows, lambda number: place)
         return {}
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Open the file, and check what its footer says."""
+        """Open the file and validate its footer."""
         with contextlib.ExitStack() as stack:
             yield parquet_rows([place], place, stack)
 
 
 def write_parquet(rows: ExportRows, place_of: Any, groups: int | None = None) -> int:
-    """Write rows to files, of so many groups each (None: one file); return how many files."""
+    """Write rows to files and return the number of files.
+
+    Each file gets ``groups`` row groups. None writes a single file.
+    """
     arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), parquet_module()
     kinds = arrow_schema(arrow, rows.schema, rows.about)
     writer: Any = None
@@ -83,7 +87,7 @@ def write_parquet(rows: ExportRows, place_of: Any, groups: int | None = None) ->
 
 
 def parquet_module() -> Any:
-    """Return the part of pyarrow that reads and writes Parquet."""
+    """Return pyarrow's Parquet module."""
     import importlib
 
     needed("pyarrow", "arrow", "Parquet needs")
@@ -91,17 +95,18 @@ def parquet_module() -> Any:
 
 
 def _writer(parquet: Any, place: Path, kinds: Any) -> Any:
-    # No dictionary: its keys are compared as numbers, and -0.0 or a NaN would become another one.
+    # A dictionary compares its keys as numbers. It would replace -0.0 by 0.0 and a NaN by another
+    # NaN.
     return parquet.ParquetWriter(
         place, kinds, compression="zstd", use_dictionary=False, write_statistics=False
     )
 
 
 def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStack) -> Incoming:
-    """Return the rows of files, one after the other.
+    """Return the rows of files, one file after another.
 
     Raises:
-        InvalidDataset: they are damaged, or no Parquet.
+        InvalidDataset: a file is damaged or not Parquet, or the files have different columns.
     """
     arrow = needed("pyarrow", "arrow", "Parquet needs")
     files = [
@@ -132,15 +137,16 @@ def parquet_rows(places: Sequence[Path], place: Path, stack: contextlib.ExitStac
 
 
 def damage_of(arrow: Any) -> tuple[type[Exception], ...]:
-    """Return errors that a damaged file raises."""
+    """Return the errors that a damaged file raises."""
     return (*_DAMAGE, arrow.ArrowException)
 
 
 def opened_parquet(file: IO[bytes], name: str, place: Path, stack: contextlib.ExitStack) -> Any:
-    """Return an open file of Parquet, whose groups fit into memory; ``stack`` closes it.
+    """Open a Parquet file whose row groups fit into memory. Closing ``stack`` closes the file.
 
     Raises:
-        InvalidDataset: it is damaged, or no Parquet.
+        InvalidDataset: the file is damaged or not Parquet.
+        NotEnoughMemory: a row group does not fit into memory.
     """
     arrow, parquet = needed("pyarrow", "arrow", "Parquet needs"), parquet_module()
     raw = stack.enter_context(file)
@@ -160,7 +166,7 @@ def opened_parquet(file: IO[bytes], name: str, place: Path, stack: contextlib.Ex
         )
         meta = found.metadata
         for number in range(meta.num_row_groups):
-            # `column` of a row group would end the process where its statistics are damaged.
+            # `row_group(n).column(m)` would end the process on damaged statistics.
             nbytes = meta.row_group(number).total_byte_size
             require_memory(nbytes, f"a group of {name}", "Write smaller row groups.")
     except damage_of(arrow) as error:

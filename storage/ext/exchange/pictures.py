@@ -1,4 +1,4 @@
-"""Images as PNG, and back: sizes are compared before one is decoded."""
+"""Encode images as PNG and decode them. The decoder compares sizes before it decodes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tallyroll.storage.rows.schema import Column
 _MODES: Final = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _READ: Final = ("PNG", "JPEG")
 _LEVEL: Final = 1
-"""The level of zlib: higher ones take several times as long for a tenth less."""
+"""The zlib level. Higher levels take several times as long and save a tenth of the bytes."""
 _LEAST_SIDE, _MOST_CHANNELS = 8, 4
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The layout of an image: [height, width, channels], channels first or not, or none."""
+    """The layout of an image column: height, width, channels, and whether channels come first."""
 
     height: int
     width: int
@@ -33,7 +33,7 @@ class Picture:
 
     @classmethod
     def of(cls, column: Column) -> Picture | None:
-        """Return the layout of a column's values, if they are images."""
+        """Return the layout of a column's values, or None if they are not images."""
         if column.dtype is not torch.uint8:
             return None
         match column.shape:
@@ -48,18 +48,18 @@ class Picture:
         return found if min(found.height, found.width) >= _LEAST_SIDE else None
 
     def out(self, values: np.ndarray) -> np.ndarray:
-        """Return images [n, height, width, channels] of a column's values."""
+        """Convert a column's values to images [n, height, width, channels]."""
         shape = (len(values), self.height, self.width, self.channels)
         return np.moveaxis(values, 1, -1) if self.first else values.reshape(shape)
 
     def back(self, images: np.ndarray, column: Column) -> np.ndarray:
-        """Return a column's values of images [n, height, width, channels]."""
+        """Convert images [n, height, width, channels] to a column's values."""
         values = np.moveaxis(images, -1, 1) if self.first else images
         return np.ascontiguousarray(values).reshape(len(images), *column.shape)
 
 
 class Pngs:
-    """Encodes images; ``extra`` is the one that has Pillow."""
+    """Encodes images as PNG. ``extra`` names the extra that installs Pillow."""
 
     def __init__(self, picture: Picture, extra: str) -> None:
         self._pillow: Any = needed("PIL.Image", extra, "an image needs")
@@ -71,9 +71,10 @@ class Pngs:
         """Return a PNG for each value of a column.
 
         Args:
-            values: the values.
-            before: those of the column whose next values these are, and their PNGs: most of these
-                are the next row's, and need not be encoded again.
+            values: the values to encode.
+            before: the values of the column for which ``values`` are the next values, and their
+                PNGs. Most next values equal the value of the following row, so their PNGs are
+                reused.
         """
         known = np.zeros(len(values), bool)
         if before is not None:
@@ -99,14 +100,14 @@ class Pngs:
 
 
 class Decoder:
-    """Decodes images of one size; any other is refused before memory is taken for it."""
+    """Decodes images of one size. It rejects other sizes before it allocates memory for them."""
 
     def __init__(self, picture: Picture, extra: str) -> None:
         self._pillow: Any = needed("PIL.Image", extra, "an image needs")
         self._picture = picture
 
     def values(self, contents: Iterable[bytes], count: int, column: Column) -> np.ndarray:
-        """Return ``count`` values of a column, an image each; raise as `decoded` does."""
+        """Return ``count`` values of a column, one per image. Raises as `decoded` does."""
         picture = self._picture
         images = np.empty((count, picture.height, picture.width, picture.channels), np.uint8)
         for number, content in enumerate(contents):
@@ -114,16 +115,16 @@ class Decoder:
         return picture.back(images, column)
 
     def decoded(self, content: bytes) -> np.ndarray:
-        """Return an image [height, width, channels].
+        """Decode an image to an array [height, width, channels].
 
         Raises:
-            InvalidDataset: it is damaged, or of another size.
+            InvalidDataset: the image is damaged, or of another size or mode.
         """
         wanted = (self._picture.width, self._picture.height)
         mode = _MODES[self._picture.channels]
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of sizes, which are compared here
+                warnings.simplefilter("ignore")  # the size is compared below
                 with self._pillow.open(io.BytesIO(content), formats=_READ) as image:
                     if image.size != wanted or image.mode != mode:
                         raise InvalidDataset(

@@ -1,4 +1,4 @@
-"""The text that travels beside rows: their columns, their storage and its runs. Pure."""
+"""Build and read the metadata that travels with exported rows: columns, storage and runs. Pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tallyroll.storage.rows.schema import Schema
 from tallyroll.storage.trajectories.episodes import END_NAMES
 
 LIMIT: Final = 2**22
-"""Bytes of the text that is read of a source."""
+"""The maximum size in bytes of the metadata that is read from a source."""
 _VERSION: Final = 1
 _MOST_COUNT: Final = 2**48
 
 
 def about_rows(reader: RowReader, schema: Schema, span: range | None = None) -> dict[str, Any]:
-    """Return what is written beside rows ``span``, as JSON; None: all rows there are."""
+    """Return the metadata of the rows ``span`` as JSON. None selects all rows."""
     span, manifest = reader.span if span is None else span, reader.manifest
     found: dict[str, Any] = {
         "tallyroll_exchange": _VERSION,
@@ -50,33 +50,36 @@ def about_rows(reader: RowReader, schema: Schema, span: range | None = None) -> 
 
 
 def not_said(about: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many runs the text leaves out, and of how many it leaves out events."""
+    """Count the runs that the metadata leaves out, and the runs whose events it leaves out."""
     entry = about.get("rows", {})
     events = sum(each.get(LEFT_OUT) is True for each in copied_runs(entry))
     return {"runs": runs_left_out(entry), "runs_without_events": events}
 
 
 def counts_said(about: Any) -> dict[str, int]:
-    """Return how many trajectories ended how, as the text says; nothing without it."""
+    """Return the number of trajectories by their end, as the metadata records them.
+
+    The result is empty without such a record.
+    """
     ends = about.get("ends") if isinstance(about, dict) else None
     found = ends if isinstance(ends, dict) else {}
     return {end: n for end in END_NAMES if type(n := found.get(end)) is int and 0 < n < _MOST_COUNT}
 
 
 def runs_said(about: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of the runs that made the rows, as far as the text has them."""
+    """Return the entries of the runs that made the rows, as far as the metadata has them."""
     entry = about.get("rows") if isinstance(about, dict) else None
     return flat_runs([entry]) if isinstance(entry, dict) else []
 
 
 def spaces_said(about: Any, schema: Schema) -> dict[Key, dict[str, Any]]:
-    """Return the spaces of columns that the runs say which made the rows, as JSON."""
+    """Return the spaces of columns that the entries of the runs record, as JSON."""
     entry = about.get("rows") if isinstance(about, dict) else None
     return spaces_of([entry], schema) if isinstance(entry, dict) else {}
 
 
 def flat_runs(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the entries of collectors' runs, those of copied rows as well."""
+    """Return the entries of collectors' runs, including those of copied rows."""
     found: list[Mapping[str, Any]] = []
     for each in entries:
         found += flat_runs(copied_runs(each)) if is_copied(each) else [each]
@@ -84,10 +87,10 @@ def flat_runs(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def schema_said(about: Any) -> Schema | None:
-    """Return the columns as the export wrote them; None of a source of another program.
+    """Return the columns that the export recorded, or None for a source of another program.
 
     Raises:
-        InvalidSchema: they are none.
+        InvalidSchema: the record is invalid, or of another version.
     """
     if not isinstance(about, dict) or "tallyroll_exchange" not in about:
         return None
@@ -100,9 +103,9 @@ def schema_said(about: Any) -> Schema | None:
 
 
 def entry_of(about: Mapping[str, Any] | None, imported: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of a manifest for rows that were imported.
+    """Return the manifest entry for imported rows.
 
-    It names the storage and the runs that the source says they are of.
+    The entry names the storage and the runs that the source records as the origin of the rows.
     """
     entry: dict[str, Any] = {"first_row": 0, "imported_from": dict(imported)}
     said = about.get("rows") if isinstance(about, dict) else None

@@ -1,4 +1,4 @@
-"""The formats that are installed, found by their entry points."""
+"""Find the installed formats by their entry points."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from importlib.metadata import entry_points
 from tallyroll.storage.ext.exchange.base import ExchangeFormat
 
 GROUP = "tallyroll.exchange"
-"""The group of entry points, each of them a subclass of `ExchangeFormat`."""
+"""The group of entry points. Each entry point is a subclass of `ExchangeFormat`."""
 
 
 def kinds() -> list[str]:
-    """Return the names of all formats."""
+    """Return the names of all installed formats."""
     return sorted({entry.name for entry in entry_points(group=GROUP)})
 
 
 def format_named(kind: str, chosen: object = None) -> ExchangeFormat:
-    """Return the format of a name; raise ValueError without one, or for choices of another."""
+    """Return an instance of the format named ``kind`` with the options ``chosen``.
+
+    Raises:
+        ValueError: no such format is installed, or the options belong to another one.
+    """
     for entry in entry_points(group=GROUP, name=kind):
         found: type[ExchangeFormat] = entry.load()
         if chosen is not None and (found.options is None or type(chosen) is not found.options):

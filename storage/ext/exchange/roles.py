@@ -1,4 +1,4 @@
-"""Which columns are observations, actions, rewards and ends, for formats of episodes. Pure."""
+"""Assign columns the roles of observations, actions, rewards and ends, for episodes. Pure."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _ACTION = "action"
 
 @dataclass(frozen=True)
 class Roles:
-    """The columns by what they are."""
+    """The columns of a schema, by their role."""
 
     observations: tuple[Column, ...]
-    """Columns at the root of which what comes next is a column, too."""
+    """Columns that have a counterpart of the same dtype and shape under ``next``."""
     actions: tuple[Column, ...]
     reward: Column
     terminated: Column
     truncated: Column | None
     others: tuple[Column, ...]
-    """All the rest, but what comes next after observations."""
+    """All other columns, except next observations."""
 
     @classmethod
     def of(cls, schema: Schema, kind: str) -> Roles:
-        """Return the roles of columns.
+        """Assign roles to the columns of a schema.
 
         Raises:
-            InvalidSchema: they are no transitions.
+            InvalidSchema: the columns do not form transitions.
         """
         found = {each.key: each for each in schema.columns}
         observations = tuple(
@@ -89,7 +89,10 @@ def _alike(found: dict[Key, Column], column: Column) -> bool:
 
 
 def under(name: str, columns: tuple[Column, ...]) -> dict[Key, Key]:
-    """Return where columns are in a file: one is ``name`` itself, several are below it."""
+    """Map columns to paths in a file.
+
+    A single column maps to ``name`` itself, and several columns to paths below it.
+    """
     if len(columns) == 1 and len(columns[0].key) == 1:
         return {columns[0].key: (name,)}
     return {each.key: (name, *each.key) for each in columns}

@@ -1,4 +1,4 @@
-"""Statistics, overlays and priorities that are kept beside rows: what travels with an export."""
+"""Statistics, overlays and priorities that a storage keeps next to rows, for an export."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tallyroll.storage.rows.keys import Key, format_key
 from tallyroll.storage.rows.schema import Schema
 
 _STATISTICS_NBYTES: Final = 2**18
-"""Bytes of all statistics in a text, which may be in each file of an export."""
+"""The maximum size in bytes of all statistics in the metadata, which each file may repeat."""
 _QUANTILES: Final = "quantiles"
 
 
 def statistics_kept(
     reader: RowReader, schema: Schema, rows: int, changed: Collection[Key]
 ) -> tuple[dict[str, Any], int]:
-    """Return the kept statistics of columns as JSON, and how many of them are left out.
+    """Return the kept statistics of columns as JSON, and the number that is left out.
 
     Args:
-        reader: of the rows.
-        schema: the columns that are exported.
-        rows: how many of the first rows are exported; -1 for a choice among them.
-        changed: columns that are exported with other values.
+        reader: the reader of the rows.
+        schema: the columns to export.
+        rows: the number of leading rows that are exported; -1 for a selection of rows.
+        changed: the columns whose values the export changes.
     """
     place = place_of(reader)
     known = {} if place is None else read_kept(reader, place)
@@ -61,7 +61,7 @@ def _as_json(each: ColumnStatistics) -> dict[str, Any]:
 
 
 def _plain(values: Any) -> Any:
-    """Return numbers as JSON has them: NaN and infinite ones as texts."""
+    """Convert numbers to JSON values. NaN and infinite numbers become strings."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if isinstance(values, list):
@@ -70,9 +70,9 @@ def _plain(values: Any) -> Any:
 
 
 def left_beside(reader: RowReader, schema: Schema) -> dict[str, int]:
-    """Return how much storages keep beside their rows that no export has, by its name.
+    """Count the overlays and priorities of the storages that the export leaves out.
 
-    Overlays that are read as columns are among those of ``schema``.
+    Overlays that are read as columns are part of ``schema`` and do not count.
     """
     overlays, priorities = set[Key](), 0
     for each in sources_of(reader):

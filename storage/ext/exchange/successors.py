@@ -1,4 +1,4 @@
-"""Next observations in formats that have each observation once: which of them are lost. Pure."""
+"""Count the next observations that formats with one copy of each observation lose. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from tallyroll.storage.rows.schema import Column
 
 
 class Successors:
-    """Counts next observations that are not the following row's, and those lost before."""
+    """Counts next observations that differ from the following row's observation.
+
+    A second count is of final observations that the source had lost already.
+    """
 
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
         self.lost = {"final_observations": 0, "next_observations": 0}
 
     def count(self, rows: Mapping[Key, np.ndarray]) -> None:
-        """Look at the rows of an episode."""
+        """Count the rows of an episode."""
         differ = np.zeros(max(0, len(rows[TERMINATED]) - 1), bool)
         for each in self._roles.observations:
             one, after = (_bytes(rows[key], each) for key in (each.key, (NEXT, *each.key)))

@@ -1,4 +1,4 @@
-"""``torchrl``: a folder that `TensorDict.load_memmap` opens, a file for each column."""
+"""The ``torchrl`` format: a folder for `TensorDict.load_memmap`, with one file per column."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _MOST_COLUMNS: Final = 2**14
 
 
 class TorchrlFormat(ExchangeFormat):
-    """Every column bit for bit; nested keys are folders.
+    """A folder with every column bit for bit. Nested keys become folders.
 
-    Read by its ``meta.json`` alone: what tensordict pickles beside tensors is not looked at.
+    Reading uses only the ``meta.json`` files. It ignores objects that tensordict pickles.
     """
 
     name = "torchrl"
     loading = "from tensordict import TensorDict\n\nrows = TensorDict.load_memmap(PATH)"
 
     def check(self, schema: Schema) -> None:
-        """Refuse names that tensordict cannot store."""
+        """Raise `InvalidSchema` for names that tensordict cannot store."""
         MemmapFormat(Path("rows")).check(schema)
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
-        """Write all columns, a block of rows at a time."""
+        """Write all columns, one block of rows at a time."""
         for folder, meta in meta_of(rows.schema, len(rows)).items():
             (place / folder).mkdir(parents=True, exist_ok=True)
             (place / folder / _META).write_text(json.dumps(meta))
@@ -58,7 +58,7 @@ class TorchrlFormat(ExchangeFormat):
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Read all ``meta.json``, and compare them with the sizes of files."""
+        """Read all ``meta.json`` files and compare them with the sizes of the data files."""
         inside = Inside(place)
         columns, dims, rows, lost = _Tree(inside).read()
         about = None
@@ -96,7 +96,7 @@ def _json(inside: Inside, path: Path) -> Any:
 
 
 class _Tree:
-    """The columns that ``meta.json`` of all folders tell of."""
+    """The columns that the ``meta.json`` files of all folders describe."""
 
     def __init__(self, inside: Inside) -> None:
         self._inside = inside
@@ -128,7 +128,7 @@ class _Tree:
                 continue
             below = (*key, name)
             try:
-                Column(below, NAMES["bool"], ())  # a name that leads nowhere else
+                Column(below, NAMES["bool"], ())  # reject names that lead out of the folder
             except InvalidSchema as error:
                 raise refused(root, str(error)) from error
             self._leaf(below, said, depth)
@@ -143,7 +143,7 @@ class _Tree:
         found = NAMES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else None
         plain = isinstance(shape, list) and shape and all(type(n) is int for n in shape)
         if found is None or not plain or said.get("is_nested"):
-            self._lost += 1  # what is no tensor of rows
+            self._lost += 1  # an entry that is not a tensor of rows
             return
         assert isinstance(shape, list)
         self._count(shape[0])

@@ -1,1 +1,1 @@
-"""Packed rows in object stores: their addresses, reading by ranges, pushing and pulling."""
+"""Packed rows in object stores: addresses, range reads, push and pull."""

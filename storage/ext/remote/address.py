@@ -1,4 +1,4 @@
-"""Addresses of datasets in object stores: ``s3://bucket/key``, with no credentials in them."""
+"""Addresses of datasets in object stores: ``s3://bucket/key``, without credentials."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOW: Final = (
 
 
 class S3Path(PosixPath):
-    """A place in a bucket, joined and compared as paths are, and written as its address."""
+    """A location in a bucket. It is joined and compared as a path, and printed as an address."""
 
     __slots__ = ()
 
@@ -36,23 +36,23 @@ class S3Path(PosixPath):
 
     @property
     def key(self) -> str:
-        """The part after the bucket, empty for all of it."""
+        """The part after the bucket; empty for the whole bucket."""
         return "/".join(self.parts[2:])
 
 
 def s3_path(path: object) -> S3Path | None:
-    """Return the place that an address names; None for a path of a file system.
+    """Return the location that an address names, or None for a path of a file system.
 
     Raises:
-        InvalidAddress: it is an address with credentials, or one that cannot be. The message has
-            no part of it, which may be a secret.
+        InvalidAddress: the address contains credentials, or is invalid. The message repeats no part
+            of the address, which may be a secret.
     """
     if isinstance(path, S3Path):
         return path
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or _COLLAPSED.match(text) is None:
         return None
-    rest = _COLLAPSED.sub("", text, count=1)  # pathlib makes one slash of two
+    rest = _COLLAPSED.sub("", text, count=1)  # pathlib collapses two slashes into one
     bucket, _, key = rest.partition("/")
     if "@" in rest or "?" in rest or ":" in bucket:
         raise InvalidAddress(
@@ -75,5 +75,5 @@ def s3_path(path: object) -> S3Path | None:
 
 
 def reopened_as(path: Any) -> str:
-    """Return by which name another process finds a path."""
+    """Return the path under which another process finds a dataset."""
     return str(path) if isinstance(path, S3Path) else os.path.abspath(path)

@@ -1,7 +1,7 @@
-"""The objects below an address, asked for with limits: of time, of tries, of bytes.
+"""Access to the objects below an address, with limits on time, retries and bytes.
 
-Errors of the library are read here, and nowhere else: their texts may have requests in them, of
-which a signature or a key may be a part. So none of them is passed on, as a text or as a cause.
+This module is the only place that reads the library's errors. Their texts may contain requests,
+which may include a signature or a key. None of these errors is passed on, as a text or as a cause.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Returns a redirect as the error that it is."""
+    """Raises redirects as errors instead of following them."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def redirected_host(method: str, url: str, timeout: float) -> str | None:
-    """Return the other host (HOST:PORT) that a URL redirects to; None if it leads to none.
+    """Return the other host (HOST:PORT) that a URL redirects to, or None.
 
-    None, too, where the server does not answer: the request that follows has its error.
+    The result is also None if the server does not answer. The request that follows reports that
+    error.
 
     Args:
         method: the method of the request.
         url: an ``http://`` or ``https://`` URL.
-        timeout: seconds.
+        timeout: the timeout in seconds.
     """
     opener = urllib.request.build_opener(_NoRedirects)
     request = urllib.request.Request(url, method=method)  # noqa: S310  S3Options checks the scheme
@@ -66,7 +67,7 @@ def redirected_host(method: str, url: str, timeout: float) -> str | None:
 
 
 def host_of(url: str) -> str:
-    """Return the host and the port of a URL."""
+    """Return the host and port of a URL, as ``HOST:PORT``."""
     parts = urlsplit(url)
     return f"{parts.hostname}:{parts.port or _PORTS.get(parts.scheme)}"
 
@@ -97,20 +98,21 @@ _SIGNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """An object as it was when it was listed."""
+    """The size and ETag of an object when it was listed."""
 
     nbytes: int
     etag: str | None
 
 
 class Objects:
-    """The objects below an address. Threads may use it at a time; a forked child may not.
+    """The objects below an address.
 
-    Every call ends within ``patience`` and ``timeout`` of the options together.
+    An instance is thread-safe, but cannot be used in a forked child. Every call ends within the sum
+    of the options ``patience`` and ``timeout``.
 
     Raises:
         MissingLibrary: the extra ``s3`` is not installed.
-        InvalidAddress: the endpoint has credentials in it.
+        InvalidAddress: the endpoint contains credentials.
     """
 
     def __init__(self, place: S3Path, options: S3Options) -> None:
@@ -142,17 +144,17 @@ class Objects:
                 "timeout": timedelta(seconds=options.timeout),
                 "connect_timeout": timedelta(seconds=min(10.0, options.timeout)),
             },
-            # Tries are counted here, where a body that is too short counts, too.
+            # Retries are counted in `_tried`, which also retries a body that is too short.
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=options.timeout)},
         )
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether it was made here, and not before this process was forked."""
+        """True if this process created the instance, False in a forked child."""
         return os.getpid() == self._process
 
     def require_own_process(self) -> None:
-        """Raise `ObjectStoreFailed` in a forked child, where the library's threads are not."""
+        """Raise `ObjectStoreFailed` in a forked child, which lacks the library's threads."""
         if not self.is_of_this_process:
             raise ObjectStoreFailed(
                 f"{self.place} was opened before this process was forked, and the library's "
@@ -160,7 +162,7 @@ class Objects:
             )
 
     def listed(self) -> dict[str, ListedObject]:
-        """Return all objects by their names below the address, of which there may be none."""
+        """Return all objects by their names below the address. There may be none."""
 
         def every() -> dict[str, ListedObject]:
             found: dict[str, ListedObject] = {}
@@ -177,11 +179,11 @@ class Objects:
         return self._tried("list", "", every)
 
     def read(self, name: str, begin: int, stop: int, listed: ListedObject) -> bytes:
-        """Return bytes of an object.
+        """Read a range of bytes from an object.
 
         Raises:
-            ObjectChanged: it is not the one that was listed.
-            ObjectStoreFailed: the store does not give them.
+            ObjectChanged: the object differs from the one that was listed.
+            ObjectStoreFailed: the store does not return the bytes.
         """
         if begin >= stop:
             return b""
@@ -207,7 +209,7 @@ class Objects:
             ) from error
 
     def note(self, name: str, key: str) -> str | None:
-        """Return what was noted of an object with `put`."""
+        """Return the attribute of an object that `put` stored under ``key``."""
         found = self._tried(
             "read", name, lambda: self._calls.get(self._store, name, options={"head": True})
         )
@@ -215,7 +217,7 @@ class Objects:
         return value
 
     def put(self, name: str, content: BinaryIO | bytes, notes: dict[str, str]) -> None:
-        """Write an object, whole or not at all."""
+        """Write an object, completely or not at all."""
 
         def all_of_it() -> None:
             if not isinstance(content, bytes):
@@ -228,12 +230,12 @@ class Objects:
         self._tried("write", name, all_of_it)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects, one after the other; those that are not there are no error."""
+        """Delete objects, one after another. Missing objects are not an error."""
         for name in names:
             self._tried("remove", name, partial(self._calls.delete, self._store, name))
 
     def _tried(self, verb: str, name: str, call: Callable[[], _T]) -> _T:
-        """Return what a call returns, which is tried again while that may help."""
+        """Return the result of ``call``, and retry it while a retry may help."""
         self.require_own_process()
         place, end = self.place / name, time.monotonic() + self.options.patience
         self._refuse_redirects(verb, name)
@@ -248,7 +250,7 @@ class Objects:
                 why, final = str(error), False
             except (self._calls.exceptions.BaseError, OSError, ValueError) as error:
                 why, final = _reason(error)
-            # Outside of `except`: the library's error is no context of ours.
+            # Raise outside of `except`, so that the library's error is not the context of ours.
             if missing:
                 raise FileNotFoundError(f"{place} is not there")
             if final or tries == _MOST_TRIES or time.monotonic() + wait > end:
@@ -262,9 +264,9 @@ class Objects:
         raise AssertionError
 
     def _refuse_redirects(self, verb: str, name: str) -> None:
-        """Raise `ObjectStoreFailed` if the endpoint redirects requests of a kind to another host.
+        """Raise `ObjectStoreFailed` if the endpoint redirects such requests to another host.
 
-        The store of a region, which has no endpoint, is Amazon's, and redirects within itself.
+        Without an endpoint, the store is Amazon's, which redirects within itself.
         """
         if self._url is None:
             return
@@ -287,11 +289,11 @@ class Objects:
 
 
 class _TooShort(Exception):
-    """Fewer bytes than were asked for."""
+    """Raised if the store returned fewer bytes than requested."""
 
 
 def _reason(error: Exception) -> tuple[str, bool]:
-    """Return why a request failed, in words of ours, and whether trying again is of no use."""
+    """Return the reason of a failed request in our own words, and True if a retry cannot help."""
     text = str(error)
     kind = type(error).__name__
     status, code = _STATUS.search(text), _CODE.search(text)

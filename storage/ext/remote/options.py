@@ -1,4 +1,4 @@
-"""Ways to reach an object store, and what is kept of it; no credentials."""
+"""Options of object stores: connection, caches and limits. They hold no credentials."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tallyroll.storage.ext.remote.address import HOW
 
 @dataclass(frozen=True)
 class S3Options:
-    """A store that speaks S3, and how it is read. It holds no credentials, and can be pickled.
+    """Options of an S3 store and its reader. They hold no credentials and can be pickled.
 
-    What is None is taken from the environment (``AWS_ENDPOINT_URL``, ``AWS_REGION``), as are
-    credentials; the library obstore reads it.
+    The environment (``AWS_ENDPOINT_URL``, ``AWS_REGION``) supplies values that are None, and the
+    credentials. The library obstore reads it.
 
     Raises:
-        InvalidAddress: the endpoint has credentials in it.
-        ValueError: a number is not above 0.
+        InvalidAddress: the endpoint contains credentials.
+        ValueError: ``memory_nbytes`` or ``disk_nbytes`` is negative, or another number is not
+            above 0.
 
     Examples:
         >>> from tallyroll.storage import S3Options
@@ -32,19 +33,19 @@ class S3Options:
     region: str | None = None
     """The region of the bucket."""
     memory_nbytes: int = 2**27
-    """The most bytes of blocks, as they are stored, that a reader keeps in memory."""
+    """The maximum size in bytes of the stored blocks that a reader keeps in memory."""
     disk_nbytes: int = 2**32
-    """The most bytes of blocks that all readers together keep in ``folder``."""
+    """The maximum size in bytes of the blocks that all readers together keep in ``folder``."""
     folder: str | os.PathLike[str] | None = None
-    """A folder for blocks that several readers share, on this machine; None keeps none there."""
+    """A local folder of blocks that several readers share. None keeps no blocks on disk."""
     block_nbytes: int = 2**18
-    """The bytes of a block: the range of an object that a request asks for."""
+    """The size of a block in bytes: the range of an object that a request reads."""
     requests: int = 16
-    """The most requests at a time."""
+    """The maximum number of concurrent requests."""
     timeout: float = 30.0
-    """The most seconds that a request may take."""
+    """The timeout of a request in seconds."""
     patience: float = 60.0
-    """Seconds after which no request that failed is tried again."""
+    """The time in seconds after which failed requests are not retried."""
 
     def __post_init__(self) -> None:
         for name in ("memory_nbytes", "disk_nbytes"):
@@ -57,7 +58,10 @@ class S3Options:
 
     @property
     def url(self) -> str | None:
-        """The server's URL, given or of the environment; None for the store of the region."""
+        """The URL of the server, from `endpoint` or the environment.
+
+        None selects Amazon's store of the region.
+        """
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
         found = self.endpoint or next((os.environ[n] for n in names if os.environ.get(n)), None)
         if found is not None:

@@ -1,4 +1,4 @@
-"""`pull`: a dataset of an object store to this machine, whole or not at all."""
+"""Pull a dataset from an object store, completely or not at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPARE_NBYTES: Final = 2**22
 
 @dataclass(frozen=True)
 class PullReport:
-    """A dataset that was pulled."""
+    """The result of a pull."""
 
     path: str
     address: str
@@ -39,7 +39,7 @@ class PullReport:
     objects: int
     nbytes: int
     checked_by: str
-    """``"checksums"`` of the objects, or ``"chunks"``: of one that `push` did not write."""
+    """``"checksums"`` of the objects, or ``"chunks"`` if `push` did not write the dataset."""
 
 
 @user_callback("pull")
@@ -52,24 +52,24 @@ def pull(
 ) -> PullReport:
     """Copy a packed dataset from ``s3://bucket/key`` to a directory.
 
-    It is written beside its place, checked, and then gets its name: if the call fails, or the
-    process is killed, nothing is at ``destination``.
+    The dataset is written next to the destination, checked, and then renamed. If the call fails or
+    the process is killed, nothing is at ``destination``.
 
     Args:
         address: a dataset that was pushed.
-        destination: where it will be; nothing may be there.
+        destination: the path of the copy; it must not exist.
         options: the store; see `S3Options`.
-        progress: called now and then with the bytes that have come, and with all.
+        progress: called after each object with the number of bytes received and the total.
 
     Raises:
-        PathIsTaken: something is at ``destination``.
-        StorageMissing: nothing is at the address.
-        NotAStorage: it was pushed in part, or is no packed dataset.
-        CorruptStorage: an object is missing, or not as it was pushed.
-        ObjectChanged: it was replaced meanwhile.
-        ObjectStoreFailed: the store refuses, or does not answer in time.
-        StorageFull: it does not fit on the disk.
-        InvalidAddress: the address has credentials in it, or cannot be one.
+        PathIsTaken: ``destination`` exists.
+        StorageMissing: there is nothing at the address.
+        NotAStorage: the dataset was pushed only in part, or is not a packed dataset.
+        CorruptStorage: an object is missing, or differs from the one that was pushed.
+        ObjectChanged: an object was replaced during the pull.
+        ObjectStoreFailed: the store rejects a request, or does not answer in time.
+        StorageFull: the dataset does not fit on the disk.
+        InvalidAddress: the address contains credentials, or is invalid.
         MissingLibrary: the extra ``s3`` is not installed.
     """
     source, place = s3_path(address), user_path(destination)
@@ -95,8 +95,8 @@ def pull(
 
 
 def _wanted(archive: RemoteArchive) -> tuple[dict[str, ListedObject], dict[str, PlannedObject]]:
-    """Return the objects to copy, and what is known of them by the list of the push."""
-    archive.read_manifest()  # says what is wrong where there is no dataset
+    """Return the objects to copy, and their entries in the list of the push, if there is one."""
+    archive.read_manifest()  # raises an error if there is no dataset
     listed, source = archive.files.listed, archive.path
     if PLAN not in listed:
         with contextlib.closing(PackedReader(archive, cache_nbytes=0)) as reader:
@@ -167,10 +167,10 @@ def _copy_one(
 
 
 def _checked(target: Path, source: object, *, chunks: bool) -> int:
-    """Return the rows that were copied.
+    """Return the number of rows that were copied.
 
     Raises:
-        CorruptStorage: they are damaged.
+        CorruptStorage: the copy is damaged.
     """
     with contextlib.closing(PackedReader(ZarrArchive(target), cache_nbytes=0)) as reader:
         for _, wrong in reader.damaged_chunks(lambda _: None) if chunks else ():

@@ -1,4 +1,4 @@
-"""`push`: a packed dataset into an object store, found there when it is whole, and not before."""
+"""Push a packed dataset to an object store. It becomes visible only when it is complete."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.user_code import user_callback
 
 SHA256: Final = "tallyroll-sha256"
-"""The note of each object that has the checksum of its bytes."""
+"""The attribute of each object that holds the SHA-256 of its bytes."""
 _AT_A_TIME: Final = 4
 _PIECE: Final = 2**20
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """A dataset that is in an object store."""
+    """The result of a push."""
 
     address: str
     rows: int
     objects: int
     nbytes: int
-    """Bytes of all of its objects."""
+    """The total size of all objects of the dataset."""
     sent: int
-    """Objects that were written by this call; the others were there already."""
+    """The number of objects that this call wrote. The others were present already."""
     sent_nbytes: int
 
 
@@ -62,23 +62,25 @@ def push(
 ) -> PushReport:
     """Write a packed dataset to ``s3://bucket/key``.
 
-    It opens there when all of it is there: objects of rows are written first, the manifest last.
-    After a kill, or where the store failed, a call with the same arguments goes on: objects that
-    have the right size and checksum are not written again.
+    The dataset can be opened there once it is complete: the objects of rows are written first and
+    the manifest last. After a kill or a failure of the store, a call with the same arguments
+    resumes. It does not write objects again that have the right size and checksum.
 
     Args:
-        source: a packed dataset of this machine, a directory.
-        address: where it will be.
+        source: a local packed dataset, a directory.
+        address: the destination.
         options: the store; see `S3Options`.
-        replace: remove a different dataset that is there. Readers that have it open get an
+        replace: replace a different dataset at the address. Readers that have it open raise
             `ObjectChanged`.
-        progress: called now and then with the bytes that are there, and with all.
+        progress: called after each object with the number of bytes present and the total.
 
     Raises:
-        PathIsTaken: another dataset is there, or objects that are of no dataset.
+        PathIsTaken: the address holds another dataset, or objects of no dataset.
         NotAStorage: the source is not packed as Zarr.
-        InvalidAddress: the address has credentials in it, or cannot be one.
-        ObjectStoreFailed: the store refuses, or does not answer in time.
+        CorruptStorage: a file of the source is missing or changed during the push, or the list at
+            the address is too large.
+        InvalidAddress: the address contains credentials, or is invalid.
+        ObjectStoreFailed: the store rejects a request, or does not answer in time.
         MissingLibrary: the extra ``s3`` is not installed.
     """
     place = s3_path(address)
@@ -91,8 +93,9 @@ def push(
     there = objects.listed()
     before = _before(objects, there, plan, replace)
     if before != plan:
-        # What shows a dataset goes first, so that a part of two is never shown; and of the one
-        # before all that only it has, while its list is there. Other objects are not ours.
+        # Delete the objects that make a dataset visible first, so that a mix of two datasets is
+        # never visible. Then delete the objects that only the previous dataset has, while its list
+        # still exists. Other objects are not ours.
         own = set(before.objects) - set(plan.objects) if before is not None else set()
         objects.delete(name for name in (LAST, ROOT, *sorted(own)) if name in there)
         objects.put(PLAN, plan.to_json(), {})
@@ -143,10 +146,10 @@ def _file(inside: Inside, path: Path) -> Iterator[BinaryIO]:
 def _before(
     objects: Objects, there: dict[str, ListedObject], plan: PushPlan, replace: bool
 ) -> PushPlan | None:
-    """Return the list of the dataset that is there, whole or in part; None without a list.
+    """Return the list of the dataset at the address, complete or in part; None without a list.
 
     Raises:
-        PathIsTaken: something else is, and is not to be replaced.
+        PathIsTaken: the address holds other objects, which must not be replaced.
     """
     if not there:
         return None
@@ -180,7 +183,7 @@ def _sent(
     there: dict[str, ListedObject],
     progress: Progress | None,
 ) -> list[str]:
-    """Write the objects that are not there as they should be; return their names."""
+    """Write the objects that are missing or differ, and return their names."""
     done, sent = 0, []
     names = plan.order
     groups = [[name for name in names if name not in (ROOT, LAST)], [ROOT], [LAST]]
@@ -188,7 +191,7 @@ def _sent(
         looks = pool.map(lambda name: _is_there(objects, name, plan, there), names)
         right = {name for name, found in zip(names, looks, strict=True) if found}
         if LAST in there and len(right) < len(names):
-            # It is shown, and must not be until it is whole again.
+            # The dataset is visible, and must not be until it is complete again.
             objects.delete([LAST, ROOT])
             right -= {LAST, ROOT}
 

@@ -1,4 +1,4 @@
-"""The list of a pushed dataset's objects: which they are, their bytes and checksums. Pure."""
+"""The list of a pushed dataset's objects, with their sizes and checksums. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tallyroll.storage.ext.packed.layout import Layout
 from tallyroll.storage.files.manifest import Manifest
 
 PLAN: Final = f"{OURS}/objects.json"
-"""The list's own object: the first that is written, and never one of those that it names."""
+"""The object that holds the list. It is written first, and the list does not name it."""
 ROOT: Final = "zarr.json"
-"""By which other libraries find the dataset."""
+"""The object by which other libraries find the dataset."""
 LAST: Final = f"{OURS}/{MANIFEST}"
-"""By which ours does: the last that is written."""
+"""The object by which Tallyroll finds the dataset. It is written last."""
 _HEX: Final = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedObject:
-    """An object of a dataset."""
+    """The size and checksum of an object."""
 
     nbytes: int
     sha256: str
@@ -38,26 +38,26 @@ class PushPlan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all."""
+        """The total size of all objects."""
         return sum(each.nbytes for each in self.objects.values())
 
     @property
     def order(self) -> list[str]:
-        """The names of all objects as they are written: rows first, what shows them last."""
+        """The names of all objects in the order of writing: first rows, last the manifest."""
         ends = {ROOT: 2, LAST: 3}
         return sorted(self.objects, key=lambda name: (ends.get(name, name.endswith(".json")), name))
 
     def to_json(self) -> bytes:
-        """Return it as it is stored."""
+        """Serialize the list."""
         objects = {name: [each.nbytes, each.sha256] for name, each in self.objects.items()}
         return json.dumps({"id": self.id, "objects": objects}).encode()
 
 
 def parsed(content: bytes, place: object) -> PushPlan:
-    """Return the list in an object.
+    """Parse the list in an object.
 
     Raises:
-        CorruptStorage: it is none, or names what no dataset has.
+        CorruptStorage: the content is not a list, or names an invalid object.
     """
     try:
         said = json.loads(content)
@@ -82,13 +82,13 @@ def parsed(content: bytes, place: object) -> PushPlan:
 
 
 def is_inside(name: Any) -> bool:
-    """Return whether a name is of a file below a folder, wherever that is."""
+    """Return True if a name is a relative path that stays below its folder."""
     parts = name.split("/") if isinstance(name, str) else [""]
     return not {"", ".", ".."} & {*parts} and "\0" not in name and "\\" not in name
 
 
 def files_of(layout: Layout, manifest: Manifest) -> dict[str, bool]:
-    """Return the files of packed rows by name, and whether each has to be there."""
+    """Return the files of packed rows by name, with True for the required ones."""
     found = {str(place / ROOT): True for place in documents(layout, manifest)}
     for array in layout.arrays:
         for number in range(array.shards):

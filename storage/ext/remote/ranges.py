@@ -1,4 +1,4 @@
-"""Bytes of objects, read by blocks that are kept, and asked for before they are wanted."""
+"""Read ranges of objects in blocks, with caches in memory and on disk and with prefetching."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _LOCK: Final = "lock"
 
 
 class MemoryBlocks:
-    """The blocks that were used last; threads may use it at a time."""
+    """An LRU cache of blocks in memory. It is thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
         self._most, self._lock = nbytes, threading.Lock()
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self.nbytes = 0
-        """Bytes that are kept."""
+        """The size in bytes of all blocks in the cache."""
 
     def get(self, name: str) -> bytes | None:
-        """Return a block that is kept."""
+        """Return a block from the cache, or None."""
         with self._lock:
             if (found := self._kept.get(name)) is not None:
                 self._kept.move_to_end(name)
             return found
 
     def put(self, name: str, content: bytes) -> None:
-        """Keep a block, in the place of those that were not used for the longest time."""
+        """Add a block, and evict the least recently used ones."""
         self.drop(name)
         with self._lock:
             if len(content) > self._most:
@@ -49,22 +49,22 @@ class MemoryBlocks:
             self.nbytes += len(content)
 
     def drop(self, name: str) -> None:
-        """Keep a block no longer."""
+        """Remove a block."""
         with self._lock:
             self.nbytes -= len(self._kept.pop(name, b""))
 
 
 class DiskBlocks:
-    """Blocks in a folder that several processes share.
+    """A cache of blocks in a folder that several processes share.
 
-    The folder is counted before each block that is added, under a lock that ends with the
-    process: so the budget is that of all together, also after a kill. A block that cannot be kept,
-    because another process adds one just now or the disk is full, is read from the store again:
-    keeping it is of use, and never needed.
+    Before it adds a block, the cache sums the file sizes in the folder. It holds a lock that ends
+    with the process, so the budget covers all processes, also after a kill. A block is not kept if
+    another process is adding one, or if the disk is full. Readers then read it from the store
+    again.
 
     Args:
-        folder: made where it is missing, readable by its user alone.
-        nbytes: the most bytes of files in it.
+        folder: created if it is missing, readable by its user only.
+        nbytes: the maximum size in bytes of all files in the folder.
     """
 
     def __init__(self, folder: Path, nbytes: int) -> None:
@@ -76,7 +76,7 @@ class DiskBlocks:
         return self._folder / (name + _SUFFIX)
 
     def get(self, name: str, nbytes: int) -> bytes | None:
-        """Return a block of so many bytes; None where there is none."""
+        """Return a block of ``nbytes`` bytes, or None if it is not in the cache."""
         path = self._path(name)
         with contextlib.suppress(OSError):
             content = self._inside.read(path, nbytes)
@@ -86,7 +86,7 @@ class DiskBlocks:
         return None
 
     def put(self, name: str, content: bytes) -> None:
-        """Keep a block, in the place of those that were not used for the longest time."""
+        """Add a block, and evict the least recently used ones."""
         if len(content) > self._most:
             return
         with self._turn, contextlib.suppress(OSError):
@@ -108,23 +108,23 @@ class DiskBlocks:
         for _, size, name in sorted(found):
             if left <= 0:
                 break
-            if _SUFFIX in name:  # no file of another program
+            if _SUFFIX in name:  # spare the files of other programs
                 self._inside.remove(self._folder / name)
                 left -= size
         if left > 0:
             raise OSError("there is no room")
 
     def drop(self, name: str) -> None:
-        """Keep a block no longer."""
+        """Remove a block."""
         with contextlib.suppress(OSError):
             self._inside.remove(self._path(name))
 
 
 class ObjectFiles:
-    """The objects of a dataset, as they were when it was opened, as `ShardFiles`.
+    """`ShardFiles` for the objects of a dataset, as they were when it was opened.
 
     Args:
-        objects: where they are.
+        objects: the objects of the dataset.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -138,10 +138,10 @@ class ObjectFiles:
         self._lock = threading.Lock()
         self._coming: dict[str, Future[bytes]] = {}
         self._distrusted: Counter[str] = Counter()
-        """How often each block was found damaged; its copy on the disk may be the reason."""
+        """How often each block was found damaged. Its copy on disk may be the reason."""
         self._pool: ThreadPoolExecutor | None = None
         self.requests = self.nbytes = 0
-        """Blocks, and their bytes, that were asked for so far."""
+        """The number of blocks requested so far, and their total size in bytes."""
 
     def open(self, path: Path) -> str:
         """Return the name of an object."""
@@ -151,14 +151,14 @@ class ObjectFiles:
         return name
 
     def size(self, file: str) -> int:
-        """Return the bytes of an object."""
+        """Return the size of an object in bytes."""
         return self.listed[file].nbytes
 
     def close(self, file: str) -> None:
-        """Do nothing: no connection is an object's own."""
+        """Do nothing: objects hold no connection."""
 
     def read(self, file: str, nbytes: int, begin: int) -> bytes:
-        """Return bytes of an object, fewer where it ends."""
+        """Read bytes of an object. The result is shorter at the end of the object."""
         self.objects.require_own_process()
         stop = min(begin + nbytes, self.size(file))
         blocks = [*self._blocks(file, begin, stop)]
@@ -169,12 +169,12 @@ class ObjectFiles:
         return found[first : first + stop - begin]
 
     def _blocks(self, file: str, begin: int, stop: int) -> Iterator[tuple[int, str]]:
-        """Yield the number of each block of a range, and the name by which it is kept."""
+        """Yield the number of each block in a range, and the name of the block in the caches."""
         if begin >= stop:
             return
         listed = self.listed[file]
         known = (self._options.url, str(self.root / file), listed.etag, listed.nbytes, self._size)
-        # By what it is: another version of the object is another block.
+        # The name depends on the version of the object.
         name = hashlib.sha256(repr(known).encode()).hexdigest()[:40]
         for number in range(begin // self._size, -(-stop // self._size)):
             yield number, f"{name}-{number}"
@@ -184,7 +184,7 @@ class ObjectFiles:
         return self._ask(file, number, name).result() if found is None else found
 
     def _ask(self, file: str, number: int, name: str) -> Future[bytes]:
-        """Return a block that comes: one request for all who want it."""
+        """Return the future of a block. Concurrent readers share one request."""
         with self._lock:
             coming = self._coming.get(name)
             if coming is None:
@@ -218,24 +218,24 @@ class ObjectFiles:
             return found
         finally:
             with self._lock:
-                if self._distrusted[name] == distrusted:  # else another request is under way
+                if self._distrusted[name] == distrusted:  # otherwise another request is in progress
                     self._coming.pop(name, None)
                     if found is not None:
                         self.memory.put(name, found)
 
     def will_read(self, file: str, nbytes: int, begin: int) -> None:
-        """Ask for blocks that are wanted next, as far as half of the memory has room for them."""
+        """Prefetch blocks, as long as those in flight fit into half of the memory budget."""
         self.objects.require_own_process()
         stop = min(begin + nbytes, self.size(file))
         for number, name in self._blocks(file, begin, stop):
-            # Those that come faster than they are read would take the place of each other.
+            # Blocks that arrive before they are read would evict each other.
             if 2 * len(self._coming) * self._size < self._options.memory_nbytes:
                 self._ask(file, number, name)
 
     def distrust(self, file: str, nbytes: int, begin: int) -> bool:
-        """Keep no copy of these bytes, which are not what was written: they can be read again."""
+        """Drop all copies of damaged bytes, and return True: a retry reads them from the store."""
         for _, name in self._blocks(file, begin, min(begin + nbytes, self.size(file))):
-            with self._lock:  # a request under way may have read the same copy
+            with self._lock:  # a request in flight may have read the same copy
                 self._distrusted[name] += 1
                 self._coming.pop(name, None)
                 self.memory.drop(name)
@@ -244,11 +244,11 @@ class ObjectFiles:
         return True
 
     def whole(self, path: Path, limit: int) -> bytes:
-        """Return an object of at most ``limit`` bytes, which is not kept.
+        """Return an object of at most ``limit`` bytes. The caches do not keep it.
 
         Raises:
-            FileNotFoundError: it is not there.
-            ValueError: it has more bytes.
+            FileNotFoundError: there is no such object.
+            ValueError: the object is larger.
         """
         file = self.open(path)
         listed = self.listed[file]
@@ -257,7 +257,7 @@ class ObjectFiles:
         return self.objects.read(file, 0, listed.nbytes, listed)
 
     def end(self) -> None:
-        """End the threads; what they ask for just now comes to its end first."""
+        """Stop the threads after their current requests."""
         pool, self._pool = self._pool, None
         if pool is not None and self.objects.is_of_this_process:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Packed rows in an object store, as an `Archive`: what is read of them, and when."""
+"""An `Archive` of packed rows in an object store."""
 # ruff: noqa: D102 - what an archive does is said once, in `Archive`
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _TABLE_LIMIT: Final = 2**32
 def open_at(
     path: str | os.PathLike[str], mode: Mode, *, s3: S3Options | None = None, **_: object
 ) -> ReaderStorage:
-    """Open the packed dataset at an address, to read; see `open_storage`."""
+    """Open the packed dataset at an address for reading; see `open_storage`."""
     place = s3_path(path)
     if place is None:
-        user_path(path)  # raises: the address is of another scheme
+        user_path(path)  # raises an error: the address has another scheme
         raise AssertionError
     require_reading(str(place), mode)
     return ReaderStorage(opened(place, s3 or S3Options()), mode, path=str(place), s3=s3)
@@ -55,9 +55,9 @@ def opened(place: S3Path, options: S3Options) -> PackedReader:
     """Return a reader of the dataset at an address.
 
     Raises:
-        StorageMissing: nothing is there.
-        NotAStorage: it was pushed in part, or it is no packed dataset.
-        ObjectStoreFailed: the store refuses, or does not answer in time.
+        StorageMissing: there is nothing at the address.
+        NotAStorage: the dataset was pushed only in part, or is not a packed dataset.
+        ObjectStoreFailed: the store rejects a request, or does not answer in time.
         MissingLibrary: the extra ``s3`` is not installed.
     """
     archive = RemoteArchive(place, options)
@@ -114,9 +114,10 @@ class RemoteArchive(Archive):
 
     @contextlib.contextmanager
     def _copied(self, name: str, limit: int) -> Iterator[tuple[Inside, Path] | None]:
-        """Yield a copy of an object on this machine, None without the object; it goes at the end.
+        """Yield a local copy of an object, or None if there is no such object.
 
-        Its map stays: the system keeps the bytes of a file while it is mapped.
+        The copy is removed at the end. A memory map of it remains valid, because the system keeps
+        the bytes of a file while it is mapped.
         """
         path = self.path / OURS / name
         if f"{OURS}/{name}" not in self.files.listed:

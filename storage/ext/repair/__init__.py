@@ -1,1 +1,1 @@
-"""`repair`: what is readable of a damaged or unfinished dataset becomes a new storage."""
+"""Repair: save the readable rows of a damaged or unfinished dataset in a new storage."""

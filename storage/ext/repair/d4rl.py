@@ -1,4 +1,4 @@
-"""Repair of HDF5 files as D4RL has them: the rows of which every column can be read."""
+"""Repair an HDF5 file in D4RL's layout: save the rows for which every column can be read."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _NEEDED: Final = ("observation", "action")
 
 
 class D4rlRepair(RowsRepair):
-    """Reads what is readable; rows after a gap are a trajectory of their own."""
+    """Reads the readable rows. Rows after a gap form a trajectory of their own."""
 
     name: ClassVar[str] = "d4rl"
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Look at all rows, and find those that can be read."""
+        """Read all rows, and find the readable ones."""
         with opened_damaged(self.folder(place.parent), place.name) as (file, there):
             found = CheckResults(room=there.room)
             datasets = hdf5.datasets_in(file, found, Where(place.name))
@@ -99,7 +99,7 @@ class _D4rlRows:
                         key: read_rows(data, begin, end, self._columns[key], self._place)
                         for key, data in self._data.items()
                     }
-                    for key in (TERMINATED, TRUNCATED):  # which some writers store as numbers
+                    for key in (TERMINATED, TRUNCATED):  # some writers store flags as numbers
                         if key in block:
                             block[key] = block[key].astype(bool)
                     for key in observed:
@@ -132,7 +132,7 @@ class _D4rlRows:
         return numbered(Schema(tuple(columns)))
 
     def _shifted(self, key: Key, begin: int, end: int, seen: int) -> np.ndarray:
-        """Return the observations of the rows that come next; that of an episode's end is lost."""
+        """Return the observations of the next rows. The one after an episode's end is lost."""
         data, column = self._data[key], self._columns[key]
         values = read_rows(data, begin + 1, min(end + 1, seen), column, self._place)
         if len(values) < end - begin:
@@ -141,7 +141,10 @@ class _D4rlRows:
         return values
 
     def _good(self) -> np.ndarray:
-        """Return which rows can be read in all columns; leave infos out that have fewer."""
+        """Return a mask of the rows that are readable in all columns.
+
+        Infos with fewer readable rows are left out instead.
+        """
         name = self._place.name
         rows = max(data.shape[0] for key, data in self._data.items() if key[0] != "infos")
         of_each = {key: self._readable(data, rows) for key, data in self._data.items()}
@@ -173,14 +176,17 @@ class _D4rlRows:
         return np.concatenate([good, np.zeros(rows, bool)])[:rows]
 
     def _without_zeros(self, good: np.ndarray) -> np.ndarray:
-        """Leave out rows that are zero in all columns, at the end or many: never written."""
+        """Leave out rows that were never written.
+
+        Such rows are zero in all columns. They are at the end of the file, or form a long run.
+        """
         zero = np.zeros(len(good), bool)
         compared = [data for key, data in self._data.items() if key[0] != "infos"]
         for start, stop in self._parts(good):
             zero[start:stop] = zero_rows([np.asarray(data[start:stop]) for data in compared])
         floats = any(data.dtype.kind == "f" for data in compared)
         where = np.flatnonzero(good)
-        alike = runs(zero[where])  # with no regard to gaps
+        alike = runs(zero[where])  # gaps do not end a run
         for first, stop in alike:
             if stop < len(where) and not (floats and stop - first >= LONG_RUN):
                 continue
@@ -191,7 +197,7 @@ class _D4rlRows:
         return good
 
     def _parts(self, good: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Yield runs of good rows, none of them larger than a block."""
+        """Yield runs of good rows that fit into a block."""
         nbytes = sum(
             math.prod(data.shape[1:]) * data.dtype.itemsize for data in self._data.values()
         )
@@ -201,9 +207,10 @@ class _D4rlRows:
                 yield begin, min(begin + size, stop)
 
     def _pieces(self, good: np.ndarray) -> list[tuple[int, int, int]]:
-        """Return the runs of rows of one trajectory: start, stop, and stop of the observations.
+        """Return the rows of each trajectory: start, stop, and stop of the observations.
 
-        Without next observations, the row before a gap has none: in mid-episode it is lost.
+        Without a column of next observations, the row before a gap has none. Inside an episode,
+        that row is lost.
         """
         ended = np.zeros(len(good), bool)
         for key in (TERMINATED, TRUNCATED):
@@ -222,7 +229,7 @@ class _D4rlRows:
         return pieces
 
     def _contradicted(self, good: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """Return which rows say another next observation than the row that follows."""
+        """Return a mask of the rows whose next observation differs from the following row."""
         wrong = np.zeros(len(good), bool)
         for start, stop in self._parts(good):
             stop = min(stop + 1, len(good)) if good[stop : stop + 1].any() else stop

@@ -1,4 +1,4 @@
-"""HDF5 files that are cut, or whose writer was killed: which rows of a dataset can be read."""
+"""Read truncated HDF5 files and files of killed writers, and find the readable rows."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tallyroll.storage.ext.repair.losses import Losses
 from tallyroll.storage.formats.hdf5.datasets import h5py_module
 
 _WORDS: Final = 16
-"""Bytes that are taken for each row of which it is looked up whether it can be read."""
+"""The number of bytes that finding the readable rows takes for each row."""
 
 
 class PaddedFile:
-    """An open file that is as long as its superblock says, of which parts cannot be read.
+    """A file padded to the size in its superblock, with known missing parts.
 
-    HDF5 refuses a file that is shorter. It does not look at the flags of a killed writer in a file
-    that Python reads for it. A read of anything that is not there fails: of metadata, zeros may
-    say something else. Nothing is written.
+    HDF5 rejects a file that is shorter than its superblock says. It ignores the flags of a killed
+    writer if Python reads the file for it. A read of missing bytes fails, because zeros in metadata
+    could have another meaning. Nothing is written.
     """
 
     def __init__(self, raw: Any) -> None:
@@ -39,26 +39,26 @@ class PaddedFile:
         size = raw.seek(0, 2)
         self._end = max(size, end_said(raw) or 0)
         self.gaps: Ranges = [*getattr(raw, "gaps", []), (size, self._end)]
-        """The bytes that are not there."""
+        """The ranges of missing bytes."""
         self.room = room_of(raw)
-        """Bytes that all its datasets together may claim."""
+        """The total number of bytes that the file's datasets may claim."""
         self._at = 0
 
     def has(self, start: int, nbytes: int) -> bool:
-        """Return whether some bytes are all there."""
+        """Return True if no byte of a range is missing."""
         return start + nbytes <= self._end and not touches(self.gaps, start, start + nbytes)
 
     def seek(self, at: int, whence: int = 0) -> int:
-        """Go to a byte."""
+        """Move to an offset."""
         self._at = {0: 0, 1: self._at, 2: self._end}[whence] + at
         return self._at
 
     def tell(self) -> int:
-        """Return the byte that comes next."""
+        """Return the current offset."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer."""
+        """Fill a buffer. Raises EIO if a byte is missing."""
         view = memoryview(buffer).cast("B")
         if not self.has(self._at, len(view)):
             raise OSError(errno.EIO, "a part of the file is not there")
@@ -73,10 +73,10 @@ class PaddedFile:
 
 @contextmanager
 def opened_damaged(folder: DatasetFolder, name: str) -> Iterator[tuple[Any, PaddedFile]]:
-    """Yield an HDF5 file as far as it can be read, and which of its bytes are there.
+    """Yield an HDF5 file, as far as it can be read, and the padded file below it.
 
     Raises:
-        InvalidDataset: nothing of it can be read.
+        InvalidDataset: HDF5 cannot open the file.
     """
     raw, place = folder.opened(name), folder.root / name
     if raw is None:
@@ -95,7 +95,7 @@ def opened_damaged(folder: DatasetFolder, name: str) -> Iterator[tuple[Any, Padd
 
 
 def _opened(padded: PaddedFile) -> Any:
-    """Open a file so that no more of it is read than is asked for."""
+    """Open a file so that HDF5 reads no more bytes than requested."""
     h5py = h5py_module()
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
@@ -107,10 +107,10 @@ def _opened(padded: PaddedFile) -> Any:
 
 
 def readable_rows(data: Any, there: PaddedFile) -> np.ndarray:
-    """Return which rows [n] of a dataset can be read, of the bytes that are there.
+    """Return a mask of the readable rows [n] of a dataset.
 
     Raises:
-        NotEnoughMemory: it claims too many of them, or has chunks that are too large.
+        NotEnoughMemory: the dataset claims too many rows, or has chunks that are too large.
     """
     rows = data.shape[0]
     row = max(1, math.prod(data.shape[1:]) * data.dtype.itemsize)
@@ -133,7 +133,7 @@ def readable_rows(data: Any, there: PaddedFile) -> np.ndarray:
 
 
 def _stored(data: Any, there: PaddedFile) -> np.ndarray:
-    """Return which rows lie in the file."""
+    """Return a mask of the rows whose bytes are in the file."""
     h5py = h5py_module()
     rows = data.shape[0]
     good = np.zeros(rows, bool)
@@ -164,13 +164,13 @@ def _stored(data: Any, there: PaddedFile) -> np.ndarray:
 
 
 def runs(good: np.ndarray) -> list[tuple[int, int]]:
-    """Return the runs of True [n], each by its first row and one more than its last."""
+    """Return the runs of True in a mask [n], each as its first row and the row after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
 
 def cut_after(pieces: Iterable[tuple[int, int]], last: np.ndarray) -> list[tuple[int, int]]:
-    """Return runs of rows, cut after each row [n] that is the last of its trajectory."""
+    """Split runs of rows after each row for which ``last`` [n] is True."""
     found = list[tuple[int, int]]()
     for start, stop in pieces:
         ends = (np.flatnonzero(last[start : stop - 1]) + start + 1).tolist()
@@ -181,6 +181,6 @@ def cut_after(pieces: Iterable[tuple[int, int]], last: np.ndarray) -> list[tuple
 def lose_gaps(
     losses: Losses, good: np.ndarray, message: str, file: str, episode: int | None = None
 ) -> None:
-    """List the rows [n] that are not good."""
+    """Report the rows [n] that are not good."""
     for start, stop in runs(~good):
         losses.add(message, stop - start, file=file, episode=episode, row=start)

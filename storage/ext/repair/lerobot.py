@@ -1,7 +1,7 @@
-"""Repair of datasets of LeRobot: what is readable becomes a sound one of version 3, beside it.
+"""Repair a LeRobot dataset: save its readable part as a valid dataset of version 3.
 
-A recorder that was killed leaves files of Parquet without a footer, and no list of its last
-episodes. The pages of each saved episode are on the disk, though: their footer is made again.
+A recorder that was killed leaves Parquet files without a footer, and no list of its last episodes.
+The pages of each saved episode are on the disk, so the repair rebuilds the footer.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _COPIED_NBYTES: Final = 2**20
 
 @dataclass
 class _Piece:
-    """Rows of an episode that follow one another."""
+    """Consecutive rows of an episode."""
 
     number: int
-    """The episode in the source."""
+    """The number of the episode in the source."""
     first: int
-    """The frame with which it begins."""
+    """The number of the first frame."""
     table: Any
 
     def __len__(self) -> int:
@@ -58,9 +58,9 @@ class LerobotRepair:
     """Writes the readable part of a dataset to a new folder.
 
     Args:
-        source: the damaged one.
-        losses: what is lost goes here.
-        unreadable: the ranges of files that the disk cannot read, by their paths.
+        source: the damaged dataset.
+        losses: collects the losses.
+        unreadable: the ranges of files that the disk cannot read, by path.
     """
 
     def __init__(self, source: Path, losses: Losses, unreadable: Mapping[Path, Ranges]) -> None:
@@ -80,7 +80,7 @@ class LerobotRepair:
         self._rate = float(rate)
 
     def write(self, target: Path) -> int:
-        """Write what is readable; return the number of rows."""
+        """Write the readable rows and return their number."""
         listing = listing_of(self._folder, self._info, CheckResults())
         pieces = [piece for name in self._files(listing) for piece in self._pieces(name)]
         self._missing_files(listing)
@@ -94,13 +94,13 @@ class LerobotRepair:
     # --- rows -------------------------------------------------------------------------------------
 
     def _files(self, listing: Listing | None) -> list[str]:
-        """Return the files of rows that are there, in the order of episodes."""
+        """Return the data files that exist, in the order of episodes."""
         listed = [] if listing is None else listing.files
         there = self._there()
         return [*(name for name in listed if name in there), *sorted({*there} - {*listed})]
 
     def _there(self) -> list[str]:
-        """Return the files of rows that are no links."""
+        """Return the data files that are not links."""
         every = self._folder.below("data", ".parquet")
         return [name for name in every if not os.path.islink(self._source / name)]
 
@@ -113,7 +113,7 @@ class LerobotRepair:
                 self._losses.add("a file of rows is missing, or a link", rows or None, file=name)
 
     def _pieces(self, name: str) -> Iterator[_Piece]:
-        """Yield the rows of a file that can be read, cut where some are missing."""
+        """Yield the readable rows of a file, split at gaps."""
         arrow = needed("pyarrow", "arrow", "Parquet needs")
         with opened_parquet(self._folder, name, CheckResults()) as file:
             if file is not None:
@@ -138,7 +138,7 @@ class LerobotRepair:
             yield from self._groups(arrow, parquet.ParquetFile(view, pre_buffer=False), name)
 
     def _is_footer(self, raw: Any, start: int, size: int) -> bool:
-        """Return whether a footer begins here, of which only the end is missing."""
+        """Return True if a footer starts here. Its end may be missing."""
         raw.seek(start)
         try:
             return bool(raw.read(min(64, size - start)).startswith(b"\x15\x04\x19"))
@@ -160,7 +160,11 @@ class LerobotRepair:
             row += rows
 
     def _fitting(self, arrow: Any, table: Any) -> Any:
-        """Return the columns that are named, as they are named; raise ValueError without one."""
+        """Return the known columns with their known types.
+
+        Raises:
+            ValueError: a column is missing, or has rows without a value.
+        """
         kinds = self._kinds(arrow)
         if lacking := [each for each in (*kinds.names, *_OWN) if each not in table.column_names]:
             raise ValueError(f"there is no {', '.join(lacking)}")
@@ -173,7 +177,7 @@ class LerobotRepair:
         return arrow.table(columns, names=kinds.names)
 
     def _cut(self, table: Any) -> Iterator[_Piece]:
-        """Yield the episodes of a table, and the parts of one that has gaps."""
+        """Yield the episodes of a table, split at gaps."""
         episodes = table.column("episode_index").to_numpy()
         frames = table.column("frame_index").to_numpy()
         breaks = (np.diff(episodes) != 0) | (np.diff(frames) != 1)
@@ -184,7 +188,7 @@ class LerobotRepair:
                 yield _Piece(int(episodes[start]), int(frames[start]), part)
 
     def _kinds(self, arrow: Any) -> Any:
-        """Return the columns of a file as LeRobot writes them."""
+        """Return the Arrow schema of a data file as LeRobot writes it."""
         fields = []
         for name, said in self._features.items():
             dtype, size = said.get("dtype"), self._size(said)
@@ -204,7 +208,7 @@ class LerobotRepair:
         return arrow.schema(fields)
 
     def _counts(self) -> list[int]:
-        """Return the values of a row in each column of Parquet."""
+        """Return the number of values per row in each Parquet column."""
         counts: list[int] = []
         for said in self._features.values():
             if said.get("dtype") == "image":
@@ -224,9 +228,9 @@ class LerobotRepair:
     def _with_films(
         self, pieces: list[_Piece], listing: Listing | None
     ) -> tuple[list[_Piece], dict[str, list[ListedVideo]]]:
-        """Return the pieces of which all cameras have frames, and their films.
+        """Return the pieces that have frames of all cameras, and their videos.
 
-        A camera of which fewer than half of the rows have frames is left out instead.
+        A camera that has frames for fewer than half of the rows is left out instead.
         """
         films: dict[str, list[ListedVideo | None]] = {}
         for camera in [n for n, said in self._features.items() if said.get("dtype") == "video"]:
@@ -264,7 +268,7 @@ class LerobotRepair:
 
         def seconds(name: str) -> float:
             if Path(name) in self._unreadable:
-                return 0.0  # which of its frames are whole is not looked at
+                return 0.0  # the whole frames of such a file are not searched
             if name not in lengths:
                 frames = frames_of(av, self._folder, name, CheckResults())
                 lengths[name] = 0.0 if frames is None else len(frames.times) / self._rate
@@ -282,7 +286,7 @@ class LerobotRepair:
             if film is not None:
                 begin = (film.begin or 0.0) + offset
                 name: str | None = film.file
-            else:  # one film of all that was recorded, in its order
+            else:  # a single video of the whole recording, in order
                 begin, name = at, files[0] if len(files) == 1 and not known else None
             at += length
             whole = name is not None and seconds(name) + half >= begin + length
@@ -392,7 +396,7 @@ class LerobotRepair:
         return dict(zip(numbers, map(str, next(iter(columns.values()), [])), strict=False))
 
     def _copied(self, films: Mapping[str, list[ListedVideo]], target: Path) -> dict[str, int]:
-        """Copy the films that are needed; return their numbers."""
+        """Copy the required videos and return their numbers."""
         places: dict[str, int] = {}
         for camera, each in films.items():
             for number, name in enumerate(dict.fromkeys(film.file for film in each)):
@@ -406,7 +410,7 @@ class LerobotRepair:
 
 
 def _copy(raw: Any, out: Any) -> None:
-    """Copy an open file, and leave its holes ones."""
+    """Copy an open file, and preserve its holes."""
     for begin, stop in data_in(raw.fileno()):
         raw.seek(begin)
         out.seek(begin)
@@ -420,7 +424,7 @@ def _copy(raw: Any, out: Any) -> None:
 
 
 class _WithFooter:
-    """A file of which the end is another one."""
+    """A file whose end is replaced by a rebuilt footer."""
 
     def __init__(self, raw: Any, stop: int, footer: bytes) -> None:
         self._raw, self._stop, self._footer = raw, stop, footer
@@ -428,13 +432,13 @@ class _WithFooter:
         self.closed = False
 
     def read(self, count: int = -1) -> bytes:
-        """Return the bytes that come next."""
+        """Return the next bytes."""
         size = self._stop + len(self._footer)
         end = size if count < 0 else min(size, self._at + count)
         self._raw.seek(min(self._at, self._stop))
         wanted = max(0, min(end, self._stop) - self._at)
         found: bytes = self._raw.read(wanted)
-        if len(found) < wanted:  # before bytes that the disk cannot read
+        if len(found) < wanted:  # the disk cannot read the bytes that follow
             self._at += len(found)
             return found
         begin = max(0, self._at - self._stop)
@@ -443,13 +447,13 @@ class _WithFooter:
         return found
 
     def seek(self, at: int, whence: int = 0) -> int:
-        """Go to a byte."""
+        """Move to an offset."""
         start = {0: 0, 1: self._at, 2: self._stop + len(self._footer)}[whence]
         self._at = start + at
         return self._at
 
     def tell(self) -> int:
-        """Return the byte that comes next."""
+        """Return the current offset."""
         return self._at
 
     def readable(self) -> bool:
@@ -468,5 +472,5 @@ class _WithFooter:
         """Do nothing."""
 
     def close(self) -> None:
-        """Leave the file open: its owner closes it."""
+        """Leave the file open, because its owner closes it."""
         self.closed = True

@@ -1,4 +1,4 @@
-"""The list of what a repair lost, by place. Pure."""
+"""The losses of a repair, by place. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tallyroll.storage.ext.verification.findings import Place
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Something that could not be read."""
+    """A part of a dataset that could not be read."""
 
     message: str
-    """The thing that was lost, and why, in one sentence."""
+    """The lost part and the reason, in one sentence."""
     place: Place
     rows: int | None
-    """The number of rows; 0: none, but something beside them; None: it is not known."""
+    """The number of lost rows; 0 if only other data was lost; None if unknown."""
 
     def __str__(self) -> str:
         count = "" if self.rows is None else f" ({self.rows:,} row{'s' * (self.rows != 1)})"
@@ -25,7 +25,7 @@ class Loss:
 
 
 class Losses:
-    """A collection of losses, in their order."""
+    """A list of losses, in the order of the source."""
 
     def __init__(self) -> None:
         self._found: list[Loss] = []

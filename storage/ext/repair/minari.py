@@ -1,4 +1,4 @@
-"""Repair of datasets of Minari: the steps of every episode of which all columns can be read."""
+"""Repair a Minari dataset: save the steps for which all columns can be read."""
 
 from __future__ import annotations
 
@@ -44,20 +44,21 @@ _METADATA: Final = "metadata.json"
 
 _Kind = tuple[np.dtype[Any], tuple[int, ...]]
 _Piece = tuple[int, int, int]
-"""Steps that follow one another: the number of their episode, the first, and the end."""
+"""Consecutive steps: the number of their episode, the first step, and the end."""
 
 
 class MinariRepair(RowsRepair):
-    """Reads what is readable; steps after a gap are a trajectory of their own.
+    """Reads the readable steps of a dataset. Steps after a gap form a trajectory of their own.
 
-    An info is there if it can be read of all these steps: no step is left out for one.
+    An info is saved only if it can be read for all these steps. No step is dropped because of an
+    info.
     """
 
     name: ClassVar[str] = "minari"
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Look at all episodes, and find the steps that can be read."""
+        """Read all episodes, and find the readable steps."""
         folder, below = self.folder(place), "data/" if (place / "data").is_dir() else ""
         with contextlib.ExitStack() as stack:
             files, said = self._files(folder, below, stack)
@@ -66,7 +67,7 @@ class MinariRepair(RowsRepair):
     def _files(
         self, folder: DatasetFolder, below: str, stack: contextlib.ExitStack
     ) -> tuple[EpisodeFiles, int]:
-        """Return the episodes, and how many the metadata say."""
+        """Return the episodes, and the number of episodes in the metadata."""
         said = folder.json(f"{below}{_METADATA}")
         if not isinstance(said, dict):
             message = "the metadata cannot be read, and the shapes of values with them"
@@ -85,7 +86,7 @@ class MinariRepair(RowsRepair):
 
 
 def _kind_in(data: Path) -> str:
-    """Return the format of the first file that tells one."""
+    """Return the format of the first file with a known suffix; "hdf5" without one."""
     found = (kind for kind in KINDS if next(data.glob(f"[0-9]*/*.{kind}"), None) is not None)
     return next(found, "hdf5")
 
@@ -98,9 +99,9 @@ class _RepairedEpisodes:
     def __init__(self, files: EpisodeFiles, place: Path, losses: Losses, count: int) -> None:
         self._files, self._place, self._losses, self._count = files, place, losses, count
         self._kinds: dict[Key, tuple[str, Column]] = {}
-        """The name and the column of each, as most episodes have them."""
+        """The name and column of each key, as in most episodes."""
         self._infos: dict[Key, tuple[str, Column]] = {}
-        """The same of infos."""
+        """The name and column of each info."""
         self._found: dict[int, dict[Key, tuple[str, _Kind]]] = {}
         """The columns of each episode."""
 
@@ -133,7 +134,7 @@ class _RepairedEpisodes:
         return Incoming(schema, rows, self._blocks(pieces), None, "minari")
 
     def _opened(self) -> Iterator[tuple[int, dict[Key, tuple[str, _Kind]]]]:
-        """Yield the columns of each episode that can be opened; list the others."""
+        """Yield the columns of each episode that can be opened, and report the others."""
         before = -1
         for number in self._files.numbers:
             self._lose_missing(before + 1, number)
@@ -171,7 +172,7 @@ class _RepairedEpisodes:
         return found
 
     def _lose_infos(self, lost: Mapping[Key, int]) -> None:
-        """List the infos that cannot be read of all steps, and leave them out."""
+        """Report the infos that cannot be read for all steps, and leave them out."""
         for key, count in sorted(lost.items()):
             if count:
                 self._infos.pop(key, None)
@@ -180,11 +181,11 @@ class _RepairedEpisodes:
                 self._losses.add("an info is not saved", 0, column=name, what=what)
 
     def _readable(self, part: FilePart | None, key: Key, start: int, stop: int) -> int:
-        """Return how many of some steps have an entry of an info that can be read."""
+        """Return the number of steps, from ``start`` up to ``stop``, whose info can be read."""
         info = self._infos.get(key)
         if info is None or part is None or not self._is_of(part, info[1]):
             return 0
-        # Those of Minari have one of the reset, too, and then one for each step.
+        # Infos of Minari have an entry for the reset before those of the steps.
         return int(part.good[start + 1 : stop + 1].sum())
 
     def _is_of(self, part: FilePart, column: Column) -> bool:
@@ -192,7 +193,11 @@ class _RepairedEpisodes:
         return (part.dtype, part.shape[1:]) == (column.numpy_dtype, shape)
 
     def _common(self, episodes: list[dict[Key, Any]]) -> dict[Key, tuple[str, Column]]:
-        """Return the columns that are alike in most episodes; refuse a dataset that lacks some."""
+        """Return the columns that are alike in most episodes.
+
+        Raises:
+            InvalidDataset: a required column is missing.
+        """
         found = self._alike(episodes)
         lacking = [key[-1] for key in (REWARD, TERMINATED, TRUNCATED) if key not in found]
         tops = {name.split("/")[0] for name, _ in found.values()}
@@ -222,7 +227,7 @@ class _RepairedEpisodes:
         return found
 
     def _steps(self, number: int, parts: Mapping[Key, FilePart]) -> list[tuple[int, int]]:
-        """Return the runs of steps of an episode that can be read."""
+        """Return the runs of readable steps in an episode."""
         file = self._files.file(number)
         lacking = [
             name
@@ -256,7 +261,7 @@ class _RepairedEpisodes:
     def _ended(
         self, good: list[tuple[int, int]], parts: Mapping[Key, FilePart], count: int
     ) -> np.ndarray:
-        """Return which of the steps that can be read are marked as ends."""
+        """Return a mask of the readable steps that are marked as ends."""
         ended = np.zeros(count, bool)
         for key in (TERMINATED, TRUNCATED):
             column = self._kinds[key][1]
@@ -289,7 +294,7 @@ class _RepairedEpisodes:
 
 
 class _Empty:
-    """A column of no rows, of a dtype and of the shape of one."""
+    """A column without rows, with the given dtype and shape of a row."""
 
     def __init__(self, kind: _Kind) -> None:
         self.dtype, self.shape = kind[0], (0, *kind[1])

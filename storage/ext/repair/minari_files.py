@@ -1,4 +1,4 @@
-"""The episodes of a damaged dataset of Minari, whatever files they are in: a group of HDF5 each."""
+"""The episodes of a damaged Minari dataset in any kind of file, and in HDF5 groups."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _EPISODE: Final = re.compile(r"episode_([0-9]{1,18})")
 
 @dataclass(frozen=True)
 class FilePart:
-    """A column of an episode [rows, ...]; its rows are those of a dataset of HDF5, or alike."""
+    """A column of an episode [rows, ...], backed by an HDF5 dataset or an array."""
 
     name: str
-    """Its place in the episode."""
+    """The path of the column in the episode."""
     values: Any
     look: Callable[[], np.ndarray]
-    """Returns which rows [n] can be read."""
+    """A function that returns a mask of the readable rows [n]."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of its values."""
+        """The dtype of the values."""
         found: np.dtype[Any] = self.values.dtype
         return found
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of rows, and the shape of one."""
+        """The number of rows, and the shape of a row."""
         return tuple(self.values.shape)
 
     @cached_property
     def good(self) -> np.ndarray:
-        """Which rows [n] can be read."""
+        """A mask of the readable rows [n]."""
         return self.look()
 
     def __getitem__(self, rows: Any) -> Any:
@@ -55,14 +55,14 @@ class FilePart:
 
 
 def part_of(name: str, values: Any, look: Callable[[], np.ndarray]) -> FilePart:
-    """Return a column; of images, those that cannot be decoded cannot be read."""
+    """Return a column. An image that cannot be decoded counts as unreadable."""
     if not isinstance(values, Jpegs):
         return FilePart(name, values, look)
     return FilePart(name, values, lambda: decoded(values, look()))
 
 
 def decoded(images: Jpegs, good: np.ndarray) -> np.ndarray:
-    """Return which of the images that are ``good`` [n] can be decoded."""
+    """Return a mask of the ``good`` images [n] that can be decoded."""
     found = good.copy()
     for row in np.flatnonzero(good).tolist():
         try:
@@ -76,15 +76,15 @@ class EpisodeFiles(ABC):
     """The episodes of a dataset."""
 
     numbers: list[int]
-    """The numbers of those that there are, in their order."""
+    """The numbers of the existing episodes, ascending."""
 
     @abstractmethod
     def file(self, number: int) -> str:
-        """Return the file of an episode, as losses name it."""
+        """Return the name of an episode's file, for losses."""
 
     @abstractmethod
     def parts(self, number: int) -> dict[Key, FilePart]:
-        """Return the columns of an episode that can be opened, by their places in it.
+        """Return the readable columns of an episode, by path.
 
         Raises:
             InvalidDataset: the episode cannot be opened.
@@ -92,20 +92,23 @@ class EpisodeFiles(ABC):
 
     @abstractmethod
     def said(self, number: int) -> Mapping[str, Any] | None:
-        """Return what is said of an episode, as its seed; None where that cannot be read."""
+        """Return the metadata of an episode, such as its seed, or None if it cannot be read."""
 
     def lost_end(self, number: int) -> tuple[str, int | None] | None:
-        """Return why the end of an episode cannot be read, and how many steps; None: it can."""
+        """Return why the end of an episode is lost, and the number of lost steps.
+
+        The result is None if the end can be read. The number is None if it is unknown.
+        """
         return None
 
 
 class GroupFiles(EpisodeFiles):
-    """The groups of an HDF5 file.
+    """The episodes of an HDF5 file, one group each.
 
     Args:
         file: the file.
-        there: its bytes.
-        pictures: shapes of the images that are JPEG, by their places in a group.
+        there: the readable bytes of the file.
+        pictures: the shapes of JPEG images, by their paths in a group.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class GroupFiles(EpisodeFiles):
         self.numbers = sorted(int(m[1]) for name in _names(file) if (m := _EPISODE.fullmatch(name)))
 
     def file(self, number: int) -> str:
-        """Return the one file."""
+        """Return the name of the only file."""
         return FILE
 
     def parts(self, number: int) -> dict[Key, FilePart]:

@@ -1,7 +1,7 @@
-"""Damaged episodes of Minari that are tables: in Arrow, or in Parquet.
+"""Damaged Minari episodes in Arrow or Parquet tables.
 
-A table in Arrow lies in its file column after column, uncompressed. Which rows need bytes that are
-not there is seen by reading these bytes as zeros, and once more as ones: such rows differ.
+An Arrow file stores a table column by column, uncompressed. To find the rows that depend on missing
+bytes, the file is read twice, with zeros and with ones in their place: such rows differ.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _HEAD: Final = struct.Struct("<Ii")
 _GOES_ON: Final = 0xFFFFFFFF
 _MOST_CUT: Final = 64
-"""Times that a batch may have had the bytes of its file: of a shorter rest no row is whole."""
+"""The maximum ratio of a batch's size to its file's size.
+
+If less of a batch remains, none of its rows is complete.
+"""
 
 _Twins = tuple[Any, ...]
-"""A batch of rows; where parts of it are not there two, with zeros and with ones for these."""
+"""A record batch. If parts of it are missing, two: filled with zeros and with ones."""
 
 
 class TableFiles(EpisodeFiles):
@@ -51,9 +54,9 @@ class TableFiles(EpisodeFiles):
 
     Args:
         folder: the files of the dataset.
-        below: the name of the folder that they are in, with its slash, or nothing.
+        below: the name of the folder that contains them, with a trailing slash, or an empty string.
         kind: ``"arrow"`` or ``"parquet"``.
-        columns: how tables are read.
+        columns: the reader of tables.
     """
 
     def __init__(self, folder: DatasetFolder, below: str, kind: str, columns: TableColumns) -> None:
@@ -70,12 +73,12 @@ class TableFiles(EpisodeFiles):
         return f"{self._below}{number}"
 
     def said(self, number: int) -> Mapping[str, Any] | None:
-        """Return the text beside a table."""
+        """Return the metadata file of an episode."""
         found = self._folder.json(f"{self.file(number)}/metadata.json")
         return found if isinstance(found, dict) else None
 
     def lost_end(self, number: int) -> tuple[str, int | None] | None:
-        """Compare the steps that there are with those that are said."""
+        """Compare the number of readable steps with the number in the metadata."""
         parts = self.parts(number)
         if not self._why:
             return None
@@ -86,7 +89,7 @@ class TableFiles(EpisodeFiles):
         return self._why, None if said is None else max(0, said - steps)
 
     def parts(self, number: int) -> dict[Key, FilePart]:
-        """Return the columns of a table; of one episode at a time they are in memory."""
+        """Return the columns of a table. The columns of one episode at a time stay in memory."""
         if number != self._held:
             self._parts, self._held = {}, -1
             try:
@@ -117,7 +120,7 @@ class TableFiles(EpisodeFiles):
         return dict(self._parts_of(tables))
 
     def _parts_of(self, tables: list[Any]) -> Iterator[tuple[Key, FilePart]]:
-        """Yield the columns that can be read in all tables, which differ by what is lost."""
+        """Yield the columns that can be read in all tables, which differ only in the lost bytes."""
         columns = self._columns
         first, *others = ([*columns.leaves(_batch(each))] for each in tables)
         for at, (path, array, shape) in enumerate(first):
@@ -127,12 +130,12 @@ class TableFiles(EpisodeFiles):
                     each.validate(full=True)
                 values = [columns.values(path, each, shape) for each in every]
             except damage_of(columns.arrow):
-                continue  # which is an episode without this column
+                continue  # the episode then lacks this column
             compared = every if isinstance(values[0], Jpegs) else values
             yield path, part_of("/".join(path), values[0], partial(_same, compared))
 
     def _parquet(self, name: str) -> Iterator[_Twins]:
-        """Yield the groups of rows of a file."""
+        """Yield the row groups of a file."""
         found = CheckResults()
         with opened_parquet(self._folder, name, found) as file:
             if file is None:
@@ -146,7 +149,7 @@ class TableFiles(EpisodeFiles):
                 )
 
     def _arrow(self, name: str) -> Iterator[_Twins]:
-        """Yield the batches of a file, message by message: its end may be lacking."""
+        """Yield the record batches of a file, one message at a time; the footer may be missing."""
         raw = self._folder.opened(name)
         if raw is None:
             raise InvalidDataset("it cannot be opened, or is a link")
@@ -162,7 +165,7 @@ def _batch(table: Any) -> Any:
 
 
 class _Messages:
-    """The messages of a file of Arrow, of which parts may not be there."""
+    """The messages of an Arrow file with missing parts."""
 
     def __init__(self, arrow: Any, raw: Any) -> None:
         self._arrow, self._raw = arrow, raw
@@ -170,10 +173,10 @@ class _Messages:
         self._gaps: Ranges = [*getattr(raw, "gaps", []), (self._size, 2**63)]
 
     def batches(self) -> Iterator[_Twins]:
-        """Yield each batch, and its twin.
+        """Yield each record batch and, if it is damaged, its twin.
 
         Raises:
-            InvalidDataset: a message cannot be read, and none that follow it.
+            InvalidDataset: a message cannot be read. The messages after it are lost, too.
         """
         arrow, ipc = self._arrow, self._arrow.ipc
         if self._there(0, len(MAGIC)) != MAGIC:
@@ -200,20 +203,20 @@ class _Messages:
             at = start + nbytes
 
     def _head(self, at: int) -> bytes | None:
-        """Return what says a message, with its length; None at the end of all."""
+        """Return the header of a message with its length prefix; None at the end of the stream."""
         goes_on, nbytes = _HEAD.unpack(self._there(at, _HEAD.size))
         if goes_on != _GOES_ON or not 0 <= nbytes <= self._size:
             raise InvalidDataset(f"no message begins at byte {at:,}")
         return None if nbytes == 0 else self._there(at, _HEAD.size + nbytes)
 
     def _there(self, at: int, nbytes: int) -> bytes:
-        """Return bytes; raise InvalidDataset if they are not there."""
+        """Return bytes. Raises `InvalidDataset` if some of them are missing."""
         if touches(self._gaps, at, at + nbytes):
             raise InvalidDataset(f"what is at byte {at:,} cannot be read, or the file is cut")
         return self._filled(at, nbytes, 0)
 
     def _filled(self, at: int, nbytes: int, fill: int) -> bytes:
-        """Return bytes, with others for those that are not there."""
+        """Return bytes, with ``fill`` in place of missing ones."""
         content = bytearray([fill]) * nbytes
         for start, stop in _between(self._gaps, at, at + nbytes):
             self._raw.seek(start)
@@ -222,7 +225,7 @@ class _Messages:
 
 
 def _between(gaps: Ranges, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a range that are in no gap."""
+    """Yield the parts of a range that are outside all gaps."""
     for begin, end in gaps:
         if start < min(begin, stop):
             yield start, min(begin, stop)
@@ -230,7 +233,7 @@ def _between(gaps: Ranges, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _same(every: list[Any]) -> np.ndarray:
-    """Return which rows [n] are alike in all arrays."""
+    """Return a mask of the rows [n] that are equal in all arrays."""
     first, *others = every
     same = np.ones(len(first), bool)
     for other in others:

@@ -1,6 +1,7 @@
-"""Repair of a storage of ours after a fault of the disk: the rows of which nothing says otherwise.
+"""Repair a storage of Tallyroll after a disk error.
 
-Blocks whose checksums differ are left out; without checksums, rows that contradict others.
+The repair leaves out blocks whose checksums differ. Without checksums, it leaves out rows that
+contradict other rows.
 """
 
 from __future__ import annotations
@@ -57,11 +58,14 @@ from tallyroll.storage.trajectories.columns import WHOSE, missing
 
 _STEP: Final = 2**20
 _MOST_CHUNKS: Final = 2**18
-"""Chunks of a column that are looked at: a damaged header may say that there are any number."""
+"""The maximum number of chunks of a column to check: a damaged header may claim any number."""
 
 
 def missing_in(place: Path) -> dict[Path, Ranges]:
-    """Return the bytes that files of rows lack, by their paths below a storage in HDF5 or Zarr."""
+    """Return the byte ranges that files of an HDF5 or Zarr storage lack.
+
+    The keys are paths below the storage.
+    """
     if place.is_file():
         with open(opened_in(place, Path(place.name)), "rb") as raw:
             size, end = os.fstat(raw.fileno()).st_size, end_said(raw) or 0
@@ -79,14 +83,14 @@ def missing_in(place: Path) -> dict[Path, Ranges]:
 
 
 def _chunks_of(place: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the chunks of a storage in Zarr that have committed rows, with their bytes."""
+    """Yield the chunks of a Zarr storage that hold committed rows, with their sizes in bytes."""
     files = ZarrFormat(place)
     try:
         manifest = files.read_manifest()
         schema, sizes = Schema.from_json(manifest["schema"]), manifest.get("chunk_rows", [])
         _, rows = committed_counts(files.inside.read(files.header_path, 2**25))
     except (OSError, CorruptStorage, NotAStorage, InvalidSchema):
-        return  # which opening it will say
+        return  # opening the storage reports the error
     if manifest["format"] == files.name and len(sizes) == len(schema.columns):
         for column, size in zip(schema.columns, sizes, strict=True):
             for number in range(min(_MOST_CHUNKS, -(-rows // size))):
@@ -95,7 +99,7 @@ def _chunks_of(place: Path) -> Iterator[tuple[Path, int]]:
 
 
 def joined(one: Mapping[Path, Ranges], other: Mapping[Path, Ranges]) -> dict[Path, Ranges]:
-    """Return the ranges of both."""
+    """Return the union of both mappings, with sorted ranges."""
     return {path: sorted([*one.get(path, []), *other.get(path, [])]) for path in {*one, *other}}
 
 
@@ -107,18 +111,18 @@ def working_copy(
     filled: bytes = b"\0",
     lengths: Mapping[Path, int] | None = None,
 ) -> None:
-    """Make ``target`` have the files of ``place``; those that stay alike are links to their bytes.
+    """Copy the files of ``place`` to ``target``, with hard links for unchanged files.
 
     Args:
         place: a folder, or a file.
-        target: where nothing is.
-        unreadable: ranges of files, also beyond their ends, that get the byte ``filled``.
-        filled: one byte.
-        lengths: bytes that files are to have, with zeros at their ends.
+        target: the path of the copy; it must not exist.
+        unreadable: ranges of files, also beyond their ends, that are filled with ``filled``.
+        filled: the fill byte.
+        lengths: the minimum sizes of files in bytes. Shorter files are padded with zeros.
 
     Raises:
         OSError: the disk is full.
-        StorageFull: it would be.
+        StorageFull: the disk has no room for the copy.
     """
     lengths = lengths or {}
     more = sum(b - a for ranges in unreadable.values() for a, b in ranges)
@@ -131,7 +135,7 @@ def working_copy(
     for path in dict.fromkeys([*files, *unreadable]):
         original, copy = (place / path, target / path) if place.is_dir() else (place, target)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if path not in files:  # a file that is missing, or a link
+        if path not in files:  # a missing file, or a link
             with copy.open("xb") as out:
                 _write(out, None, unreadable[path], filled)
             continue
@@ -147,7 +151,7 @@ def working_copy(
 
 
 def _write(out: Any, source: int | None, ranges: Ranges, filled: bytes) -> None:
-    """Write the bytes of a file, with others in some ranges."""
+    """Copy the bytes of a file, with the fill byte in the given ranges."""
     at, size = 0, 0 if source is None else os.fstat(source).st_size
     for start, stop in (*ranges, (size, size)):
         for begin in range(at, min(start, size), _STEP):
@@ -159,7 +163,7 @@ def _write(out: Any, source: int | None, ranges: Ranges, filled: bytes) -> None:
 
 
 def _linked(source: Path, copy: Path) -> bool:
-    """Give a file another name; return False where the file system cannot."""
+    """Create a hard link. Return False if the file system cannot."""
     try:
         os.link(source, copy, follow_symlinks=False)
     except OSError as error:
@@ -170,16 +174,18 @@ def _linked(source: Path, copy: Path) -> bool:
 
 
 _TRUSTED: Final = ("zeros", "ids", "steps", "lanes", "ends", "observations")
-"""Checks whose rows are left out where there are no checksums."""
+"""The checks whose rows are left out if there are no checksums."""
 _MANIFEST: Final = "manifest.json"
 
 
 class OurRepair(RowsRepair):
-    """Reads rows that are as they were written; those after a gap are a trajectory of their own.
+    """Reads the rows that are as they were written.
+
+    Rows after a gap form a trajectory of their own.
 
     Args:
-        losses: gets what is not read.
-        aside: an empty folder, for copies of what is damaged.
+        losses: collects the losses.
+        aside: an empty folder for copies of damaged files.
         unreadable: ranges of files that the disk cannot read.
     """
 
@@ -191,7 +197,7 @@ class OurRepair(RowsRepair):
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Open the storage, or copies that can be opened."""
+        """Open the storage, or copies of it that can be opened."""
         with contextlib.ExitStack() as stack:
             try:
                 yield self._rows(place, stack).incoming()
@@ -223,10 +229,10 @@ def _opened(place: Path, stack: contextlib.ExitStack) -> RowReader:
 
 
 def _lengths(place: Path, error: CorruptStorage) -> tuple[dict[Path, int], dict[str, int]]:
-    """Return the bytes that files of columns are to have, and the rows of those that are short.
+    """Return the expected sizes of column files, and the row counts of the short ones.
 
     Raises:
-        CorruptStorage: none is: ``error`` is of something else.
+        CorruptStorage: no file is short, so ``error`` has another cause.
     """
     try:
         said = json.loads(Inside(place).read(place / _MANIFEST, 2**25))["schema"]
@@ -243,14 +249,15 @@ def _lengths(place: Path, error: CorruptStorage) -> tuple[dict[Path, int], dict[
     return {place_of(key, leaf=True): most * row for key, (_, row) in sizes.items()}, short
 
 
-class _RepairedRows:
-    """Rows of a reader, and which of them are as they were written.
+class _Rows:
+    """The rows of a reader, without those that are lost.
 
     Args:
-        reader: of the rows.
-        losses: gets those that are not.
-        short: how many rows the columns have whose files are too short.
-        twin: a reader of the same rows, but for the bytes that a disk could not read.
+        reader: the reader of the rows.
+        losses: collects the losses.
+        short: the row counts of the columns whose files are too short.
+        twin: a reader of the same rows with another fill for the bytes that the disk could not
+            read.
     """
 
     def __init__(
@@ -263,7 +270,7 @@ class _RepairedRows:
         self._reader, self._losses, self._short = reader, losses, short or {}
         self._twin = twin
         self._unread = dict[Key, np.ndarray]()
-        """The rows [n] of each column that the disk could not read."""
+        """For each column, a mask [n] of the rows that the disk could not read."""
         self._span = reader.span
         self._numbered = not missing(reader.schema, WHOSE)
 
@@ -288,7 +295,7 @@ class _RepairedRows:
         return Incoming(schema, len(rows), blocks(), about_rows(self._reader, schema), "tallyroll")
 
     def _good(self) -> np.ndarray:
-        """Return which rows [n] are as they were written, as far as is known."""
+        """Return a mask [n] of the rows that are as they were written, as far as is known."""
         good = np.ones(len(self._span), bool)
         for column, rows in self._short.items():
             lost = good.copy()
@@ -303,12 +310,12 @@ class _RepairedRows:
         sums = self._sums()
         if sums is not None:
             self._by_checksums(good, sums)
-        elif self._twin is None:  # a row beside one that is lost would contradict it
+        elif self._twin is None:  # a row next to a lost one would contradict it
             self._by_checks(good)
         return good
 
     def _by_twin(self, good: np.ndarray, twin: RowReader) -> None:
-        """Leave out rows that differ where the bytes do which the disk could not read."""
+        """Leave out rows that differ between the two fills of unreadable bytes."""
         schema = self._reader.schema
         size = max(1, BLOCK_NBYTES // max(1, schema.row_nbytes))
         self._unread = wrong = {key: np.zeros(len(good), bool) for key in schema.keys}
@@ -323,7 +330,7 @@ class _RepairedRows:
     def _lose(
         self, good: np.ndarray, wrong: np.ndarray, message: str, column: str | None = None
     ) -> None:
-        """Leave rows [n] out, and list those that were good until now."""
+        """Mark rows [n] as lost, and report them, except those that were lost already."""
         for start, stop in runs(wrong & good):
             row = start + self._span.start
             self._losses.add(message, stop - start, row=row, column=column)
@@ -342,7 +349,7 @@ class _RepairedRows:
                 rows = reader.rows_in(np.arange(each.start, each.stop)) - self._span.start
                 wrong[rows[(rows >= 0) & (rows < len(wrong))]] = True
                 if each.key in self._unread and self._unread[each.key][wrong].any():
-                    continue  # the others of its rows were read without an error
+                    continue  # the other rows of the block were read without an error
                 message = "a block of rows whose checksum differs"
                 self._lose(good, wrong, message, format_key(each.key))
         except CorruptStorage as error:
@@ -365,7 +372,7 @@ class _RepairedRows:
             self._lose(good, wrong, f"rows that contradict others: {message}")
 
     def _order(self, good: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows [n] that are good by trajectory and step, and both of them."""
+        """Return the good rows [n] sorted by trajectory and step, with their ids and steps."""
         at = np.flatnonzero(good)
         found = self._reader.copies(at + self._span.start, [TRAJ_IDS, STEP])
         ids, steps = (each.reshape(len(at)) for each in found)
@@ -373,7 +380,10 @@ class _RepairedRows:
         return at[order], ids[order], steps[order]
 
     def _before(self, wrong: np.ndarray) -> np.ndarray:
-        """Return the rows that come before others in their trajectories: either may be wrong."""
+        """Return the rows that precede ``wrong`` rows in their trajectories.
+
+        Either of the two rows may be wrong.
+        """
         order, ids, _ = self._order(np.ones(len(wrong), bool))
         before = np.zeros(len(wrong), bool)
         same = ids[1:] == ids[:-1]
@@ -381,7 +391,7 @@ class _RepairedRows:
         return before
 
     def _renumbered(self, good: np.ndarray) -> dict[Key, np.ndarray]:
-        """Return ids and steps [n] by which rows after a gap are a trajectory of their own."""
+        """Return ids and steps [n] that make rows after a gap a trajectory of their own."""
         order, ids, steps = self._order(good)
         if not len(order):
             return {}
@@ -390,13 +400,15 @@ class _RepairedRows:
         first_of_id = np.ones(len(order), bool)
         first_of_id[1:] = ids[1:] != ids[:-1]
         ringed = bool(self._span.start)
-        # A trajectory that lost its beginning is another one, unless a ring took it.
+        # A trajectory without its first step becomes a new one, unless a ring has overwritten the
+        # start.
         cut = begins & ~(first_of_id & ((steps == 0) | ringed))
         piece = np.cumsum(begins) - 1
         where = np.flatnonzero(begins)
         if not cut.any():
             return {}
-        # Ids of a lane only grow: all are numbered again, by the first rows of trajectories.
+        # Ids of a lane must increase, so all trajectories are renumbered in the order of first
+        # rows.
         new_ids = np.empty(len(where), np.int64)
         new_ids[np.argsort(order[where])] = np.arange(len(where))
         base = np.where(cut[where], steps[where], 0)
@@ -406,22 +418,22 @@ class _RepairedRows:
         return {TRAJ_IDS: out_ids, STEP: out_steps}
 
 
-class _TrustedRows(Findings):
-    """Keeps all rows of the checks that are trusted."""
+class _Gathered(Findings):
+    """Keeps all rows of the findings of trusted checks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[str, str, np.ndarray]] = []
 
     def add(self, check: str, message: str, *places: Place, count: int = 1) -> None:
-        """Keep rows of a finding that names them."""
+        """Keep the rows of a finding that names them."""
         if check in _TRUSTED and places and places[0].row is not None:
             rows = np.arange(places[0].row, places[0].row + count)
             self.rows.append((check, message, rows))
 
     def merge(self, other: Findings) -> None:
-        """Add the rows of others, which keep all of theirs, too."""
-        if isinstance(other, _TrustedRows):
+        """Add the rows of another instance."""
+        if isinstance(other, _Gathered):
             self.rows += other.rows
         else:
             super().merge(other)

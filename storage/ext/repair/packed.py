@@ -1,4 +1,4 @@
-"""Repair of packed rows: those of which every chunk can be decompressed."""
+"""Repair packed rows: save the rows whose chunks can all be decompressed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.schema import Schema
 
 _ROWS: Final = 2**16
-"""Rows that are looked up at a time."""
+"""The number of rows that are looked up at a time."""
 _DAMAGE: Final = (CorruptStorage, DiskFailed, OSError)
 
 
 class _ByFront(Archive):
-    """An HDF5 file, read by the copy at its front: it may be cut, or have damaged metadata."""
+    """An HDF5 file that is read by the copy of its metadata at the front.
+
+    The file may be truncated, or have damaged metadata.
+    """
 
     def __init__(self, path: Path, raw: Any, front: Front) -> None:
         self.path, self._raw, self._front = path, raw, front
@@ -44,7 +47,7 @@ class _ByFront(Archive):
         return True
 
     def read_manifest(self) -> Manifest:
-        """Return the copy."""
+        """Return the manifest from the copy."""
         found = parse_manifest(self._front.manifest, self.path)
         arrays = Layout.from_json(
             found.get("packed"), Schema.from_json(found.get("schema")), self.path
@@ -70,7 +73,7 @@ class _ByFront(Archive):
 
 
 class _AsItIs(ZarrArchive):
-    """A group of which shards may be missing, or cut: they are not looked at when it is opened."""
+    """A Zarr group whose shards may be missing or truncated. Opening it does not check them."""
 
     def __init__(self, path: Path, unreadable: Mapping[Path, Ranges]) -> None:
         super().__init__(path)
@@ -82,7 +85,7 @@ class _AsItIs(ZarrArchive):
 
 
 class _FilesWithGaps(LocalFiles):
-    """Shards of which the disk cannot read some ranges."""
+    """Files of shards, some ranges of which the disk cannot read."""
 
     def __init__(self, inside: Inside, unreadable: Mapping[Path, Ranges]) -> None:
         super().__init__(inside)
@@ -90,24 +93,24 @@ class _FilesWithGaps(LocalFiles):
         self._gaps = dict[int, Ranges]()
 
     def open(self, path: Path) -> int:
-        """Return a descriptor."""
+        """Open a file and return its descriptor."""
         file = super().open(path)
         self._gaps[file] = self._unreadable.get(path.relative_to(self.root), [])
         return file
 
     def read(self, file: int, nbytes: int, begin: int) -> bytes:
-        """Return bytes of a file."""
+        """Return bytes of a file. Raises EIO in unreadable ranges."""
         require_readable(self._gaps[file], begin, begin + nbytes)
         return super().read(file, nbytes, begin)
 
     def read_some(self, file: int, nbytes: int, begin: int) -> bytes:
-        """Return bytes as far as none is lost."""
+        """Return bytes up to the first unreadable one."""
         stops = [start for start, stop in self._gaps[file] if stop > begin]
         return super().read(file, max(0, min([nbytes, *(each - begin for each in stops)])), begin)
 
 
 class _CutShards(ShardChunks):
-    """Shards whose index may be lost: chunks follow one another, and say how long they are."""
+    """Shards whose index may be lost. It is then rebuilt from the lengths of consecutive chunks."""
 
     def __init__(self, files: _FilesWithGaps, layout: ArrayLayout) -> None:
         super().__init__(files, layout, nbytes=0)
@@ -135,7 +138,7 @@ class _CutShards(ShardChunks):
 
 
 def packed_reader(place: Path, folder: DatasetFolder) -> PackedReader | None:
-    """Return a reader of packed rows, of which some may be damaged; None of other storages.
+    """Return a reader of packed rows, which may be damaged, or None for other storages.
 
     Raises:
         CorruptStorage: the manifest is damaged.
@@ -147,10 +150,10 @@ def packed_reader(place: Path, folder: DatasetFolder) -> PackedReader | None:
 
 
 def _of_hdf5(place: Path, folder: DatasetFolder) -> PackedReader | None:
-    """Return a reader by the copy at the front of a file, or else by what HDF5 says.
+    """Return a reader that uses the metadata at the front of a file or, without it, HDF5.
 
     Raises:
-        CorruptStorage: its first bytes say that it has packed rows, and neither can be read.
+        CorruptStorage: the file starts with the marker of packed rows, but cannot be read.
     """
     named, front, raw = False, None, folder.opened(place.name)
     if raw is None:
@@ -176,7 +179,7 @@ def _of_hdf5(place: Path, folder: DatasetFolder) -> PackedReader | None:
 
 
 def unreadable_rows(reader: PackedReader) -> Iterator[tuple[Key, np.ndarray]]:
-    """Yield each column with the rows [n] that are made of a chunk that cannot be read."""
+    """Yield each column with a mask [n] of the rows that need a chunk that cannot be read."""
     damaged = dict[CachedArray, np.ndarray]()
     rows = len(reader.span)
     for key in reader.keys:
@@ -185,7 +188,7 @@ def unreadable_rows(reader: PackedReader) -> Iterator[tuple[Key, np.ndarray]]:
             stop = min(start + _ROWS, rows)
             try:
                 wanted = column.wanted(np.arange(start, stop) + reader.span.start)
-            except _DAMAGE:  # where its states begin is lost
+            except _DAMAGE:  # the start of the states is lost
                 break
             array = wanted.array
             if array not in damaged:

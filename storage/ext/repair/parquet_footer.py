@@ -1,8 +1,8 @@
-"""Files of Parquet whose writer was killed: their footer is made again from the pages.
+"""Rebuild the footer of a Parquet file whose writer was killed, from the file's pages.
 
-The pages of a group of rows lie one after the other, column by column, each behind a header. The
-columns are known from elsewhere; a file that is written with them, of one row, gives the footer
-into which the places of the pages go.
+The pages of a row group are stored one column after another, each page after a header. The columns
+are known from elsewhere. A small file with the same columns supplies a template of the footer,
+which is filled with the offsets of the pages.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ _MAGIC: Final = b"PAR1"
 _HEADER_NBYTES: Final = 2**16
 _DATA, _DICTIONARY, _DATA_2 = 0, 2, 3
 _ENCODINGS: Final = (0, 3, 8)
-"""Plain, run lengths, and numbers of a dictionary: those of a writer's defaults."""
+"""The encodings of a writer with default options: plain, run lengths, and dictionary indices."""
 
 
 @dataclass(frozen=True)
 class _Page:
-    """A page: where it is, and how many values it has."""
+    """The location of a page, and the number of its values."""
 
     kind: int
     start: int
     stop: int
     unpacked: int
-    """Bytes with the header, before compression."""
+    """The size in bytes of the header and the uncompressed page."""
     values: int
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A file whose pages were found."""
+    """A rebuilt footer, and the extent of the row groups that it describes."""
 
     stop: int
-    """The first byte that is in no whole group of rows."""
+    """The offset of the first byte after the last complete row group."""
     footer: bytes
     rows: tuple[int, ...]
-    """The rows of each group."""
+    """The number of rows in each row group."""
 
 
 def rebuilt(raw: Any, size: int, kinds: Any, values: Sequence[int], codec: str) -> Rebuilt | None:
-    """Return the footer of a file that has none; None if it has no whole group of rows.
+    """Rebuild the footer of a file without one. Return None if no row group is complete.
 
     Args:
-        raw: the file, open to read.
-        size: its bytes.
-        kinds: the Arrow schema of its rows.
-        values: the values that a row has in each column of Parquet.
-        codec: the compression of its pages.
+        raw: the file, open for reading.
+        size: the size of the file in bytes.
+        kinds: the Arrow schema of the rows.
+        values: the number of values per row in each Parquet column.
+        codec: the compression of the pages.
     """
     pages = _pages(raw, size)
     groups, at = [], 0
@@ -82,7 +82,7 @@ def rebuilt(raw: Any, size: int, kinds: Any, values: Sequence[int], codec: str) 
 
 
 def _pages(raw: Any, size: int) -> list[_Page]:
-    """Return all whole pages from the beginning of a file on."""
+    """Return all complete pages from the start of a file."""
     found, at = list[_Page](), len(_MAGIC)
     while at < size:
         raw.seek(at)
@@ -112,7 +112,7 @@ def _page(fields: Fields, at: int, header: int) -> _Page | None:
 def _group(
     pages: list[_Page], at: int, values: Sequence[int]
 ) -> tuple[int, list[list[_Page]]] | None:
-    """Return the rows and the pages of the group that begins with a page, if it is whole."""
+    """Return the row count and pages of the row group that starts at a page, if it is complete."""
     total, end = 0, at
     while end < len(pages):
         page = pages[end]
@@ -131,7 +131,7 @@ def _group(
 def _rest(
     pages: list[_Page], at: int, rows: int, values: Sequence[int], chunks: list[list[_Page]]
 ) -> bool:
-    """Add the pages of the other columns of a group; return whether they are all there."""
+    """Append the pages of a row group's other columns. Return True if all are present."""
     for each in values:
         left, start = rows * each, at
         while left > 0 and at < len(pages):
@@ -147,7 +147,7 @@ def _rest(
 
 
 def _template(kinds: Any, codec: str) -> Fields:
-    """Return the footer of a file with such columns, and one group of rows."""
+    """Return the footer of a file with the same columns and one row group."""
     arrow = needed("pyarrow", "arrow", "Parquet needs")
     parquet = needed("pyarrow.parquet", "arrow", "Parquet needs")
     file = io.BytesIO()

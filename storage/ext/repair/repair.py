@@ -1,4 +1,4 @@
-"""`repair`: what is readable of a damaged or unfinished dataset becomes a new storage."""
+"""Repair: save the readable rows of a damaged or unfinished dataset in a new storage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tallyroll.storage.rows.progress import Progress
 from tallyroll.storage.storages import open_storage
 
 OURS: Final = "tallyroll"
-"""The kind of our own storages."""
+"""The kind of Tallyroll's own storages."""
 _KINDS: Final[dict[str, type[RowsRepair]]] = {
     "d4rl": D4rlRepair,
     "minari": MinariRepair,
@@ -39,17 +39,17 @@ _REPAIRED: Final = "repaired"
 
 @dataclass(frozen=True)
 class RepairReport:
-    """Rows that were read of a damaged dataset, and a list of what was lost."""
+    """The result of a repair: the saved rows, and a list of the losses."""
 
     path: str
     format: str
-    """The short name: ``memmap``, ``hdf5`` or ``zarr``."""
+    """The short name of the storage format: ``memmap``, ``hdf5`` or ``zarr``."""
     kind: str
-    """The kind of the source; ``tallyroll``: a storage of ours."""
+    """The kind of the source; ``tallyroll`` is a storage of Tallyroll."""
     rows: int
     columns: tuple[str, ...]
     lost: tuple[Loss, ...]
-    """In the order of the source."""
+    """The losses, in the order of the source."""
 
     @property
     def whole(self) -> bool:
@@ -58,7 +58,7 @@ class RepairReport:
 
     @property
     def lost_rows(self) -> int | None:
-        """The number of rows that were lost; None if it is not known of all."""
+        """The number of lost rows, or None if the number is unknown for a loss."""
         counts = [each.rows for each in self.lost]
         known = [each for each in counts if each is not None]
         return sum(known) if len(known) == len(counts) else None
@@ -77,29 +77,30 @@ def repair(
     format: str | None = None,
     progress: Progress | None = None,
 ) -> RepairReport:
-    """Write what is readable of a damaged or unfinished dataset to a new storage.
+    """Save the readable rows of a damaged or unfinished dataset in a new storage.
 
-    For a recording of LeRobot, in HDF5 or in TFRecord that was killed, and for storages after a
-    fault of the disk. The source stays as it is; nothing in it is executed or unpickled, and no
-    link in it is followed. A row is there whole or not at all. Rows after a gap are a trajectory
-    of their own. What was lost is listed with its place. The new storage is there whole, or not at
-    all.
+    Use this for recordings in LeRobot, HDF5 or TFRecord files whose writer was killed, and for
+    storages after a disk error. The repair does not change the source. It executes and unpickles
+    nothing in it and follows no link. Each row is saved completely or not at all. Rows after a gap
+    form a trajectory of their own. The report lists each loss with its place. The new storage is
+    created completely or not at all.
 
     Args:
         source: a file or a folder.
-        destination: where the storage will be; nothing may be there.
-        kind: ``"lerobot"``, ``"minari"``, ``"d4rl"``, ``"rlds"``, or ``"tallyroll"``, a storage;
-            None: its files say it.
-        format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``; None: by the suffix of ``destination``.
-        progress: called now and then with the bytes that were written, and with all.
+        destination: the path of the new storage; it must not exist.
+        kind: ``"lerobot"``, ``"minari"``, ``"d4rl"``, ``"rlds"``, or ``"tallyroll"`` for a storage.
+            None detects the kind by the files.
+        format: ``"memmap"``, ``"hdf5"`` or ``"zarr"``. None selects by the suffix of
+            ``destination``.
+        progress: called after each block with the number of bytes written and the total.
 
     Raises:
-        InvalidDataset: nothing of it can be read, or its kind is not known.
+        InvalidDataset: no row can be read, or the kind is unknown.
         MissingLibrary: a library is not installed.
-        NotEnoughMemory: it claims more rows than memory has room for, or larger ones.
+        NotEnoughMemory: the source claims more or larger rows than fit into memory.
         OpenError: a path cannot be opened, or is taken.
         StorageFull: the rows do not fit on the disk.
-        ValueError: an argument is none of its values.
+        ValueError: an argument has a value that is not allowed.
     """
     whence, place = user_path(source), user_path(destination)
     if kind is not None and kind not in kinds():
@@ -127,7 +128,7 @@ def repair(
 
 
 def _kind_of(whence: Path, unreadable: bool) -> str:
-    """Return the kind of a dataset; a storage that is ``unreadable`` in parts is not opened."""
+    """Return the kind of a dataset. A storage with ``unreadable`` parts is not opened."""
     found = kind_at(whence)
     theirs = found if found in (*_KINDS, "lerobot") else None
     if unreadable:
@@ -149,7 +150,10 @@ def _kind_of(whence: Path, unreadable: bool) -> str:
 def _door(
     wanted: str, whence: Path, losses: Losses, aside: Path, unreadable: Mapping[Path, Ranges]
 ) -> ExchangeFormat:
-    """Return what reads the rows; of LeRobot a dataset that is repaired in the folder ``aside``."""
+    """Return the format that reads the rows.
+
+    A LeRobot dataset is first repaired in a folder below ``aside``.
+    """
     for path, ranges in unreadable.items():
         for start, stop in ranges:
             what = f"bytes {start:,} to {stop - 1:,}"

@@ -1,4 +1,4 @@
-"""Repair of RLDS: the episodes whose records are whole, of a damaged or unfinished folder."""
+"""Repair a damaged or unfinished RLDS folder: save the episodes with intact records."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tallyroll.storage.ext.repair.rows_repair import RowsRepair
 
 
 class RldsRepair(RowsRepair):
-    """Reads the episodes whose records are whole; steps of a damaged record are lost."""
+    """Reads the episodes with intact records. The steps of a damaged record are lost."""
 
     name: ClassVar[str] = "rlds"
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Look at all records, and find those that can be read."""
+        """Read all records and find the intact ones."""
         folder = self.folder(place)
         rows = _rows(folder, place)
         found = _Records(folder, _files(folder), [RldsValues(each) for each in rows.read])
@@ -48,7 +48,10 @@ class RldsRepair(RowsRepair):
 
 
 def _rows(folder: DatasetFolder, place: Path) -> OurRows | TheirRows:
-    """Return how rows are read: by the columns of ours, where their text is whole."""
+    """Return the reader for the rows.
+
+    It uses the columns that an export recorded, if they are valid.
+    """
     features = folder.json(layout.FEATURES)
     about = folder.json(layout.ABOUT) if os.path.lexists(place / layout.ABOUT) else None
     try:
@@ -65,11 +68,11 @@ def _rows(folder: DatasetFolder, place: Path) -> OurRows | TheirRows:
 
 
 def _files(folder: DatasetFolder) -> dict[str, int | None]:
-    """Return the files of records and how many episodes each should have, if it is said."""
+    """Return the record files, and the number of episodes that each should have, or None."""
     there = sorted(each for each in os.listdir(folder.root) if layout.SHARD.fullmatch(each))
     found: dict[str, int | None] = {}
-    with contextlib.suppress(InvalidDataset):  # metadata that are damaged, too, say nothing
-        for split in layout.RldsInfo.of(folder.json(layout.INFO)).splits:
+    with contextlib.suppress(InvalidDataset):  # damaged metadata has no counts
+        for split in layout.Info.of(folder.json(layout.INFO)).splits:
             found |= zip(split.files, split.lengths, strict=True)
     return found | {name: None for name in there if name not in found}
 
@@ -83,7 +86,7 @@ class _Records:
         self._folder, self._files, self._values = folder, files, values
 
     def episodes(self, losses: Losses) -> Iterator[Steps]:
-        """Yield the values of each episode that can be read; list the others."""
+        """Yield the values of each readable episode, and report the others."""
         for name, wanted in self._files.items():
             file, count = self._folder.opened(name), 0
             if file is None:
@@ -105,7 +108,7 @@ class _Records:
                 losses.add("a file of records has fewer episodes", None, file=name, what=what)
 
     def _steps(self, content: bytes | Damage) -> Steps | str:
-        """Return the values of an episode, or why it cannot be read."""
+        """Return the values of an episode, or the reason why it cannot be read."""
         if isinstance(content, Damage):
             return content.why
         try:

@@ -1,4 +1,4 @@
-"""A format that a repair only reads, row by row."""
+"""The base class of formats that a repair reads row by row."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tallyroll.storage.ext.repair.losses import Losses
 
 
 class RowsRepair(ExchangeFormat):
-    """Reads what is readable; what is not goes into ``losses``.
+    """Reads the readable rows of a dataset, and reports the others to ``losses``.
 
     Args:
-        losses: gets what is not read.
-        unreadable: the ranges of files that the disk cannot read, by their paths.
+        losses: collects the losses.
+        unreadable: the ranges of files that the disk cannot read, by path.
     """
 
     def __init__(self, losses: Losses, unreadable: Mapping[Path, Ranges]) -> None:
@@ -26,9 +26,9 @@ class RowsRepair(ExchangeFormat):
         self._losses, self._unreadable = losses, unreadable
 
     def folder(self, root: Path) -> DatasetFolder:
-        """Return the files below a folder that is repaired, or in which the source is."""
+        """Return the files below the folder of the source."""
         return DatasetFolder(root, CheckResults(), self._unreadable)
 
     def write(self, rows: ExportRows, place: Path) -> NoReturn:
-        """Refuse: a repair only reads."""
+        """Raise `NotImplementedError`: a repair only reads."""
         raise NotImplementedError

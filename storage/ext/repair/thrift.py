@@ -1,4 +1,4 @@
-"""Structs of Thrift's compact protocol, read and written without knowing what they mean. Pure."""
+"""Read and write structs of Thrift's compact protocol without a schema. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _MOST: Final = 2**22
 _LONG: Final = 15
 
 Fields = dict[int, tuple[int, Any]]
-"""The fields of a struct by their numbers, each a type and a value; a list is a type and values."""
+"""The fields of a struct by number, each with its type and value.
+
+The value of a list is the type of its elements and the elements.
+"""
 
 
 @dataclass
@@ -20,14 +23,14 @@ class Reader:
     """Reads structs from bytes.
 
     Raises:
-        ValueError: they are none.
+        ValueError: the bytes are not a valid struct.
     """
 
     content: bytes | memoryview
     at: int = 0
 
     def struct(self, deep: int = 0) -> Fields:
-        """Return the struct that begins here."""
+        """Return the struct at the current offset."""
         fields: Fields = {}
         number = 0
         while True:
@@ -93,7 +96,7 @@ class Reader:
 
 
 def written(fields: Fields) -> bytes:
-    """Return a struct as bytes."""
+    """Serialize a struct."""
     out, before = bytearray(), 0
     for number in sorted(fields):
         kind, value = fields[number]

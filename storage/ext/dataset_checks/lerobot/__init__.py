@@ -1,1 +1,1 @@
-"""Checks of datasets of LeRobot, versions 2 and 3."""
+"""Checks of LeRobot datasets of versions 2 and 3."""

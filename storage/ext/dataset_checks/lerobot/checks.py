@@ -1,4 +1,4 @@
-"""The checks of a dataset of LeRobot, in their order: lists, rows, films, statistics."""
+"""Checks of LeRobot datasets in order: lists, rows, videos, statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tallyroll.storage.ext.dataset_checks.lerobot.videos import check_videos
 
 _STATS: Final = "meta/stats.json"
 _SLACK: Final = 1e-3
-"""By which a mean or a deviation may be off, as a part of the range of values."""
+"""The tolerance of a mean or standard deviation, as a fraction of the range of values."""
 _ROUNDING: Final = 1e-5
 
 
@@ -37,7 +37,7 @@ def check_statistics(
     counted: Mapping[int, Mapping[str, FiniteStatistics]],
     found: CheckResults,
 ) -> None:
-    """Compare all that is kept: of each episode, and of all rows."""
+    """Compare all kept statistics with the data: those of each episode, and of all rows."""
     features = info["features"]
     for episode in listing.episodes:
         if episode.statistics is not None and episode.number in counted:
@@ -70,7 +70,7 @@ def _compare(
         if said is None:
             found.add("statistics", "a column has no statistics", where, column=column)
         elif isinstance(said, Mapping):
-            # LeRobot itself writes NaN or infinity where some values are not finite.
+            # LeRobot itself writes NaN or infinity if some values are not finite.
             partial = each.finite < each.count
             for name, wanted, slack in _expected(each):
                 open_to_nan = np.zeros(1, np.bool_) if name == "count" else partial
@@ -81,7 +81,7 @@ def _compare(
 
 
 def _expected(each: FiniteStatistics) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return the statistics of finite values, and by how much a kept one may be off."""
+    """Return the statistics of finite values, and the tolerance of each."""
     with np.errstate(all="ignore"):  # sums of very large numbers are infinite
         return _computed(each)
 
@@ -94,7 +94,7 @@ def _computed(each: FiniteStatistics) -> list[tuple[str, np.ndarray, np.ndarray]
     size = np.maximum(np.abs(low), np.abs(high))
     rounding = _ROUNDING * size + 1e-30
     slack = _SLACK * (high - low) + rounding
-    # The square of a mean that is far from zero takes digits of the deviation.
+    # For a mean far from zero, squaring costs digits of the standard deviation.
     lost = np.sqrt(1e-7) * size * (size > 100 * np.maximum(deviation, 1e-30)) + slack
     return [
         ("count", np.asarray([each.count]), np.zeros(1)),
@@ -108,14 +108,14 @@ def _computed(each: FiniteStatistics) -> list[tuple[str, np.ndarray, np.ndarray]
 def _differs(
     said: Any, wanted: np.ndarray, slack: np.ndarray, open_to_nan: np.ndarray
 ) -> str | None:
-    """Return how a kept value differs from that of the rows; None if it does not."""
+    """Return how a kept value differs from that of the rows, or None if it does not."""
     try:
         value = np.asarray(said, np.float64).reshape(-1)
     except (TypeError, ValueError):
         return f"it is {said!r:.60}"
     if value.shape != wanted.shape:
         return f"it has {value.size} numbers, expected {wanted.size}"
-    # Sums that are infinite say nothing of a kept value, which may have been computed otherwise.
+    # An infinite sum cannot refute a kept value, which may have been computed in another way.
     with np.errstate(all="ignore"):
         wrong = ~(np.abs(value - wanted) <= slack) & np.isfinite(wanted)
     wrong &= ~(open_to_nan & ~np.isfinite(value))
@@ -130,7 +130,7 @@ VERSIONS = ("v2.0", "v2.1", "v3.0")
 
 
 class LerobotChecker(Checker):
-    """Episodes in files of Parquet, one or many a file, beside films and lists of episodes."""
+    """Checks Parquet files of episodes, videos, and lists of episodes."""
 
     name = "lerobot"
     checks = (
@@ -150,11 +150,11 @@ class LerobotChecker(Checker):
 
     @classmethod
     def recognises(cls, place: Path) -> bool:
-        """Look for the text about the dataset."""
+        """Look for the info file of the dataset."""
         return (place / _INFO).is_file()
 
     def check(self, place: Path, found: CheckResults) -> None:
-        """Read the lists, then all rows, then the films."""
+        """Read the lists, then all rows, then the videos."""
         folder = DatasetFolder(place, found)
         info = folder.json(_INFO)
         if info is None:
@@ -184,7 +184,7 @@ class LerobotChecker(Checker):
 
 
 def _check_counts(info: dict[str, Any], listing: Listing, rows: int, found: CheckResults) -> None:
-    """Compare the counts of ``info.json`` with those of the lists and of the rows."""
+    """Compare the counts in ``info.json`` with those of the lists and of the rows."""
     found.rows = rows
     wanted = {
         "total_episodes": len(listing.episodes),

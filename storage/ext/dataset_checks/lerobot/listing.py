@@ -1,4 +1,4 @@
-"""The lists of a dataset of LeRobot: its episodes, its tasks, and the files that they are in."""
+"""The lists of a LeRobot dataset: its episodes, its tasks, and their files."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _STATISTICS: Final = "stats/"
 
 @dataclass
 class ListedVideo:
-    """A part of a film: that of an episode, by one camera."""
+    """The part of a video that belongs to an episode, for one camera."""
 
     file: str
     begin: float | None = None
-    """Seconds; None: the film is of this episode alone."""
+    """The start in seconds, or None if the video holds only this episode."""
     end: float | None = None
 
 
 @dataclass
 class ListedEpisode:
-    """An episode, as the lists name it."""
+    """An episode, as the lists describe it."""
 
     number: int
     length: int
     data: str
-    """The file of its rows."""
+    """The data file of the episode."""
     tasks: tuple[str, ...] | None
     begin: int | None = None
-    """The index of its first row, where the list says it."""
+    """The index of the first row, or None if the list does not record it."""
     end: int | None = None
     films: dict[str, ListedVideo] = field(default_factory=dict)
     statistics: Mapping[str, Any] | None = None
@@ -55,20 +55,20 @@ class ListedEpisode:
 
 @dataclass
 class Listing:
-    """The lists of a dataset."""
+    """The episodes, tasks and data files that the lists of a dataset name."""
 
     version: str
     episodes: list[ListedEpisode]
     tasks: dict[int, str]
     cameras: tuple[str, ...]
     files: list[str]
-    """The files of rows, in the order of episodes."""
+    """The data files, in the order of episodes."""
 
 
 def listing_of(
     folder: DatasetFolder, info: Mapping[str, Any], found: CheckResults
 ) -> Listing | None:
-    """Return the lists, with findings on what is wrong in them; None if there are none."""
+    """Read the lists and report errors in them. Return None if there are no lists."""
     version = str(info["codebase_version"])
     features = info["features"]
     cameras = tuple(
@@ -83,7 +83,7 @@ def listing_of(
     if entries is None:
         for name in folder.below("data", ".parquet"):
             with opened_parquet(folder, name, found):
-                pass  # a finding says whether it was finished
+                pass  # a finding reports an unfinished file
         return None
     names = _Names(info, cameras, version, found)
     episodes: list[ListedEpisode] = []
@@ -110,7 +110,7 @@ def listing_of(
 
 
 class _Names:
-    """Makes the names of files by the patterns of ``info.json``."""
+    """Expands the file name templates of ``info.json``."""
 
     def __init__(
         self, info: Mapping[str, Any], cameras: tuple[str, ...], version: str, found: CheckResults
@@ -155,7 +155,7 @@ class _Names:
         }
 
     def _named(self, pattern: str, values: Mapping[str, Any]) -> str | None:
-        """Return the name of a file; None, and a finding a pattern, if none can be made."""
+        """Return a file name. If it is invalid, add one finding per template and return None."""
         text: Any = self._info.get(pattern)
         try:
             name = _FIELD.sub(lambda match: _filled(match, values), text)
@@ -181,7 +181,7 @@ def _filled(match: re.Match[str], values: Mapping[str, Any]) -> str:
 
 
 def _statistics(entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the statistics of an episode, by columns."""
+    """Return the statistics of an episode, by column."""
     if isinstance(entry.get("stats"), dict):
         found: Mapping[str, Any] = entry["stats"]
         return found
@@ -292,13 +292,13 @@ def _whole(file: Any, columns: list[str] | None, name: str, found: CheckResults)
 
 
 def damage(arrow: Any) -> tuple[type[Exception], ...]:
-    """Return errors that a damaged file of Parquet raises."""
+    """Return the errors that a damaged Parquet file raises."""
     return (OSError, ValueError, LookupError, TypeError, arrow.ArrowException)
 
 
 @contextmanager
 def opened_parquet(folder: DatasetFolder, name: str, found: CheckResults) -> Iterator[Any]:
-    """Yield a file of Parquet; None, and a finding, if it cannot be opened."""
+    """Yield a Parquet file. If it cannot be opened, add a finding and yield None."""
     arrow = needed("pyarrow", "arrow", "Parquet needs")
     parquet = needed("pyarrow.parquet", "arrow", "Parquet needs")
     raw, where = folder.opened(name), Where(name)
@@ -330,7 +330,7 @@ def opened_parquet(folder: DatasetFolder, name: str, found: CheckResults) -> Ite
             )
             meta = file.metadata
             for group in range(meta.num_row_groups):
-                # `column` of a row group would end the process where its statistics are damaged.
+                # `row_group(n).column(m)` would end the process on damaged statistics.
                 nbytes = meta.row_group(group).total_byte_size
                 require_memory(2 * nbytes, f"a group of {name}", "Use a larger machine.")
         except damage(arrow) as error:

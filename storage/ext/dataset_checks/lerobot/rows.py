@@ -1,4 +1,4 @@
-"""Checks of the rows of a dataset of LeRobot, a file of Parquet after the other."""
+"""Checks of the rows of a LeRobot dataset, one Parquet file after another."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _NEXT_VALID: Final = "collector.next_valid"
 _FOLLOWING: Final = "next.observation"
 _WITHOUT_NUMBERS: Final = ("video", "image", "string", "audio")
 _SLACK: Final = 1e-4
-"""Seconds by which the step between two timestamps may be off, as in LeRobot's own check."""
+"""The tolerance, in seconds, of the step between two timestamps, as in LeRobot's own check."""
 _ROUNDING: Final = 4e-7
-"""The part of a timestamp that float32 may be off by, twice."""
+"""The relative rounding error of two float32 timestamps."""
 COUNTED_APART: Final = ("frame_index", "episode_index", "index", "task_index")
-"""Columns whose statistics are kept when datasets are joined, and their values are not."""
+"""Columns whose statistics LeRobot keeps, but whose values it changes, when it joins datasets."""
 
 
 @dataclass
@@ -49,16 +49,16 @@ class FiniteStatistics:
     """Statistics of the finite values of a column."""
 
     count: int = 0
-    """Rows."""
+    """The number of rows."""
     finite: Any = 0
-    """Finite values of each number."""
+    """The number of finite values of each element."""
     low: Any = None
     high: Any = None
     total: Any = 0.0
     squares: Any = 0.0
 
     def add(self, values: np.ndarray) -> None:
-        """Count rows [n, k]."""
+        """Add rows [n, k]."""
         each = values.astype(np.float64)
         finite = np.isfinite(each)
         known = np.where(finite, each, 0.0)
@@ -69,7 +69,7 @@ class FiniteStatistics:
         self._join(FiniteStatistics(len(each), np.count_nonzero(finite, axis=0), low, high, *sums))
 
     def merge(self, other: FiniteStatistics) -> None:
-        """Count the rows of another part, too."""
+        """Add the statistics of other rows."""
         if other.count:
             self._join(other)
 
@@ -84,28 +84,28 @@ class FiniteStatistics:
 
 
 def _is_judged(column: str) -> bool:
-    """Return whether a column is an observation, an action or the reward."""
+    """Return True if a column is an observation, an action or the reward."""
     return column.removeprefix("next.").split(".")[0] in ("observation", "action", "reward")
 
 
 @dataclass
-class _EpisodeRowsRead:
-    """The rows of an episode that were read."""
+class _Seen:
+    """The rows of an episode that were read so far."""
 
     rows: int = 0
     first: int | None = None
-    """The number of its first row among all."""
+    """The number of the episode's first row among all rows."""
     files: set[str] = field(default_factory=set)
 
 
 class LeRobotRowChecks:
-    """Reads all files of rows, and keeps a few numbers an episode.
+    """Checks all data files, and keeps a few numbers per episode.
 
     Args:
-        folder: the dataset's files.
-        info: the text about it.
-        listing: its lists.
-        found: where findings go.
+        folder: the files of the dataset.
+        info: the content of ``info.json``.
+        listing: the lists of the dataset.
+        found: collects the findings.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class LeRobotRowChecks:
         self._episodes = {each.number: each for each in listing.episodes}
         self._seen: dict[int, _EpisodeRowsRead] = {}
         self._before: dict[str, float] | None = None
-        """The numbers of the row before, of the episode `_current`."""
+        """The numbers of the previous row, which is in the episode `_current`."""
         self._current: int | None = None
         self._zeros = ZeroRuns(found)
         self._unread: set[str] = set()
         self.rows = 0
         self.counted: dict[int, dict[str, FiniteStatistics]] = {}
-        """By episode and column."""
+        """The statistics by episode and column."""
 
     def check(self) -> None:
         """Read all rows, and compare them with the lists."""
@@ -155,7 +155,7 @@ class LeRobotRowChecks:
                 self._found.add("files", message, Where(name), f"{error!s:.200}")
 
     def _columns(self, arrow: Any, schema: Any, name: str) -> list[str]:
-        """Return the columns of numbers; compare all with what is said of them."""
+        """Return the numeric columns. Compare all columns with their description."""
         found, numbers = self._found, []
         where = Where(name)
         for column, said in self._features.items():
@@ -200,7 +200,7 @@ class LeRobotRowChecks:
     def _values(
         self, arrow: Any, array: Any, column: str, count: int, name: str
     ) -> np.ndarray | None:
-        """Return a column's numbers [rows, k]; None, and a finding, if rows lack some."""
+        """Return a column's numbers [rows, k]. If rows lack some, add a finding and return None."""
         shape = self._features[column].get("shape")
         size = math.prod(shape) if isinstance(shape, list) and _counts(shape) else -1
         found, where = self._found, Where(name)
@@ -222,7 +222,7 @@ class LeRobotRowChecks:
         return flat.reshape(count, size)
 
     def _part(self, number: int, values: Mapping[str, np.ndarray], name: str) -> None:
-        """Look at rows of one episode that are next to one another."""
+        """Check consecutive rows of one episode."""
         found, count = self._found, len(values["index"])
         seen = self._seen.setdefault(number, _EpisodeRowsRead())
         goes_on = number == self._current
@@ -250,13 +250,13 @@ class LeRobotRowChecks:
         self.rows += count
 
     def _follow(self, values: Mapping[str, np.ndarray], where: Where) -> None:
-        """Compare each row with the one before."""
+        """Compare each row with the previous one."""
         found = self._found
         for column in ("frame_index", "index"):
             steps, after = self._steps(values, column, where)
             found.add_rows("steps", f"{column} does not count by one", steps != 1, after, column)
         if self._rate is not None and "timestamp" in values:
-            with np.errstate(all="ignore"):  # timestamps may be infinite, which is a finding
+            with np.errstate(all="ignore"):  # an infinite timestamp is a finding
                 steps, after = self._steps(values, "timestamp", where)
                 late = np.abs(values["timestamp"][-len(steps) :, 0]) if len(steps) else steps
                 wrong = np.abs(steps - 1 / self._rate) > _SLACK + _ROUNDING * late
@@ -268,7 +268,7 @@ class LeRobotRowChecks:
     def _steps(
         self, values: Mapping[str, np.ndarray], column: str, where: Where
     ) -> tuple[np.ndarray, Where]:
-        """Return the differences of rows to those before, and where the first of them is."""
+        """Return the differences of consecutive rows, and the place of the first difference."""
         each = values[column][:, 0].astype(np.float64 if column == "timestamp" else np.int64)
         if self._before is None:
             return np.diff(each), Where(where.file, where.episode, where.start + 1)
@@ -276,7 +276,7 @@ class LeRobotRowChecks:
         return np.diff(np.concatenate([before, each])), where
 
     def _alone(self, values: Mapping[str, np.ndarray], where: Where, number: int) -> None:
-        """Check what needs no other row."""
+        """Make the checks that look at one row."""
         found, episode = self._found, self._episodes.get(number)
         counted, parts = self.counted.setdefault(number, {}), []
         floats = False
@@ -315,7 +315,7 @@ class LeRobotRowChecks:
             )
 
     def _against_list(self, episode: ListedEpisode) -> None:
-        """Compare the rows of an episode with what the lists say of it."""
+        """Compare the rows of an episode with its entry in the lists."""
         found, seen = self._found, self._seen.get(episode.number)
         where = Where(episode.listed_in, episode.number)
         if episode.data in self._unread:

@@ -1,4 +1,4 @@
-"""Films of a dataset of LeRobot: a frame for each row, at its time. Nothing is decoded."""
+"""Checks of LeRobot videos: one frame for each row, at its time. No frame is decoded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_PACKETS: Final = 2**26
 
 @dataclass(frozen=True)
 class Frames:
-    """The frames of a film, as it says."""
+    """The times and size of the frames of a video, according to its container."""
 
     times: np.ndarray
-    """Seconds, sorted."""
+    """The times of the frames in seconds, sorted."""
     height: int
     width: int
 
@@ -29,7 +29,7 @@ class Frames:
 def check_videos(
     folder: DatasetFolder, info: Mapping[str, Any], listing: Listing, found: CheckResults
 ) -> None:
-    """Compare the films of all cameras with the lists of episodes."""
+    """Compare the videos of all cameras with the lists of episodes."""
     if not listing.cameras:
         found.skipped["videos"] = "there is no film"
         return
@@ -53,14 +53,15 @@ def check_videos(
 
 
 def frames_of(av: Any, folder: DatasetFolder, name: str, found: CheckResults) -> Frames | None:
-    """Return what a film says of its frames; None, and a finding, if it cannot be read."""
+    """Return the frames of a video. If it cannot be read, add a finding and return None."""
     raw = folder.opened(name, "videos")
     if raw is None:
         return None
     times = []
     with raw:
         try:
-            # By its name of format no other file is opened, whatever the content says.
+            # The name of the format keeps FFmpeg from opening other files that the content refers
+            # to.
             with av.open(raw, format="mp4") as container:
                 stream = container.streams.video[0]
                 for packet in container.demux(stream):
@@ -77,7 +78,7 @@ def frames_of(av: Any, folder: DatasetFolder, name: str, found: CheckResults) ->
 
 
 class _Film:
-    """A film, and the episodes in it."""
+    """A video and the episodes in it."""
 
     def __init__(
         self, name: str, camera: str, frames: Frames, info: Mapping[str, Any], found: CheckResults
@@ -110,7 +111,7 @@ class _Film:
         self._parts(episodes)
 
     def _parts(self, episodes: list[ListedEpisode]) -> None:
-        """Compare the times of episodes with one another, and with the film's end."""
+        """Compare the times of episodes with one another, and with the end of the video."""
         found, half = self._found, 0.5 / self._rate
         end = float(self._frames.times[-1]) + 1 / self._rate
         before = 0.0
@@ -136,7 +137,7 @@ class _Film:
 
 
 def _sizes(shape: list[Any]) -> list[int]:
-    """Return height and width: channels come first or last."""
+    """Return the height and width of a shape with channels first or last."""
     whole = [each for each in shape if type(each) is int]
     if len(whole) == 3:
         return whole[:2] if whole[2] in (1, 3, 4) else whole[1:]

@@ -1,1 +1,1 @@
-"""Checks of datasets of RLDS, in the files of TensorFlow Datasets."""
+"""Checks of RLDS datasets in the files of TensorFlow Datasets."""

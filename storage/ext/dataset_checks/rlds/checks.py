@@ -1,4 +1,4 @@
-"""The checks of a dataset of RLDS, in their order: metadata, files of records, episodes."""
+"""Checks of RLDS datasets in order: metadata, record files, episodes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tallyroll.storage.ext.exchange.rlds.records import (
 from tallyroll.storage.ext.exchange.rlds.values import RldsValues
 
 _MOST_KEPT: Final = 2**24
-"""Episodes whose digests are kept to find doubles."""
+"""The maximum number of episodes whose digests are kept to find duplicates."""
 _CLOCKS: Final = ("timestamp", "timestamps")
 _NEXT_VALID: Final = f"{STEPS}/infos/collector/next_valid"
 _FLAGS: Final = tuple(f"{STEPS}/{name}" for name in (FIRST, LAST, TERMINAL))
@@ -54,10 +54,10 @@ _DISCOUNT, _ACTION, _REWARD = (f"{STEPS}/{name}" for name in (DISCOUNT, ACTION, 
 
 
 class RldsEpisodeChecks:
-    """The checks of records, by what ``features.json`` says.
+    """Checks of records against ``features.json``.
 
     Raises:
-        InvalidDataset: it says nothing of steps.
+        InvalidDataset: ``features.json`` has no steps.
     """
 
     def __init__(self, said: Any, found: CheckResults) -> None:
@@ -68,11 +68,11 @@ class RldsEpisodeChecks:
             self._learn("/".join((STEPS, *path)), path, each, of_episode=False)
         for path, each in of_episodes.items():
             self._learn("/".join(path), path, each, of_episode=True)
-        for name in _FLAGS[:2]:  # the one of terminal steps is optional
+        for name in _FLAGS[:2]:  # the flag of terminal steps is optional
             if name not in self._values:
                 message = "a flag of RLDS is not among the features"
                 found.add("columns", message, Where(FEATURES), column=name)
-        # Of states that can be counted, an episode may well be there twice.
+        # Observations from a finite set may repeat a whole episode legitimately.
         seen = [each.feature for each in self._values.values() if each.feature.observed]
         self._distinct = any(each.column.dtype.is_floating_point or each.picture for each in seen)
         self._seen: dict[bytes, str] = {}
@@ -89,7 +89,7 @@ class RldsEpisodeChecks:
             self._other.append(name)
 
     def check(self, content: bytes, where: Where) -> None:
-        """Look at a record."""
+        """Check a record."""
         if self._distinct:
             self._double(content, where)
         try:
@@ -120,7 +120,7 @@ class RldsEpisodeChecks:
             self._seen[digest] = f"{where.file}, episode {where.episode}"
 
     def _names(self, lists: Mapping[str, Any], where: Where) -> None:
-        """Compare the names of a record with those of ``features.json``."""
+        """Compare the names in a record with those in ``features.json``."""
         wanted = {*self._values, *self._texts}
         for name in lists:
             if name not in wanted and not any(
@@ -133,7 +133,7 @@ class RldsEpisodeChecks:
                 self._found.add("columns", "a column is missing", where, column=name)
 
     def _counts(self, lists: Mapping[str, Any], where: Where) -> dict[str, int]:
-        """Return how many steps each column has, of those that have a whole number of them."""
+        """Return the step count of each column whose values divide into whole steps."""
         counts = {name: len(lists[name].bytes_list.value) for name in self._texts if name in lists}
         for name, each in self._values.items():
             if name not in lists:
@@ -186,14 +186,14 @@ class RldsEpisodeChecks:
                 self._found.add_rows("timestamps", "time goes back", late, where, name)
 
     def _lit(self, values: RldsValues, found: Any, where: Where) -> np.ndarray:
-        """Return which images [steps, 1] are not black; check all of them."""
+        """Check all images, and return a mask [steps, 1] of the images that are not black."""
         entries, name = found.bytes_list.value, values.feature.name
         lit = np.ones((len(entries), 1), bool)
         for row, content in enumerate(entries):
             try:
                 lit[row] = values.image(content).any()
             except InvalidDataset as error:
-                # An image that no library can decode is damaged; any other one has another size.
+                # An image that no library can decode is damaged. Any other error is a wrong size.
                 damaged = error.__cause__ is not None
                 message = "an image is damaged" if damaged else "an image is of another size"
                 check = "files" if damaged else "columns"
@@ -222,14 +222,14 @@ class RldsEpisodeChecks:
         outside = ~((discount >= 0) & (discount <= 1))
         message = "a discount is not between 0 and 1"
         self._found.add_rows("ends", message, outside, where, _DISCOUNT)
-        # Of the last two steps, one ends the episode; a writer may have left all of them 0.
+        # One of the last two steps ends the episode. A writer may also have left all discounts 0.
         early = (discount == 0) & (np.arange(len(discount)) < len(discount) - 2)
         if discount.any():
             message = "a discount is 0, and the episode goes on"
             self._found.add_rows("ends", message, early, where, _DISCOUNT)
 
     def _finite(self, values: Mapping[str, np.ndarray], where: Where) -> None:
-        """Look for NaN, and for rows of zeros; after the last observation nothing counts."""
+        """Report NaN and rows of zeros. Values after the last observation do not count."""
         acted, observed = list[np.ndarray](), list[np.ndarray]()
         seen = False
         valid = observations_valid(values.get(_NEXT_VALID))
@@ -252,7 +252,7 @@ def _acts(feature: RldsFeature) -> bool:
 
 
 class RldsChecker(Checker):
-    """Episodes in files of TFRecord, beside what TensorFlow Datasets says of them."""
+    """Checks episodes in TFRecord files against the metadata of TensorFlow Datasets."""
 
     name = "rlds"
     checks = (
@@ -273,7 +273,7 @@ class RldsChecker(Checker):
         return (place / FEATURES).is_file()
 
     def check(self, place: Path, found: CheckResults) -> None:
-        """Read the metadata, then one record after the other."""
+        """Read the metadata, and then one record after another."""
         require_libraries()
         folder = DatasetFolder(place, found)
         info, episodes = _info(folder, found), _episodes(folder, found)
@@ -312,8 +312,8 @@ def _episodes(folder: DatasetFolder, found: CheckResults) -> RldsEpisodeChecks |
         return None
 
 
-class _ShardList:
-    """The files of records."""
+class _Shards:
+    """The record files."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class _ShardList:
         self._done, self._count = 0, count
 
     def check(self, split: Split) -> None:
-        """Look at all records of a split."""
+        """Check all records of a split."""
         nbytes, whole = 0, True
         for name, length in zip(split.files, split.lengths, strict=True):
             file = self._folder.opened(name)
@@ -352,7 +352,10 @@ class _ShardList:
         self._found.add("metadata", message, Where(INFO), what)
 
     def _records(self, name: str, file: Any) -> tuple[int, int | None]:
-        """Return how many records a file has, and their bytes; None: not all can be read."""
+        """Return the number of records in a file and their size in bytes.
+
+        The size is None if a record cannot be read.
+        """
         count, nbytes, whole = 0, 0, True
         for content in records(file):
             where = Where(name, count)

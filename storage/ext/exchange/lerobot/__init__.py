@@ -1,1 +1,1 @@
-"""``lerobot``: a folder of LeRobot, and back; `lerobot_format.py` is the format."""
+"""The ``lerobot`` format, which `lerobot_format.py` implements: LeRobot folders."""

@@ -1,4 +1,4 @@
-"""The episodes of a folder of LeRobot: how long each is, and in which files; of v2 and of v3."""
+"""Read the lengths and files of the episodes in a LeRobot folder of version v2 or v3."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST_NAME: Final = 4096
 
 @dataclass(frozen=True)
 class LeRobotInfo:
-    """Statements of ``info.json`` that are needed, each of its type."""
+    """The validated fields of ``info.json`` that a reader needs."""
 
     version: str
     features: dict[str, dict[str, Any]]
@@ -36,14 +36,14 @@ class LeRobotInfo:
     video_path: Any
     tasks: int
     rows: int | None
-    """``total_frames``; None: the file has no such number."""
+    """``total_frames``, or None if the file has no such number."""
 
     @classmethod
     def of(cls, said: Any) -> LeRobotInfo:
-        """Return what a file says.
+        """Return the fields of a parsed ``info.json``.
 
         Raises:
-            InvalidDataset: it is no such file, or of a version that is not read.
+            InvalidDataset: the value is invalid, or of an unsupported version.
         """
         if not isinstance(said, dict):
             raise InvalidDataset(f"{layout.INFO} is no dictionary")
@@ -71,29 +71,29 @@ class LeRobotInfo:
 
 @dataclass
 class LeRobotEpisodes:
-    """The episodes of a folder, in their order."""
+    """The episodes of a folder, in order."""
 
     lengths: np.ndarray
     data: list[str]
-    """The file of the rows of each."""
+    """The data file of each episode."""
     videos: dict[str, list[str]] = field(default_factory=dict)
-    """The file of each feature's frames."""
+    """The video file of each episode, by feature."""
     begins: dict[str, np.ndarray] = field(default_factory=dict)
-    """The seconds in that file at which an episode begins."""
+    """The start of each episode in its video file, in seconds, by feature."""
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The total number of rows."""
         return int(self.lengths.sum())
 
 
 def episodes_of(
     inside: Inside, info: LeRobotInfo, videos: Sequence[str], place: Path
 ) -> LeRobotEpisodes:
-    """Return the episodes that the metadata list.
+    """Return the episodes that the metadata lists.
 
     Raises:
-        InvalidDataset: they are damaged, or paths lead out of the folder.
+        InvalidDataset: the metadata is damaged, or a path leads out of the folder.
     """
     try:
         if info.version.startswith("v3"):
@@ -189,7 +189,7 @@ def _read(
     found: dict[str, list[np.ndarray]],
     stack: contextlib.ExitStack,
 ) -> int:
-    """Add a file's columns to those that were found; return how many episodes it has."""
+    """Append the columns of a file to ``found`` and return the number of episodes in it."""
     import os
 
     arrow = tables.arrow_module()

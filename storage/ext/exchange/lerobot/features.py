@@ -1,4 +1,4 @@
-"""Which feature of LeRobot each column is: its name, its shape, and how it is kept. Pure."""
+"""Map each column to a feature of LeRobot: its name, shape and encoding. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tallyroll.storage.rows.keys import COLLECTOR, NEXT, Key
 from tallyroll.storage.rows.schema import Column, Schema
 
 Kind = Literal["numbers", "image", "video", "following"]
-"""Ways to keep a column: numbers, PNG, frames, and the frames that follow those of another."""
+"""Encodings of a column: numbers, PNG, video frames, or next frames of another column's video."""
 
 OWN: Final = {
     "timestamp": "float32",
@@ -24,7 +24,7 @@ OWN: Final = {
     "index": "int64",
     "task_index": "int64",
 }
-"""The features that every dataset of LeRobot has, and their dtypes."""
+"""The features that every LeRobot dataset has, and their dtypes."""
 
 _RESERVED: Final = {*OWN, "task", "subtask", "subtask_index"}
 _FLAGS: Final = {"done", "terminated", "truncated", "reward"}
@@ -34,18 +34,18 @@ _VIDEO_CHANNELS: Final = (1, 3)
 
 @dataclass(frozen=True)
 class LeRobotFeature:
-    """A column as LeRobot has it."""
+    """A column as LeRobot stores it."""
 
     name: str
     column: Column
     kind: Kind
     picture: Picture | None = None
     source: Key | None = None
-    """The column whose frames are those before these, of a kind that follows."""
+    """For the kind "following", the column whose frames precede these."""
 
     @property
     def stand_in(self) -> Column:
-        """Numbers as they are in a table: a complex one is two, bfloat16 is float32."""
+        """The numbers in a table: two for a complex number, and float32 for bfloat16."""
         column, shape = self.column, self.column.shape
         if column.dtype is torch.bfloat16:
             return Column(column.key, torch.float32, self._flat(shape))
@@ -60,7 +60,7 @@ class LeRobotFeature:
 
     @property
     def said(self) -> dict[str, Any]:
-        """Its entry in ``info.json``, but for a video's own."""
+        """The entry in ``info.json``, without the video information."""
         if self.picture is None:
             stand_in = self.stand_in
             return {"dtype": stand_in.dtype_name, "shape": list(stand_in.shape), "names": None}
@@ -73,7 +73,7 @@ class LeRobotFeature:
 
 
 def numbers_out(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
-    """Return a column's values as its stand-in has them."""
+    """Convert a column's values to those of its stand-in."""
     stand_in = feature.stand_in
     flat = np.ascontiguousarray(values).reshape(-1)
     if feature.column.dtype is torch.bfloat16:
@@ -82,7 +82,7 @@ def numbers_out(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
 
 
 def numbers_back(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
-    """Return a column's values of those of its stand-in."""
+    """Convert the values of a stand-in to those of its column."""
     column, flat = feature.column, np.ascontiguousarray(values).reshape(-1)
     if column.dtype is torch.bfloat16:
         flat = (flat.view(np.uint32) >> 16).astype(np.uint16)
@@ -90,12 +90,12 @@ def numbers_back(values: np.ndarray, feature: LeRobotFeature) -> np.ndarray:
 
 
 def features_of(schema: Schema, *, video: bool, even: bool = False) -> list[LeRobotFeature]:
-    """Return the features of columns, in their order.
+    """Return the features of columns, in order.
 
     Args:
         schema: the columns.
-        video: images are videos, where they can be.
-        even: videos of an odd height or width cannot be.
+        video: store images as videos where possible.
+        even: store images of an odd height or width as PNG.
     """
     columns = {each.key: each for each in schema.columns}
     filmed = {
@@ -127,7 +127,7 @@ def _can_be_filmed(column: Column, columns: Mapping[Key, Column], *, even: bool)
 
 
 def _name(key: Key, columns: Mapping[Key, Column], picture: Picture | None) -> str:
-    """Return a name as LeRobot has it: ``observation.state``, ``action``, ``next.reward``."""
+    """Return a name in LeRobot's style: ``observation.state``, ``action``, ``next.reward``."""
     if key[0] == COLLECTOR:
         return ".".join(key)
     begin, rest = ("next.", key[1:]) if key[0] == NEXT and len(key) > 1 else ("", key)

@@ -1,4 +1,4 @@
-"""Datasets that LeRobot made: which columns their features are, and what has to be derived."""
+"""Read datasets of LeRobot: map features to columns, and derive missing columns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OBSERVATION: Final = "observation"
 
 
 def features_said(said: dict[str, dict[str, Any]]) -> tuple[list[LeRobotFeature], int]:
-    """Return the features that a storage can hold, and how many it cannot."""
+    """Return the features that a storage can hold, and the number of the others."""
     found, lost = list[LeRobotFeature](), 0
     names = [name for name in said if name not in _NUMBERED]
     keys = _keys(names)
@@ -45,7 +45,10 @@ def features_said(said: dict[str, dict[str, Any]]) -> tuple[list[LeRobotFeature]
 
 
 def _keys(names: list[str]) -> dict[str, Key]:
-    """Return keys: names split at dots, but for those that are below another's."""
+    """Return the keys of names, split at dots.
+
+    A name that would be nested below another column stays whole.
+    """
     split = {name: tuple(name.split(".")) for name in names}
     columns = {*split.values()}
 
@@ -85,9 +88,10 @@ def _picture(name: str, key: Key, shape: list[int], said: dict[str, Any]) -> LeR
 
 
 class DerivedColumns:
-    """Columns that follow from others: next observations, ends, and numbers of trajectories.
+    """Derives columns: next observations, ends, and trajectory numbers.
 
-    What comes next is the next row of the episode; its last row has lost its own.
+    The next observation of a row is the observation of the episode's next row. The last row of an
+    episode has lost its next observation.
     """
 
     def __init__(self, features: list[LeRobotFeature]) -> None:
@@ -104,18 +108,18 @@ class DerivedColumns:
         self._sources = {
             key: columns[key] for key in flag if key in columns and columns[key].shape in ((), (1,))
         }
-        """Flags as the source has them, bools or numbers."""
+        """The end flags of the source, as bools or numbers."""
         columns |= {key: flag[key] for key in self._sources}
         self._rows = 0
         self._said = [key for key in flag if columns.get(key) == flag[key]]
-        """Flags that the source has, one bool a row."""
+        """The end flags that the source has, one bool per row."""
         more += [flag[key] for key in flag if key not in columns]
         self._flags = [key for key in flag if key in self._said or key not in columns]
         self.schema = numbered(Schema((*columns.values(), *more)))
         self.lost = {"final_observations": 0, "dones_within_episodes": 0}
 
     def blocks(self, rows: Iterator[tuple[Block, np.ndarray, np.ndarray]]) -> Iterator[Block]:
-        """Yield rows with these columns: a row waits until the next one is there."""
+        """Yield rows with the derived columns. Each row is held back until the next one arrives."""
         held: tuple[Block, np.ndarray, np.ndarray] | None = None
         for block, episodes, steps in rows:
             if held is not None:
@@ -131,7 +135,7 @@ class DerivedColumns:
             yield self._whole(*held, 1)
 
     def _whole(self, block: Block, episodes: np.ndarray, steps: np.ndarray, count: int) -> Block:
-        """Return the first ``count`` rows, whole."""
+        """Return the first ``count`` rows with all columns."""
         found = {key: values[:count] for key, values in block.items()}
         for key, column in self._sources.items():
             flags = flags_of_ends(found[key], column, format_key(key), self._rows)
@@ -150,9 +154,9 @@ class DerivedColumns:
         return found | numbers(episodes[:count], steps[:count])
 
     def _ends(self, found: Block, last: np.ndarray) -> Block:
-        """Return the flags of ends, bool [rows, 1]; ``last`` are the last rows of episodes.
+        """Return the end flags, bool [rows, 1]; ``last`` marks the last rows of episodes.
 
-        LeRobot's own flag is ``next.done``. An episode that ends without it was stopped there.
+        LeRobot's own flag is ``next.done``. An episode that ends without it counts as truncated.
         """
         said = {key: found[key] for key in self._said}
         none = np.zeros_like(last)

@@ -1,4 +1,4 @@
-"""The files of a folder of LeRobot: names, and what its metadata say. Pure, but for reading."""
+"""The file names of a LeRobot folder, and helpers that read its metadata."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EPISODES: Final = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.p
 DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEOS: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 CHUNK: Final = 1000
-"""Files of a folder."""
+"""The maximum number of files in a folder."""
 DATA_MB, VIDEO_MB = 100, 200
-"""Megabytes of a file, after which the next episode begins another."""
+"""The file sizes, in MB, at which the next episode starts a new file."""
 
 
 def read_lines(inside: Inside, name: str, place: Path, limit: int) -> list[Any]:
-    """Return the values of a file that has one a line."""
+    """Return the values of a JSON Lines file."""
     try:
         return [json.loads(line) for line in read_text(inside, name, place, limit).splitlines()]
     except (ValueError, RecursionError) as error:
@@ -35,7 +35,7 @@ def read_lines(inside: Inside, name: str, place: Path, limit: int) -> list[Any]:
 
 
 def files_below(inside: Inside, folder: str, place: Path, end: str, most: int) -> list[Path]:
-    """Return the files ``folder/*/*END``, sorted; no folder of them may be a link."""
+    """Return the files ``folder/*/*END``, sorted. None of their folders may be a link."""
     import os
 
     found = sorted(place.glob(f"{folder}/*/*{end}"))[: most + 1]

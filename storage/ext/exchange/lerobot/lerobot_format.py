@@ -1,4 +1,4 @@
-"""The format ``lerobot``: out by our own writer of v3, and back, of v2 and v3."""
+"""The ``lerobot`` format: a writer for v3, and a reader for v2 and v3."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _BESIDE: Final = (layout.STATS, layout.TASKS)
 
 
 class LeRobotFormat(ExchangeFormat):
-    """A folder as LeRobot 0.4 and later have it, written without LeRobot.
+    """A folder in the layout of LeRobot 0.4 and later, written without LeRobot.
 
-    Columns that LeRobot has no name for are features of their own, as next observations and
-    policy versions are. bfloat16 is float32 in it, and a complex number two numbers.
+    Columns without a name in LeRobot, such as next observations and policy versions, become
+    features of their own. bfloat16 is stored as float32, and a complex number as two numbers.
     """
 
     name, extra, sorted, compressed = "lerobot", "lerobot", True, True
@@ -43,7 +43,7 @@ class LeRobotFormat(ExchangeFormat):
     data_files = "data/*/*.parquet"
 
     def names(self, schema: Schema) -> list[str]:
-        """Return the names of features."""
+        """Return the names of the features."""
         return [each.name for each in features_of(schema, video=False)]
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
@@ -57,7 +57,7 @@ class LeRobotFormat(ExchangeFormat):
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Read the metadata; rows are read from files that are opened one after the other."""
+        """Read the metadata. The data files are opened one after another when rows are read."""
         tables.arrow_module()
         inside, stack = Inside(place), contextlib.ExitStack()
         try:
@@ -129,7 +129,7 @@ def _theirs(
 
 
 def _named(source: LeRobotSource, place: Path) -> Iterator[Any]:
-    """Yield blocks; errors name the folder."""
+    """Yield blocks. Errors name the folder."""
     try:
         yield from source.blocks()
     except InvalidDataset as error:

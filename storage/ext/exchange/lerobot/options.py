@@ -1,4 +1,4 @@
-"""Choices for an export to LeRobot."""
+"""Options of an export to LeRobot."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Video = Literal["av1", "h264", "h264-lossless", "ffv1"]
-"""Codecs of videos, of which the last two give every bit back."""
+"""Video codecs. The last two are lossless."""
 
 _MOST_FPS, _MOST_CRF, _LONGEST_TASK = 1000, 51, 4096
 
 
 @dataclass(frozen=True)
 class LeRobotOptions:
-    """Choices for an export to LeRobot: ``storage.export(path, "lerobot", options=...)``."""
+    """Options of an export to LeRobot: ``storage.export(path, "lerobot", options=...)``."""
 
     video: Video | None = None
-    """The codec of images as videos; None: images are PNG, bit for bit."""
+    """The codec that stores images as videos. None stores images as PNG, bit for bit."""
     fps: int = 30
-    """Steps a second, by which LeRobot finds frames."""
+    """Steps per second. LeRobot finds frames by their time."""
     crf: int = 30
-    """The quality of ``"av1"`` and ``"h264"``: 0 is the best, 51 the worst."""
+    """The quality of ``"av1"`` and ``"h264"``, from 0, the best, to 51, the worst."""
     task: str = ""
-    """The sentence that says what was to be done, of all episodes."""
+    """The task description of all episodes, one sentence."""
 
     def __post_init__(self) -> None:
         if self.video is not None and self.video not in get_args(Video):

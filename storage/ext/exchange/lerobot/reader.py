@@ -1,4 +1,4 @@
-"""Rows of a folder of LeRobot, a few megabytes at a time."""
+"""Read the rows of a LeRobot folder, a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _EPISODE: Final = "episode_index"
 
 
 class LeRobotSource:
-    """The rows of a folder, by its features.
+    """The rows of a LeRobot folder.
 
     Args:
         inside: the files of the folder.
-        features: what is read.
-        episodes: those that there are.
-        fps: steps a second.
+        features: the features to read.
+        episodes: the episodes of the folder.
+        fps: steps per second.
         place: the folder.
-        row_nbytes: bytes of a row in memory.
+        row_nbytes: the size of a row in memory, in bytes.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class LeRobotSource:
         self._size = max(1, min(_PIECE_ROWS, BLOCK_NBYTES // row_nbytes))
 
     def blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
-        """Yield rows, the number of the episode of each, and its step there.
+        """Yield blocks of rows, with the episode number and the step of each row.
 
         Raises:
-            InvalidDataset: something is damaged.
+            InvalidDataset: the files are damaged.
         """
         arrow, number = tables.arrow_module(), 0
         try:
@@ -82,7 +82,7 @@ class LeRobotSource:
             raise refused(self._place, str(error)) from error
 
     def close(self) -> None:
-        """Close the files that are open."""
+        """Close all open files."""
         with self._opened:
             for reel in self._reels:
                 self._opened.callback(reel.close)
@@ -90,7 +90,7 @@ class LeRobotSource:
     def _of_file(
         self, path: str, first: int, last: int
     ) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
-        """Yield the rows of the episodes from ``first`` on, before ``last``."""
+        """Yield the rows of a file, which has the episodes ``first`` to ``last - 1``."""
         stops = np.cumsum(self._episodes.lengths[first:last])
         starts = stops - self._episodes.lengths[first:last]
         raw = os.fdopen(self._inside.open(self._place / path, os.O_RDONLY), "rb")
@@ -124,7 +124,7 @@ class LeRobotSource:
 
 
 def _images(found: Any, name: str) -> Iterator[bytes]:
-    """Yield the files of images in a column of a table."""
+    """Yield the encoded images in a column of a table."""
     for content in found.field(tables.IMAGE_PARTS[0]):
         if not content.is_valid:
             raise InvalidDataset(f"{name} has an image that is not in the table")
@@ -132,7 +132,7 @@ def _images(found: Any, name: str) -> Iterator[bytes]:
 
 
 class _Reel:
-    """The frames of a feature, in the order of the rows."""
+    """The frames of a video feature, in the order of the rows."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Reel:
         self._time, self._frame = -1.0, np.empty(0, np.uint8)
 
     def frames(self, numbers: np.ndarray, steps: np.ndarray) -> Block:
-        """Return the frames of rows, and those that follow them."""
+        """Return the frames of rows and, if the feature has a follower, the next frames."""
         picture, count = self._picture, len(numbers)
         shape = (count, picture.height, picture.width, picture.channels)
         found = np.empty(shape, np.uint8)
@@ -169,7 +169,7 @@ class _Reel:
         return block
 
     def _at(self, number: int, step: int) -> np.ndarray:
-        """Return the frame of a step of an episode, which is this one or a later one."""
+        """Return the frame of a step. Successive calls must not go back within a file."""
         if (path := self._paths[number]) != self._path:
             self._open(path)
         near = 0.5 / self._fps
@@ -188,7 +188,7 @@ class _Reel:
         self._rest, self._path, self._time = iter(self._file), path, -1.0
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the open file."""
         if self._file is not None:
             self._file.close()
             self._file, self._path = None, ""

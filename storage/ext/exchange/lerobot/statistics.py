@@ -1,4 +1,4 @@
-"""Statistics of features as LeRobot has them, of each episode and of all."""
+"""LeRobot's statistics of features, per episode and for all rows."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ _FRAMES_OF_EPISODE: Final = 32
 
 
 class Numbers:
-    """Statistics of the rows of one episode, or of all.
+    """Statistics of the rows of one episode, or of all rows.
 
-    Minimum, maximum, mean and deviation use all rows. Quantiles use all rows if there are few, and
-    otherwise rows at even distances. NaN and infinite values are left out, because JSON has none
-    and the numbers are used to normalise; a column without finite values has zeros.
+    Minimum, maximum, mean and standard deviation use all rows. Quantiles use all rows if there are
+    few, and otherwise rows at equal distances. NaN and infinite values are left out, because JSON
+    cannot represent them and the statistics serve to normalise. A column without finite values has
+    zeros.
 
     Args:
-        rows: how many there will be.
-        most: how many the quantiles are of, at most.
+        rows: the number of rows that will be added.
+        most: the maximum number of rows for the quantiles.
     """
 
     def __init__(self, rows: int, most: int = _ROWS_OF_EPISODE) -> None:
         self._every = max(1, -(-rows // most))
         self.count = 0
-        """Rows."""
+        """The number of rows added so far."""
         self._kept: list[np.ndarray] = []
         self._moments: list[np.ndarray] = []
 
     def add(self, values: np.ndarray) -> None:
-        """Add rows that follow, float64 [n, numbers]."""
+        """Add the next rows, float64 [n, numbers]."""
         every = self._every
         kept = values if every == 1 else values[-self.count % every :: every].copy()
         finite = np.isfinite(values)
@@ -77,7 +78,7 @@ class Numbers:
     def done(self) -> np.ndarray:
         """Return the statistics [`NAMES`, numbers]."""
         counts, least, most, mean, squares = self._moments
-        ordered = np.sort(np.concatenate(self._kept), axis=0)  # NaN at the end
+        ordered = np.sort(np.concatenate(self._kept), axis=0)  # NaN sorts to the end
         last = np.maximum(np.count_nonzero(~np.isnan(ordered), axis=0) - 1, 0)
         places = np.array([*QUANTILES.values()])[:, None] * last
         low = places.astype(np.intp)
@@ -91,12 +92,12 @@ class Numbers:
 
 
 def of_all(rows: int, width: int) -> Numbers:
-    """Return the statistics of all rows, of which few enough are kept."""
+    """Return statistics for all rows, with a bounded sample for the quantiles."""
     return Numbers(rows, max(1, min(_ROWS_OF_ALL, _SAMPLE_NBYTES // (8 * max(1, width)))))
 
 
 class Pixels:
-    """Statistics of the channels of images, of at most some of them, as parts of 255."""
+    """Statistics of the channels of a sample of images, as fractions of 255."""
 
     def __init__(self, frames: int, channels: int) -> None:
         self._every = max(1, -(-frames // _FRAMES_OF_EPISODE))
@@ -105,7 +106,7 @@ class Pixels:
         self._counts = np.zeros((channels, 256), np.int64)
 
     def add(self, images: np.ndarray) -> None:
-        """Add images that follow, uint8 [n, height, width, channels]."""
+        """Add the next images, uint8 [n, height, width, channels]."""
         kept = images[-self._seen % self._every :: self._every]
         self._seen += len(images)
         self.count += len(kept)
@@ -114,7 +115,7 @@ class Pixels:
             counts += np.bincount(values, minlength=256)
 
     def join(self, other: Pixels) -> None:
-        """Add what another has counted."""
+        """Add the counts of another instance."""
         self._counts += other._counts
         self.count += other.count
 
@@ -129,7 +130,7 @@ def _of_counts(counts: np.ndarray) -> np.ndarray:
     there = np.flatnonzero(counts)
     if not len(there):
         return np.zeros(len(NAMES))
-    # Sums of integers are the same on every processor; products of a BLAS are not.
+    # Integer sums are the same on every processor, unlike products of a BLAS.
     numbers = np.arange(256)
     first, second = int((counts * numbers).sum()), int((counts * numbers**2).sum())
     mean = first / total
@@ -140,7 +141,7 @@ def _of_counts(counts: np.ndarray) -> np.ndarray:
 
 
 def as_json(found: np.ndarray, count: int, shape: Sequence[int]) -> dict[str, object]:
-    """Return the statistics of a feature whose value has this shape, as ``stats.json`` has them."""
+    """Return the statistics of a feature with values of ``shape`` in the form of ``stats.json``."""
     said: dict[str, object] = {
         name: values.reshape(shape).tolist() for name, values in zip(NAMES, found, strict=True)
     }

@@ -1,4 +1,4 @@
-"""Tables of LeRobot: rows, episodes and tasks, as Arrow has them."""
+"""Arrow tables of LeRobot: rows, episodes and tasks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ def arrow_module() -> Any:
 
 
 def writer(place: Path, kinds: Any) -> Any:
-    """Return a writer of a file of Parquet."""
+    """Return a writer for a Parquet file."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    # No dictionary: its keys are compared as numbers, and -0.0 or a NaN would become another one.
+    # A dictionary compares its keys as numbers. It would replace -0.0 by 0.0 and a NaN by another
+    # NaN.
     return parquet_module().ParquetWriter(
         place, kinds, compression="zstd", use_dictionary=False, write_statistics=False
     )
 
 
 def data_kinds(features: Sequence[LeRobotFeature]) -> Any:
-    """Return the schema of the rows."""
+    """Return the schema of the table of rows."""
     arrow, fields = arrow_module(), []
     for feature in features:
         if feature.kind == "numbers":
@@ -62,7 +63,7 @@ def _kind(feature: LeRobotFeature) -> Any:
 
 
 def numbers_array(values: np.ndarray, feature: LeRobotFeature) -> Any:
-    """Return a column's values as Arrow has them."""
+    """Convert a column's values to an Arrow array."""
     arrow, shape = arrow_module(), feature.stand_in.shape
     flat = arrow.array(numbers_out(values, feature).reshape(-1))
     if shape == (1,):
@@ -73,7 +74,7 @@ def numbers_array(values: np.ndarray, feature: LeRobotFeature) -> Any:
 
 
 def lists(flat: Any, shape: Sequence[int]) -> Any:
-    """Return numbers as lists of lists, as many deep as the shape has dimensions."""
+    """Convert numbers to nested lists, one level per dimension of the shape."""
     arrow = arrow_module()
     for size in reversed(shape):
         offsets = np.arange(0, len(flat) + 1, size, dtype=np.int32)
@@ -82,7 +83,7 @@ def lists(flat: Any, shape: Sequence[int]) -> Any:
 
 
 def images_array(pngs: Sequence[bytes]) -> Any:
-    """Return images as Arrow has them."""
+    """Convert PNGs to an Arrow array of images."""
     arrow = arrow_module()
     parts = [arrow.array(pngs, arrow.binary()), arrow.nulls(len(pngs), arrow.string())]
     return arrow.StructArray.from_arrays(parts, names=IMAGE_PARTS)
@@ -93,13 +94,13 @@ def episodes_batch(
     tasks: Sequence[str],
     statistics: Mapping[str, tuple[np.ndarray, Sequence[int], tuple[int, ...]]],
 ) -> Any:
-    """Return episodes as a batch of Arrow.
+    """Return the table lines of episodes as a record batch.
 
     Args:
-        numbers: the columns that have one number an episode.
-        tasks: those of each episode.
-        statistics: of each feature: the statistics [episodes, `NAMES`, numbers], how many rows they
-            are of, and the shape of a value.
+        numbers: the columns with one number per episode.
+        tasks: the tasks of each episode.
+        statistics: for each feature, the statistics [episodes, `NAMES`, numbers], the number of
+            rows that they cover, and the shape of a value.
     """
     arrow = arrow_module()
     found = {name: arrow.array(values) for name, values in numbers.items()}
@@ -113,7 +114,7 @@ def episodes_batch(
 
 
 def write_tasks(place: Path, tasks: Sequence[str]) -> None:
-    """Write tasks: pandas takes their texts for its index, as LeRobot has it."""
+    """Write the table of tasks. pandas uses the task texts as its index, as LeRobot expects."""
     arrow = arrow_module()
     column = {"field_name": "task", "metadata": None, "name": "task"}
     column |= {"numpy_type": "object", "pandas_type": "unicode"}
@@ -132,5 +133,5 @@ def write_tasks(place: Path, tasks: Sequence[str]) -> None:
 
 
 def width(shape: Sequence[int]) -> int:
-    """Return how many numbers a value has."""
+    """Return the number of elements in a value."""
     return math.prod(shape)

@@ -1,4 +1,4 @@
-"""Images of episodes to videos: one file after the other for each feature that is a video."""
+"""Encode the images of episodes as videos, one series of files per video feature."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Rows = Mapping[Key, np.ndarray]
 
 
 class Films:
-    """The videos of a folder.
+    """Writes the videos of a folder.
 
-    The last of an episode's next images is written behind its frames, where LeRobot does not look:
-    so no final observation is lost.
+    Each episode's last next image is written after its frames, where LeRobot does not look, so that
+    no final observation is lost.
     """
 
     def __init__(
@@ -55,12 +55,18 @@ class Films:
         self.lost["next_observations"] = sum(each.wrong for each in self._each)
 
     def add(self, piece: Rows, *, begins: bool, ended: bool) -> None:
-        """Add rows of one episode, at whose beginning or end they may be."""
+        """Append rows of one episode.
+
+        Args:
+            piece: the rows.
+            begins: True if the rows start the episode.
+            ended: True if the rows end the episode.
+        """
         for each in self._each:
             each.add(piece, begins=begins, ended=ended)
 
     def times(self, length: int) -> dict[str, int | float]:
-        """Return where the episode that ended is in each video, as the table of episodes has it."""
+        """Return the place of the finished episode in each video, for the table of episodes."""
         found: dict[str, int | float] = {}
         for each in self._each:
             begin = f"videos/{each.feature.name}/"
@@ -71,7 +77,7 @@ class Films:
         return found
 
     def said(self, feature: LeRobotFeature) -> dict[str, Any]:
-        """Return what ``info.json`` says of a video."""
+        """Return the entry of a video in ``info.json``."""
         assert feature.picture is not None
         assert self._options.video is not None
         codec, form = videos.codec_of(self._options.video)
@@ -88,7 +94,7 @@ class Films:
 
 
 class _FilmOf:
-    """The videos of one feature."""
+    """Writes the videos of one feature."""
 
     def __init__(
         self, place: Path, feature: LeRobotFeature, options: LeRobotOptions, *, followed: bool
@@ -99,7 +105,7 @@ class _FilmOf:
         self.number = self.first = self.wrong = self.written = 0
         self._film: VideoWriter | None = None
         self._after: np.ndarray | None = None
-        """The next image of the last row that was added, of an episode that goes on."""
+        """The next image of the last row that was added, while the episode continues."""
 
     def _path(self) -> Path:
         chunk, file = divmod(self.number, layout.CHUNK)

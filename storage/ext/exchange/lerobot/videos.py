@@ -1,4 +1,4 @@
-"""Frames as videos, by PyAV, and back: one file after the other, a frame at a time."""
+"""Encode frames as videos with PyAV, and decode them, one file and one frame at a time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tallyroll.storage.formats.optional_libraries import needed
 
 LOSSLESS: Final = ("h264-lossless", "ffv1")
 ENDS: Final = {".mp4": "mov", ".mkv": "matroska"}
-"""Ends of names, and the containers that they may be: no other is looked into."""
+"""File suffixes and their container formats. PyAV does not probe for other formats."""
 
 _KEY_FRAMES: Final = "2"
-"""A key frame every second frame, as LeRobot has it: any frame is found fast."""
+"""The key frame interval. Two, as in LeRobot, makes random access to frames fast."""
 _SVT_LOG, _ERRORS = "SVT_LOG", "1"
-"""The variable by which the encoder of AV1 learns that it shall print errors alone."""
+"""The environment variable that makes the AV1 encoder print errors only."""
 _BORDER: Final = 256
 _STREAMS: Final = 16
-"""Streams of a file whose frames are looked at as it is opened: bounded, too."""
+"""The number of streams whose frame size is bounded while a file is opened."""
 _CODECS: Final = {"av1", "h264", "hevc", "vp9", "mpeg4", "ffv1", "libdav1d", "libaom-av1"}
 
 
@@ -36,7 +36,7 @@ def av_module() -> Any:
 
 
 class VideoWriter:
-    """A file of frames that follow one another."""
+    """Writes a video file, one frame after another."""
 
     def __init__(self, place: Path, picture: Picture, options: LeRobotOptions) -> None:
         self._av = av_module()
@@ -73,7 +73,7 @@ class VideoWriter:
         self._file.mux(packets)
 
     def close(self) -> None:
-        """Write the frames that the encoder has, and the index of the file."""
+        """Flush the encoder and write the index of the file."""
         try:
             self._mux(None)
         finally:
@@ -81,7 +81,7 @@ class VideoWriter:
 
 
 def _encoder(options: LeRobotOptions, picture: Picture) -> tuple[str, str, dict[str, str]]:
-    """Return an encoder, the layout of its pixels, and its settings."""
+    """Return the name of an encoder, its pixel format, and its settings."""
     crf = {"crf": str(options.crf), "g": _KEY_FRAMES}
     match options.video:
         case "av1":
@@ -103,7 +103,7 @@ def _encoder(options: LeRobotOptions, picture: Picture) -> tuple[str, str, dict[
 
 
 def codec_of(video: str) -> tuple[str, str]:
-    """Return what ``info.json`` says of a codec, and of its pixels."""
+    """Return the codec and the pixel format that ``info.json`` records for a codec."""
     return {
         "av1": ("av1", "yuv420p"),
         "h264": ("h264", "yuv420p"),
@@ -113,12 +113,13 @@ def codec_of(video: str) -> tuple[str, str]:
 
 
 class Frames:
-    """The frames of a file in their order, each of the size that is expected."""
+    """The frames of a video file in order, all of the expected size."""
 
     def __init__(self, file: IO[bytes], name: str, picture: Picture) -> None:
         self._av = av_module()
         self._raw, self._name, self._picture = file, name, picture
-        # Frames may be larger than the header says: decoders take no memory for those.
+        # Frames may be larger than the header says. The bound keeps decoders from allocating for
+        # them.
         self._bound = {"max_pixels": str(_padded(picture.width, picture.height))}
         container = ENDS.get(Path(name).suffix, "mov")
         try:
@@ -134,7 +135,7 @@ class Frames:
         return (self._av.error.FFmpegError, ValueError, OSError, LookupError, MemoryError)
 
     def __iter__(self) -> Iterator[tuple[float, np.ndarray]]:
-        """Yield the second of each frame, and the frame [height, width, channels].
+        """Yield the time of each frame in seconds, and the frame [height, width, channels].
 
         Raises:
             InvalidDataset: a frame is damaged, or of another size.
@@ -167,11 +168,11 @@ class Frames:
             raise InvalidDataset(f"{self._name} cannot be decoded ({error})") from error
 
     def close(self) -> None:
-        """Close the file, which PyAV leaves open."""
+        """Close the file, which PyAV does not close."""
         with contextlib.closing(self._raw):
             self._file.close()
 
 
 def _padded(width: int, height: int) -> int:
-    """Return the pixels of a frame with the borders that decoders add."""
+    """Return the number of pixels of a frame with the borders that decoders add."""
     return (width + _BORDER) * (height + _BORDER)

@@ -1,4 +1,4 @@
-"""Rows to a folder of LeRobot, a few megabytes at a time."""
+"""Write rows to a LeRobot folder, a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tallyroll.storage.rows.keys import NEXT, Key
 
 _PIECE_ROWS: Final = 2**14
 _WIDEST: Final = 1024
-"""Numbers of a feature that has statistics, at most."""
+"""The maximum number of elements of a feature that gets statistics."""
 _EPISODES: Final = 1024
-"""Episodes that are written at a time."""
+"""The number of episodes that are written at a time."""
 _NO_TASK: Final = "no task given"
 
 Rows = Mapping[Key, np.ndarray]
 
 
 class LeRobotWriter:
-    """A folder that is being written, one episode after the other."""
+    """Writes a LeRobot folder, one episode after another."""
 
     def __init__(self, rows: ExportRows, place: Path, options: LeRobotOptions) -> None:
         self._rows, self._place, self._options = rows, place, options
@@ -51,7 +51,7 @@ class LeRobotWriter:
         self._episodes = _Episodes(place, self._features, self._task, len(rows))
 
     def write(self) -> Mapping[str, int]:
-        """Write all; return what was lost."""
+        """Write all rows and return the number of lost items, by reason."""
         with contextlib.closing(self._data), self._films, contextlib.closing(self._episodes):
             at = 0
             for block in self._rows.blocks():
@@ -125,7 +125,7 @@ class LeRobotWriter:
 
 
 class _DataFiles:
-    """The files of the rows: an episode is in one of them."""
+    """The data files. Each episode is in a single file."""
 
     def __init__(self, place: Path, features: list[LeRobotFeature]) -> None:
         self._place, self._number = place, 0
@@ -146,7 +146,7 @@ class _DataFiles:
     def write(
         self, piece: Rows, own: Mapping[str, np.ndarray], begins: np.ndarray
     ) -> dict[int, tuple[int, int]]:
-        """Write rows; return the chunk and the file of each episode that begins."""
+        """Write rows, and return the chunk and file of each episode that begins."""
         batch, first = self._batch(piece, own), int(begins[0]) if len(begins) else -1
         if first >= 0 and self._path().stat().st_size >= layout.DATA_MB * 2**20:
             if first:
@@ -170,7 +170,10 @@ class _DataFiles:
         return arrow.RecordBatch.from_arrays(arrays, schema=self._kinds)
 
     def _encoded(self, piece: Rows) -> dict[str, list[bytes]]:
-        """Return the images of rows, by the names of features: next ones after the others."""
+        """Encode the images of rows, by feature.
+
+        Next images reuse the PNGs of the following rows.
+        """
         found, made = dict[str, list[bytes]](), dict[Key, tuple[np.ndarray, list[bytes]]]()
         images = [each for each in self._features if each.kind == "image"]
         for feature in sorted(images, key=lambda each: each.column.key[0] == NEXT):
@@ -183,12 +186,12 @@ class _DataFiles:
         return found
 
     def close(self) -> None:
-        """Write the end of the last file."""
+        """Finish the last file."""
         self._writer.close()
 
 
 class _Episodes:
-    """The table of episodes, with the statistics of each, and those of all."""
+    """The table of episodes, with the statistics of each episode and of all."""
 
     def __init__(self, place: Path, features: list[LeRobotFeature], task: str, rows: int) -> None:
         self._path = place / filled(layout.EPISODES, chunk_index=0, file_index=0)
@@ -213,7 +216,7 @@ class _Episodes:
         self._found_pixels = list[dict[str, Pixels]]()
 
     def matrix(self, piece: Rows, own: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return all numbers that have statistics, float64 [rows, numbers]."""
+        """Return all numbers that get statistics, float64 [rows, numbers]."""
         count = len(own["index"])
         found = np.empty((count, sum(map(tables.width, self._shapes.values()))))
         at = 0
@@ -229,7 +232,7 @@ class _Episodes:
         return found
 
     def begin(self, number: int, first: int, length: int, place: tuple[int, int]) -> None:
-        """Begin an episode."""
+        """Start an episode."""
         self._current = Numbers(length)
         self._current_pixels = {each.name: _pixels(each, length) for each in self._pictures}
         self._line = {
@@ -244,7 +247,7 @@ class _Episodes:
         }
 
     def add(self, matrix: np.ndarray, piece: Rows) -> None:
-        """Add rows of the episode."""
+        """Add rows of the current episode."""
         with np.errstate(all="ignore"):
             self._current.add(matrix)
         for each in self._pictures:
@@ -255,7 +258,7 @@ class _Episodes:
             self._current_pixels[each.name].add(images)
 
     def end(self, times: Mapping[str, int | float]) -> None:
-        """End the episode; ``times`` are where its videos are."""
+        """End the current episode. ``times`` holds the place of the episode in its videos."""
         with np.errstate(all="ignore"):
             self._found.append(self._current.done())
         self._found_pixels.append(self._current_pixels)
@@ -289,7 +292,7 @@ class _Episodes:
             yield name, shape, slice(at, at := at + tables.width(shape))
 
     def of_all(self) -> dict[str, Any]:
-        """Return the statistics of all episodes, as ``stats.json`` has them."""
+        """Return the statistics of all episodes in the form of ``stats.json``."""
         if not self._all.count:
             return {}
         with np.errstate(all="ignore"):
@@ -304,7 +307,7 @@ class _Episodes:
         return said
 
     def close(self) -> None:
-        """Write the episodes that are left, and the end of the file."""
+        """Write the remaining episodes and finish the file."""
         self._flush()
         if self._writer is not None:
             self._writer.close()

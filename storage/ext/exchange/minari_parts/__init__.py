@@ -1,1 +1,1 @@
-"""Parts of Minari's format: its spaces, its episodes in Arrow, and its images in JPEG."""
+"""Parts of the Minari format: spaces, Arrow episodes, and JPEG images."""

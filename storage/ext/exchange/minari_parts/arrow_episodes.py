@@ -1,7 +1,8 @@
-"""Episodes of Minari in Arrow or Parquet: a folder for each, of which the rows are one table.
+"""Episodes of Minari in Arrow or Parquet files: one folder with one table per episode.
 
-A table has a row for each observation; of actions, rewards and flags the last row is padding.
-Minari compresses no buffer of Arrow, and one that claims to be is refused: it may be a bomb.
+A table has one row per observation. For actions, rewards and flags, the last row is padding. Minari
+does not compress Arrow buffers. A buffer that claims to be compressed is rejected, because it may
+be a decompression bomb.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class ArrowEpisodes:
     Args:
         data: the folder.
         kind: one of `KINDS`.
-        spaces: of which values are, by their places in a table: it has no shapes.
-        pictures: shapes of the images that are JPEG.
-        opened: opens a file by its path; None: as it is.
+        spaces: the spaces of values by their paths in a table. They have the shapes, which tables
+            lack.
+        pictures: the shapes of JPEG images.
+        opened: a function that opens a file by its path. None opens files without a wrapper.
     """
 
     def __init__(
@@ -59,10 +61,10 @@ class ArrowEpisodes:
         self._arrow = self._columns.arrow
         names = [each.name for each in os.scandir(data) if each.is_dir(follow_symlinks=False)]
         self.numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
-        """The numbers of episodes that have a folder."""
+        """The numbers of the episodes that have a folder."""
 
     def columns(self, number: int) -> dict[Key, Any]:
-        """Return the arrays [rows, ...] of an episode, by their places; raise InvalidDataset."""
+        """Return the arrays [rows, ...] of an episode, by path. Raises `InvalidDataset`."""
         try:
             return {
                 path: self._columns.values(path, array, shape)
@@ -75,7 +77,7 @@ class ArrowEpisodes:
         return open(self._inside.open(path, os.O_RDONLY), "rb")
 
     def said(self, number: int) -> dict[str, Any]:
-        """Return what is said of an episode beside it: its number, its steps, its seed."""
+        """Return the metadata of an episode, such as its number, steps and seed."""
         path = self._data / str(number) / "metadata.json"
         if not os.path.lexists(path):
             return {}
@@ -109,7 +111,7 @@ class ArrowEpisodes:
         return table.to_batches()[0] if len(table) else batches[0]
 
     def _of_arrow(self, file: IO[bytes], name: str) -> Iterator[Any]:
-        """Yield the batches of a file, message by message: its end may be lacking."""
+        """Yield the record batches of a file, one message at a time; the footer may be missing."""
         arrow = self._arrow
         with file as raw:
             nbytes = os.fstat(raw.fileno()).st_size
@@ -133,12 +135,13 @@ class ArrowEpisodes:
 
 
 class TableColumns:
-    """The columns of a table of an episode.
+    """The columns in the table of an episode.
 
     Args:
         kind: one of `KINDS`.
-        spaces: of which values are, by their places in a table: it has no shapes.
-        pictures: shapes of the images that are JPEG.
+        spaces: the spaces of values by their paths in a table. They have the shapes, which tables
+            lack.
+        pictures: the shapes of JPEG images.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class TableColumns:
         self._pictures = pictures
 
     def leaves(self, table: Any) -> Iterator[tuple[Key, Any, tuple[int, ...] | None]]:
-        """Yield the arrays of a table without their padding, with places and known shapes.
+        """Yield the arrays of a table without padding, with their paths and known shapes.
 
         Raises:
             InvalidDataset: rows have no value.
@@ -164,7 +167,7 @@ class TableColumns:
                     yield path, array.slice(0, rows), shape
 
     def values(self, path: Key, array: Any, shape: tuple[int, ...] | None) -> Any:
-        """Return the values of such an array [rows, ...]; raise `damage_of` Arrow's errors."""
+        """Return the values [rows, ...] of such an array. Raises the errors of `damage_of`."""
         arrow = self.arrow
         if (picture := self._pictures.get(path)) is not None:
             return Jpegs(array, picture)
@@ -175,7 +178,7 @@ class TableColumns:
             size, array = (array.type.list_size,), array.flatten()
         kind = array.type
         if not (arrow.types.is_primitive(kind) and not arrow.types.is_temporal(kind)):
-            return np.empty(len(array), object)  # texts, and lists of any length
+            return np.empty(len(array), object)  # strings, and lists of variable length
         values = array.to_numpy(zero_copy_only=False)
         values = values.reshape(-1, *size)
         shape = self._shapes.get(path, shape)
@@ -183,13 +186,13 @@ class TableColumns:
 
 
 def is_compressed(message: bytes) -> bool:
-    """Return whether a batch's message, a table of flatbuffers, says so in its fourth field."""
+    """Return True if a record batch message has the compression field, its flatbuffer's fourth."""
     header = _field(message, _number(message, 0, 4), 2)
     return _field(message, header + _number(message, header, 4), 3) != 0
 
 
 def body_nbytes(message: bytes) -> int:
-    """Return how many bytes follow a message, as it says in its fourth field."""
+    """Return the size in bytes of a message's body, its flatbuffer's fourth field."""
     at = _field(message, _number(message, 0, 4), 3)
     return _number(message, at, 8) if at else 0
 
@@ -199,7 +202,7 @@ def _number(message: bytes, at: int, nbytes: int, *, signed: bool = False) -> in
 
 
 def _field(message: bytes, table: int, place: int) -> int:
-    """Return where a field of a table of flatbuffers is; 0: it is not there."""
+    """Return the offset of a field of a flatbuffer table; 0 if the field is absent."""
     offsets = table - _number(message, table, 4, signed=True)
     at = 4 + 2 * place
     offset = _number(message, offsets + at, 2) if at < _number(message, offsets, 2) else 0
@@ -209,7 +212,7 @@ def _field(message: bytes, table: int, place: int) -> int:
 def _leaves(
     arrow: Any, field: Any, array: Any, above: Key = ()
 ) -> Iterator[tuple[Key, Any, tuple[int, ...] | None]]:
-    """Yield the arrays below a field, with their places, and shapes that the field says."""
+    """Yield the arrays below a field, with their paths and the shapes in the field's metadata."""
     if len(above) > _DEEPEST:
         raise InvalidDataset("it is nested too deep")
     path = (*above, field.name)
@@ -221,7 +224,7 @@ def _leaves(
     if array.null_count:
         raise InvalidDataset(f"{'/'.join(path)} has rows without a value")
     fields = [field.type.field(at) for at in range(field.type.num_fields)]
-    # As Minari has them in HDF5: the parts of a tuple.
+    # Name the parts of a tuple as Minari names them in HDF5.
     tuples = [each.name for each in fields] == [str(at) for at in range(len(fields))]
     for at, each in enumerate(fields):
         named = each.with_name(f"_index_{at}") if tuples else each

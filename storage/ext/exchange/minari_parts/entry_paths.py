@@ -1,4 +1,4 @@
-"""Where the columns of ours are in an episode of Minari. Pure."""
+"""Map paths in an episode of Minari to columns. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLAGS: Final = {REWARD: "rewards", TERMINATED: "terminations", TRUNCATED: "trunc
 
 
 def key_of(path: Key) -> Key | None:
-    """Return the column of ours that a dataset of an episode is; None where it is no such."""
+    """Return the column for a dataset of an episode, or None if it has no counterpart."""
     match path:
         case ("observations", *rest):
             return tuple(rest) or ("observation",)
@@ -24,7 +24,7 @@ def key_of(path: Key) -> Key | None:
 
 
 def nested(values: Mapping[Key, Any]) -> dict[str, Any]:
-    """Return values in a dictionary for each part of their keys."""
+    """Return values in nested dictionaries, one level for each part of their keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         here = found

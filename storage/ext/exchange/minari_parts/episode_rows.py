@@ -1,4 +1,4 @@
-"""Rows of Minari's episodes, whatever files they are in."""
+"""Read the rows of Minari's episodes from any kind of file."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ _REWARDS: Final = ("rewards",)
 
 
 class MinariEpisodes(Protocol):
-    """The episodes of a dataset, which are read one after the other."""
+    """The episodes of a dataset, read one after another."""
 
     numbers: list[int]
 
     def columns(self, number: int) -> Mapping[Key, Any]:
-        """Return the arrays [rows, ...] of an episode by their places; raise InvalidDataset."""
+        """Return the arrays [rows, ...] of an episode, by path. Raises `InvalidDataset`."""
 
     def said(self, number: int) -> Mapping[str, Any]:
-        """Return what is said of an episode, as its seed; raise InvalidDataset."""
+        """Return the metadata of an episode, such as its seed. Raises `InvalidDataset`."""
 
 
 class Hdf5Episodes:
-    """The groups of a file.
+    """The episodes of an HDF5 file, one group each.
 
     Args:
         file: the file.
         place: the dataset, for messages.
-        pictures: shapes of the images that are JPEG, by their places in a group.
+        pictures: the shapes of JPEG images, by their paths in a group.
     """
 
     def __init__(self, file: Any, place: Path, pictures: Mapping[Key, tuple[int, ...]]) -> None:
@@ -74,7 +74,7 @@ class Hdf5Episodes:
         return self._groups[number]
 
     def said(self, number: int) -> Mapping[str, Any]:
-        """Return the attributes of a group."""
+        """Return the attributes of an episode's group."""
         try:
             found: Mapping[str, Any] = self._groups[number][_REWARDS].parent.attrs
         except DAMAGE as error:
@@ -83,21 +83,21 @@ class Hdf5Episodes:
 
 
 class EpisodesIn:
-    """Rows of episodes.
+    """The rows of episodes.
 
     Args:
         episodes: the episodes.
         place: the dataset, for messages.
-        said: the columns, where the export wrote them.
+        said: the columns that the export recorded, or None.
     """
 
     def __init__(self, episodes: MinariEpisodes, place: Path, said: Schema | None) -> None:
         self._episodes, self._place, self._said = episodes, place, said
         self._at: dict[Key, tuple[Key, Column]] = {}
-        """Where each column is in a group, and what it is."""
+        """The path of each column in a group, and the column."""
 
     def incoming(self, about: Any, version: str) -> Incoming:
-        """Look at the columns of all episodes."""
+        """Check the columns and count the rows of all episodes."""
         if not self._episodes.numbers and self._said is None:
             raise refused(self._place, "it has no episode")
         roles, schema, lost = self._ours() if self._said is not None else self._theirs()
@@ -128,7 +128,7 @@ class EpisodesIn:
         for path, data in first.items():
             key = key_of(path)
             if path[0] == INFOS and data.shape and data.shape[0] == steps + 1:
-                key = (NEXT, *path)  # of a reset, and of each step: the step's
+                key = (NEXT, *path)  # drop the entry of the reset
             column = None if key is None else column_of(key, data)
             if column is None or any(column.key == other for other in self._at):
                 lost += 1

@@ -1,4 +1,4 @@
-"""Images of Minari in JPEG: which columns are, and their pixels, which JPEG has changed."""
+"""JPEG images of Minari: find their columns, and decode their pixels, which JPEG has changed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tallyroll.storage.rows.keys import Key
 from tallyroll.storage.rows.spaces import Space
 
 _LEAST_SIDE: Final = 32
-"""Pixels of the smallest side of an image that Minari encodes."""
+"""The smallest height and width, in pixels, of an image that Minari encodes."""
 _MOST_NBYTES: Final = 2**26
-"""Bytes of an image that is read."""
+"""The maximum size in bytes of an encoded image."""
 
 
 def pictures_of(spaces: Mapping[Key, Space]) -> dict[Key, tuple[int, ...]]:
-    """Return the shapes of the values that Minari writes as JPEG, where it does, by their places.
+    """Return the shapes of the values that Minari stores as JPEG, by path.
 
-    By its own rule: images of bytes that may be anything, of 32 pixels and more to a side.
+    By Minari's rule, these are images of unbounded uint8 values with at least 32 pixels per side.
     """
     found = dict[Key, tuple[int, ...]]()
     for path, space in spaces.items():
@@ -34,11 +34,11 @@ def pictures_of(spaces: Mapping[Key, Space]) -> dict[Key, tuple[int, ...]]:
 
 
 class Jpegs:
-    """Images [n, *shape], of which each is decoded where it is asked for.
+    """Images [n, *shape] that are decoded on access.
 
     Args:
-        stored: the JPEG of each: bytes, arrays of bytes, or a table of bytes [n, size].
-        shape: of an image.
+        stored: the JPEGs: bytes, arrays of bytes, or a table of bytes [n, size].
+        shape: the shape of an image.
     """
 
     dtype: Final = np.dtype(np.uint8)
@@ -54,7 +54,7 @@ class Jpegs:
         return self.shape[0]
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        """Return the pixels of images [n, *shape], of ``()`` all; raise InvalidDataset."""
+        """Decode images to pixels [n, *shape]; ``()`` selects all. Raises `InvalidDataset`."""
         stored = self._stored[slice(None) if rows == () else rows]
         images = [self._decoder.decoded(each) for each in _contents(stored)]
         return np.asarray(images, np.uint8).reshape(len(images), *self._shape)

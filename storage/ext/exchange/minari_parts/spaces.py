@@ -1,4 +1,4 @@
-"""Spaces of Minari's metadata: made of those that runs say, or of the rows, and read back."""
+"""Spaces in Minari's metadata: built from the runs' spaces or from the rows, and read back."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _TOPS: Final = {"observation_space": "observations", "action_space": "actions"}
 
 
 class Spaces:
-    """The spaces that runs say of columns, as Gymnasium has them; others are made of the rows."""
+    """The Gymnasium spaces of columns: declared by the runs, or else derived from the rows."""
 
     def __init__(self, rows: ExportRows, roles: Roles) -> None:
         self._rows, self._said = rows, spaces_said(rows.about, rows.schema)
         self._left = self._left_by_rows(roles)
         self.lost = len(self._left)
-        """Spaces that are known, and are others in the export: it has wider ones."""
+        """The number of known spaces that the export replaces by wider ones."""
 
     def _left_by_rows(self, roles: Roles) -> set[Key]:
-        """Return the columns with values outside their spaces, by which readers would be misled."""
+        """Return the columns with values outside their spaces, which would mislead readers."""
         observed = [each.key for each in roles.observations]
         of = {key: key for key in self._said} | {(NEXT, *key): key for key in observed}
         spaces = {key: space_of(self._said[of[key]]) for key in of if of[key] in self._said}
@@ -58,10 +58,10 @@ class Spaces:
         return left
 
     def of_episodes(self, roles: Roles) -> tuple[Any, Any]:
-        """Return the space of observations, and that of actions."""
+        """Return the space of observations and the space of actions."""
         observed, acted = dict[Key, Any](), dict[Key, Any]()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Gymnasium's, on the precision of bounds
+            warnings.simplefilter("ignore")  # Gymnasium warns about the precision of bounds
             for each in roles.observations:
                 space = self._known(each)
                 observed[each.key] = _box(each) if space is None else space
@@ -71,7 +71,7 @@ class Spaces:
         return _space(observed), _space(acted)
 
     def _known(self, column: Column) -> Any:
-        """Return the space of a column that runs say, if Minari can have it."""
+        """Return the space that the runs declare for a column, or None if Minari cannot hold it."""
         said = self._said.get(column.key)
         if said is None or column.key in self._left:
             return None
@@ -82,7 +82,10 @@ class Spaces:
 
 
 def _declared(said: Mapping[str, Any], column: Column) -> Any:
-    """Return the space of Gymnasium that JSON says; raise one of `NO_SPACE` if it has none."""
+    """Convert a space from JSON to Gymnasium.
+
+    The function raises one of the errors in `NO_SPACE` if Gymnasium has no such space.
+    """
     from gymnasium import spaces
 
     space, dtype = space_of(said), column.numpy_dtype
@@ -100,14 +103,14 @@ def _declared(said: Mapping[str, Any], column: Column) -> Any:
 
 
 def _acted(rows: ExportRows, column: Column) -> Any:
-    """Return the space of an action of which no run says one."""
+    """Return the space of an action for which no run declares one."""
     whole = not column.shape and column.numpy_dtype.kind in "iu"
     span = _span(rows, column) if whole else None
     return _box(column) if span is None else _discrete(*span)
 
 
 def _span(rows: ExportRows, column: Column) -> tuple[int, int] | None:
-    """Return the least and the largest of whole numbers, if few lie between them."""
+    """Return the minimum and maximum of whole numbers, or None if they are too far apart."""
     least, most = 2**63, -(2**63)
     for block in rows.blocks([column.key]):
         values = block[column.key]
@@ -151,7 +154,7 @@ def _as_spaces(values: Mapping[str, Any], kind: Any) -> Any:
 
 
 def spaces_in(metadata: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
-    """Return the spaces that metadata name, as JSON, by the places of datasets in an episode."""
+    """Return the spaces in Minari's metadata, as JSON, by the paths of datasets in an episode."""
     found = dict[Key, Mapping[str, Any]]()
     for name, top in _TOPS.items():
         said = metadata.get(name)
@@ -162,7 +165,7 @@ def spaces_in(metadata: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
 
 
 def known_in(said: Mapping[Key, Mapping[str, Any]]) -> dict[Key, Space]:
-    """Return the spaces among JSON that may be anything."""
+    """Return the spaces that are valid, from JSON that may hold anything."""
     found = dict[Key, Space]()
     for place, each in said.items():
         with contextlib.suppress(*NO_SPACE):
@@ -171,7 +174,7 @@ def known_in(said: Mapping[Key, Mapping[str, Any]]) -> dict[Key, Space]:
 
 
 def entry_of(said: Mapping[Key, Mapping[str, Any]], schema: Schema) -> dict[str, Any]:
-    """Return what a run's entry says of the spaces of columns."""
+    """Return the fields of a run's entry for the spaces of columns."""
     columns, found = {each.key: each for each in schema.columns}, dict[str, Any]()
     for place, space in known_in(said).items():
         column = columns.get(key_of(place) or ())

@@ -1,1 +1,1 @@
-"""Episodes as RLDS has them, in the files of TensorFlow Datasets, without TensorFlow."""
+"""The ``rlds`` format: RLDS episodes in files of TensorFlow Datasets, without TensorFlow."""

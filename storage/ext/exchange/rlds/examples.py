@@ -1,4 +1,4 @@
-"""Messages of ``tf.train.Example``: lists of numbers or of bytes, by name."""
+"""Read and write ``tf.train.Example`` messages: named lists of numbers or of bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tallyroll.storage.formats.optional_libraries import needed
 _PACKAGE: Final = "tallyroll.rlds"
 _MESSAGES: Final = {
     "BytesList": (("value", 1, "TYPE_BYTES", True),),
-    # Floats are declared as their 32 bits: one of Python's loses those of a signalling NaN.
+    # Floats are declared as 32-bit integers: a Python float loses the bits of a signalling NaN.
     "FloatList": (("value", 1, "TYPE_FIXED32", True),),
     "Int64List": (("value", 1, "TYPE_INT64", True),),
     "Feature": (
@@ -20,16 +20,16 @@ _MESSAGES: Final = {
         ("int64_list", 3, "Int64List", False),
     ),
     "Entry": (("key", 1, "TYPE_STRING", False), ("value", 2, "Feature", False)),
-    # A map is a list of entries, of which the last one of a key counts.
+    # A map is a list of entries. For a repeated key, the last entry counts.
     "Features": (("feature", 1, "Entry", True),),
     "Example": (("features", 1, "Features", False),),
 }
-"""The fields of each message: name, number, type, and whether it is a list."""
+"""The fields of each message: name, number, type, and whether the field is a list."""
 LISTS: Final = ("bytes_list", "float_list", "int64_list")
 
 
 def descriptors() -> Any:
-    """Return the library's module by which messages are declared."""
+    """Return the protobuf module that declares messages."""
     return needed("google.protobuf.descriptor_pb2", "rlds", "RLDS needs protobuf, of")
 
 
@@ -61,7 +61,7 @@ def new_example() -> Any:
 
 
 def add_feature(example: Any, name: str) -> Any:
-    """Add a feature to a message; return it."""
+    """Add a feature to a message and return the feature."""
     entry = example.features.feature.add(key=name)
     entry.value.SetInParent()
     return entry.value
@@ -71,7 +71,7 @@ def features_in(content: bytes) -> dict[str, Any]:
     """Return the features of a record, by name.
 
     Raises:
-        InvalidDataset: it is no such message.
+        InvalidDataset: the record is not a ``tf.train.Example``.
     """
     errors = needed("google.protobuf.message", "rlds", "RLDS needs protobuf, of")
     example = new_example()

@@ -1,4 +1,4 @@
-"""Which feature of RLDS each column is: its name, how it is kept, and how a text names it. Pure."""
+"""Map each column to a feature of RLDS: its name, encoding and JSON description. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tallyroll.storage.rows.keys import REWARD, Key
 from tallyroll.storage.rows.schema import Column, Schema
 
 Kind = Literal["floats", "integers", "bytes", "image"]
-"""Ways to keep values: 32-bit floats, 64-bit integers, their own bytes, PNG or JPEG."""
+"""Encodings of values: 32-bit floats, 64-bit integers, raw bytes, or PNG and JPEG images."""
 
 STEPS: Final = "steps"
 FIRST, LAST, TERMINAL, DISCOUNT = "is_first", "is_last", "is_terminal", "discount"
@@ -37,28 +37,28 @@ _AS_INTEGERS: Final = {
     torch.uint32,
     torch.uint64,
 }
-"""Dtypes whose every value is a 64-bit integer; one of uint64 is it by its bits."""
+"""Dtypes whose values are stored as 64-bit integers; uint64 is stored by its bits."""
 
 
 @dataclass(frozen=True)
 class RldsFeature:
-    """A column as a record has it: its values of all steps, one after the other."""
+    """A column as a record stores it: the values of all steps, one after another."""
 
     name: str
-    """Its name in a record, as ``steps/observation/position``."""
+    """The name in a record, such as ``steps/observation/position``."""
     column: Column
     kind: Kind
     picture: Picture | None = None
     observed: bool = False
-    """The value that comes next is that of the next step."""
+    """True if the next value of a transition is the value of the next step."""
     zipped: bool = False
-    """Bytes are compressed by zlib."""
+    """True if the bytes are compressed with zlib."""
     of_episode: bool = False
-    """There is one value for all steps."""
+    """True if one value applies to all steps."""
 
 
 def feature_of(name: str, column: Column, *, observed: bool = False) -> RldsFeature:
-    """Return the feature that holds a column of ours, bit for bit."""
+    """Return the feature that holds a column bit for bit."""
     if (picture := Picture.of(column)) is not None:
         return RldsFeature(name, column, "image", picture, observed)
     kind: Kind = "bytes"
@@ -70,7 +70,7 @@ def feature_of(name: str, column: Column, *, observed: bool = False) -> RldsFeat
 
 
 def features_of(schema: Schema, roles: Roles) -> list[RldsFeature]:
-    """Return the features of columns; next observations have none of their own."""
+    """Return the features of columns. Next observations have no feature of their own."""
     seen = under(OBSERVATION, roles.observations)
     places: dict[Key, Key] = seen | under(ACTION, roles.actions) | {REWARD: (REWARDS,)}
     flags = [roles.terminated, *([roles.truncated] if roles.truncated is not None else [])]
@@ -83,7 +83,7 @@ def features_of(schema: Schema, roles: Roles) -> list[RldsFeature]:
 
 
 def _flat(column: Column) -> Column:
-    """Return a reward of one number a row as RLDS has it: without a dimension."""
+    """Return a reward column of one number per row without its dimension, as RLDS expects it."""
     one = column.key == REWARD and column.shape == (1,)
     return Column(column.key, column.dtype, ()) if one else column
 
@@ -92,7 +92,7 @@ def _flat(column: Column) -> Column:
 
 
 def features_json(features: Iterable[RldsFeature]) -> dict[str, Any]:
-    """Return ``features.json`` of an export: the columns, and what RLDS says of each step."""
+    """Return ``features.json`` of an export: the columns, and the step flags of RLDS."""
     steps: dict[str, Any] = {}
     for each in features:
         *above, last = each.name.split("/")[1:]

@@ -1,4 +1,4 @@
-"""Datasets that other programs made: which columns their features are, and what is derived."""
+"""Read RLDS datasets of other programs: map features to columns, and derive missing columns."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _EPISODE: Final = "episode_metadata"
 _RESERVED: Final = {NEXT, COLLECTOR, REWARDS, DISCOUNT, _EPISODE, *_FLAGS} | {
     key[-1] for key in (DONE, TERMINATED, TRUNCATED)
 }
-"""Names that mean something else at the root of a row."""
+"""Names that have another meaning at the root of a row."""
 _WHOLE: Final = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
 
 
 def leaves_of(said: Any) -> tuple[dict[Key, Mapping[str, Any]], dict[Key, Mapping[str, Any]]]:
-    """Return the features of a step by their paths, and those of an episode.
+    """Return the features of a step and those of an episode, by path.
 
     Raises:
         InvalidDataset: ``features.json`` has no steps.
@@ -88,16 +88,16 @@ def _leaves(features: Any, above: Key) -> Iterator[tuple[Key, Mapping[str, Any]]
 
 
 def features_said(said: Any) -> tuple[list[RldsFeature], int]:
-    """Return the features that a storage can hold, and how many it cannot.
+    """Return the features that a storage can hold, and the number of the others.
 
     Raises:
-        InvalidDataset: it is no dataset of RLDS.
+        InvalidDataset: the features are not those of an RLDS dataset.
     """
     found, groups, lost = dict[Key, RldsFeature](), set[Key](), 0
     for feature in _all_said(said):
         key = () if feature is None else feature.column.key
         above = {key[:deep] for deep in range(1, len(key))}
-        # A name is that of a column, or of a group of them.
+        # A name belongs either to a column or to a group of columns.
         if feature is None or key in found or key in groups or above & found.keys():
             lost += 1
         else:
@@ -109,7 +109,10 @@ def features_said(said: Any) -> tuple[list[RldsFeature], int]:
 
 
 def _all_said(said: Any) -> Iterator[RldsFeature | None]:
-    """Yield the features of steps but their flags, and those of episodes; None: no column."""
+    """Yield the features of steps, without their flags, and those of episodes.
+
+    None stands for a feature that no storage can hold.
+    """
     of_steps, of_episodes = leaves_of(said)
     for path, each in of_steps.items():
         if path not in {(flag,) for flag in _FLAGS}:
@@ -120,7 +123,7 @@ def _all_said(said: Any) -> Iterator[RldsFeature | None]:
 
 
 def key_of(path: Key) -> Key:
-    """Return the column of a feature of a step."""
+    """Return the column for a feature of a step."""
     if path == (REWARDS,):
         return REWARD
     if path == (DISCOUNT,):
@@ -131,7 +134,7 @@ def key_of(path: Key) -> Key:
 def feature_said(
     name: str, key: Key, said: Mapping[str, Any], *, of_episode: bool = False
 ) -> RldsFeature | None:
-    """Return a feature as ``features.json`` has it; None where no storage can hold it."""
+    """Return a feature that ``features.json`` describes, or None if no storage can hold it."""
     observed = key[0] == OBSERVATION and not of_episode
     try:
         image, tensor, label = (said.get(each) for each in ("image", "tensor", "classLabel"))
@@ -168,7 +171,11 @@ def _image(
 
 
 def _shape(said: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return a shape; raise ValueError for one that differs between steps, or is none."""
+    """Return a shape.
+
+    Raises:
+        ValueError: the shape is invalid, or differs between steps.
+    """
     inner = said.get("shape", {})
     sizes = inner.get("dimensions", []) if isinstance(inner, dict) else None
     if not isinstance(sizes, list):
@@ -180,13 +187,13 @@ def _shape(said: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 class TheirRows:
-    """Rows of a dataset that another program made, with columns that follow from others.
+    """Reads the rows of a dataset of another program, and adds the columns that it derives.
 
-    These are next observations, ends, and numbers of trajectories. Of n + 1 steps n are
-    transitions: the last one has the observation that came at the end.
+    The derived columns are next observations, ends, and trajectory numbers. Of n + 1 steps, n are
+    transitions; the last step holds the final observation.
 
     Raises:
-        InvalidDataset: ``features.json`` is of no dataset of RLDS.
+        InvalidDataset: ``features.json`` is not that of an RLDS dataset.
     """
 
     def __init__(self, said: Any) -> None:
@@ -205,7 +212,7 @@ class TheirRows:
         self._number = self._rows = 0
 
     def of(self, steps: Steps) -> Block | None:
-        """Return the rows of an episode; None where it has none."""
+        """Return the rows of an episode, or None if it has no transition."""
         count = count_of(steps, self.features)
         if count < 1:
             self.lost["single_steps"] += 1
@@ -228,7 +235,7 @@ class TheirRows:
         return block
 
     def _flags(self, steps: Steps, name: str) -> np.ndarray | None:
-        """Return a flag of the steps of an episode, bool [steps]; None where there is none."""
+        """Return a flag of the steps of an episode, bool [steps], or None without such a flag."""
         column = next((each.column for each in self.read if each.name == name), None)
         if column is None or (values := steps.get(name)) is None:
             return None
@@ -236,7 +243,7 @@ class TheirRows:
 
 
 def _flags_said(said: Any) -> list[RldsFeature]:
-    """Return the flags of a step that a dataset has."""
+    """Return the step flags of a dataset."""
     of_steps, _ = leaves_of(said)
     found = []
     for name in _FLAGS:

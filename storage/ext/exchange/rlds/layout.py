@@ -1,4 +1,4 @@
-"""The files of a folder of RLDS: names, and what ``dataset_info.json`` says. Pure."""
+"""The file names of an RLDS folder, and the content of ``dataset_info.json``. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tallyroll.storage.ext.exchange.folders import filled
 
 INFO, FEATURES, ABOUT = "dataset_info.json", "features.json", "tallyroll.json"
 SPLIT: Final = "train"
-"""The split of an export."""
+"""The split that an export writes."""
 SHARD_NBYTES: Final = 2**28
-"""Bytes of a shard, after which the next episode begins another."""
+"""The size in bytes at which the next episode starts a new shard."""
 _TEMPLATE: Final = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _FORMAT: Final = "tfrecord"
 _VERSION: Final = "1.0.0"
 _MOST_SHARDS, _MOST_SPLITS = 2**16, 2**10
 _MOST_COUNT: Final = 2**48
 SHARD: Final = re.compile(r".*\.tfrecord(-[0-9]+(-of-[0-9]+)?)?")
-"""The names that writers give to files of records."""
+"""The names that writers give to record files."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
@@ -32,24 +32,25 @@ class Split:
     name: str
     files: tuple[str, ...]
     lengths: tuple[int, ...]
-    """The number of episodes in each."""
+    """The number of episodes in each shard."""
     nbytes: int | None
-    """Bytes of all records, where it is said."""
+    """The size in bytes of all records, or None if the file does not record it."""
 
 
 @dataclass(frozen=True)
 class RldsInfo:
-    """Statements of ``dataset_info.json`` that are needed, each of its type."""
+    """The validated fields of ``dataset_info.json`` that a reader needs."""
 
     version: str
     splits: tuple[Split, ...]
 
     @classmethod
     def of(cls, said: Any) -> RldsInfo:
-        """Return what a file says.
+        """Return the fields of a parsed ``dataset_info.json``.
 
         Raises:
-            InvalidDataset: it is no such file, of another format of records, or leads elsewhere.
+            InvalidDataset: the value is invalid, names another record format, or contains a path
+                out of the folder.
         """
         if not isinstance(said, dict):
             raise InvalidDataset(f"{INFO} is no dictionary")
@@ -91,7 +92,7 @@ def _split(dataset: str, said: Any) -> Split:
 
 
 def _count(said: Any, what: str) -> int:
-    """Return a number of 64 bits, which is a text in JSON."""
+    """Return a 64-bit number, which JSON stores as a string."""
     text = str(said) if type(said) in (int, str) else ""
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) >= _MOST_COUNT:
         raise InvalidDataset(f"{what} is {said!r:.40}")
@@ -99,7 +100,7 @@ def _count(said: Any, what: str) -> int:
 
 
 def shards(dataset: str, split: str, count: int, template: Any = _TEMPLATE) -> tuple[str, ...]:
-    """Return the names of the files of a split."""
+    """Return the file names of a split."""
     return tuple(
         filled(
             template,
@@ -115,13 +116,16 @@ def shards(dataset: str, split: str, count: int, template: Any = _TEMPLATE) -> t
 
 
 def name_of(title: str) -> str:
-    """Return a name that TensorFlow Datasets allows: small letters, numbers and underscores."""
+    """Return a name that TensorFlow Datasets accepts.
+
+    Such a name has lower-case letters, digits and underscores.
+    """
     name = re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")[:100]
     return name if name[:1].isalpha() else f"rows_{name}".strip("_")
 
 
 def info_json(name: str, lengths: Sequence[int], nbytes: int) -> dict[str, Any]:
-    """Return ``dataset_info.json`` of an export, of one split."""
+    """Return ``dataset_info.json`` of an export with one split."""
     split = {
         "filepathTemplate": _TEMPLATE,
         "name": SPLIT,

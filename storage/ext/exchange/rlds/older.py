@@ -1,7 +1,7 @@
-"""``features.json`` as versions 4.2 to 4.5 of TensorFlow Datasets wrote it, in today's form. Pure.
+"""Convert ``features.json`` of TensorFlow Datasets 4.2 to 4.5 to the current form. Pure.
 
-Until 4.4 a feature has the name of its class and a dictionary. In 4.5 it is today's message, within
-a text of JSON. Names of classes are compared with those that are known; none is imported.
+Until 4.4, a feature is the name of its class and a dictionary. In 4.5, it is the current message
+inside a JSON string. Class names are only compared with known names; nothing is imported.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _DEEPEST: Final = 64
 
 
 def as_today(said: Any, deep: int = 0) -> Any:
-    """Return a feature as it is written today; one of today as it is.
+    """Convert a feature to its current form. A feature in the current form is returned unchanged.
 
     Raises:
-        InvalidDataset: a text in it is no JSON, or it is nested too deep.
+        InvalidDataset: a string in the feature is not JSON, or the feature is nested too deep.
     """
     if not isinstance(said, dict):
         return said
@@ -40,7 +40,7 @@ def as_today(said: Any, deep: int = 0) -> Any:
 
 
 def _of_class(name: Any, content: Any, said: Mapping[str, Any], deep: int) -> Any:
-    """Return the feature of a class; ``said`` where it is none that a storage can hold."""
+    """Return the feature of a class, or ``said`` if no storage can hold it."""
     kind = name.rpartition(".")[2] if str(name).startswith(_CLASSES) else ""
     if not isinstance(content, dict):
         return said
@@ -60,7 +60,7 @@ def _dictionary(features: Any, deep: int) -> Any:
 
 
 def _parsed(content: Any) -> Any:
-    """Return the value of a text of JSON; anything else as it is."""
+    """Parse a JSON string. Other values are returned unchanged."""
     if not isinstance(content, str):
         return content
     try:

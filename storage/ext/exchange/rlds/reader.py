@@ -1,4 +1,4 @@
-"""The episodes of a folder of RLDS, one record after the other."""
+"""Read the episodes of an RLDS folder, one record after another."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tallyroll.storage.files.safe_files import Inside
 from tallyroll.storage.rows.keys import NEXT
 
 Steps = dict[str, np.ndarray]
-"""The values of an episode by the names of features, [steps, ...] each."""
+"""The values of an episode by feature name, [steps, ...] each."""
 
 
 class RldsSource:
-    """The episodes of a folder, by its features.
+    """The episodes of an RLDS folder.
 
     Args:
         inside: the files of the folder.
-        files: the names of shards, and the number of episodes in each.
-        features: what is read.
+        files: the names of the shards, and the number of episodes in each.
+        features: the features to read.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class RldsSource:
         self._values = [RldsValues(each) for each in features]
 
     def lengths(self) -> Iterator[int]:
-        """Yield how many steps each episode has; all checksums are compared.
+        """Yield the number of steps of each episode. All checksums are verified.
 
         Raises:
-            InvalidDataset: something is damaged.
+            InvalidDataset: the files are damaged.
         """
         for found in self._records():
             yield steps_in(found, self._values)
@@ -49,7 +49,7 @@ class RldsSource:
         """Yield the values of each episode.
 
         Raises:
-            InvalidDataset: something is damaged.
+            InvalidDataset: the files are damaged.
         """
         for found in self._records():
             yield episode_in(found, self._values)
@@ -71,10 +71,10 @@ class RldsSource:
 
 
 def steps_in(found: Mapping[str, Any], values: Iterable[RldsValues]) -> int:
-    """Return how many steps a record has.
+    """Return the number of steps in a record.
 
     Raises:
-        InvalidDataset: a feature is missing, or they have different numbers of them.
+        InvalidDataset: a feature is missing, or features have different numbers of steps.
     """
     steps, first = -1, ""
     for each in values:
@@ -96,20 +96,20 @@ def episode_in(found: Mapping[str, Any], values: Iterable[RldsValues]) -> Steps:
     """Return the values of a record.
 
     Raises:
-        InvalidDataset: something is damaged, or missing.
-        NotEnoughMemory: they do not fit into memory.
+        InvalidDataset: a value is damaged or missing.
+        NotEnoughMemory: the values do not fit into memory.
     """
     steps_in(found, values)
     return {each.feature.name: each.get(found[each.feature.name]) for each in values}
 
 
 def count_of(steps: Steps, features: Iterable[RldsFeature]) -> int:
-    """Return how many transitions an episode has: one fewer than observations."""
+    """Return the number of transitions in an episode: one less than the number of observations."""
     return len(steps[next(each.name for each in features if each.observed)]) - 1
 
 
 def transitions(steps: Steps, features: Iterable[RldsFeature], count: int) -> Block:
-    """Return the rows of an episode of ``count`` transitions, and one step more."""
+    """Return the rows of an episode with ``count`` transitions and ``count + 1`` steps."""
     block: Block = {}
     for each in features:
         key, values = each.column.key, steps[each.name]

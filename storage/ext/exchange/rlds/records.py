@@ -1,4 +1,4 @@
-"""Files of TFRecord: one record after the other, each with its length and two checksums."""
+"""Read and write TFRecord files. Each record stores its length and two checksums."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 _MASK: Final = 0xA282EAD8
 _SEARCHED: Final = 2**20
 _BLOCK: Final = 2**12
-"""Bytes that a disk reads, or cannot read, at once."""
+"""The number of bytes in the smallest unit that a disk reads, or fails to read."""
 FRAME_NBYTES: Final = _LENGTH.size + 2 * _CRC.size
-"""Bytes of a record's length and of its checksums."""
+"""The size in bytes of a record's length and its two checksums."""
 _COPIES: Final = 10
-"""Times that a record may be in memory when it is parsed: a number of one byte takes eight."""
+"""The memory that parsing a record takes, as a multiple of its size.
+
+A number of one byte in the record takes eight bytes in memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,28 +37,28 @@ class Damage:
 
     why: str
     at: int
-    """The byte of the file at which it begins."""
+    """The offset of the record in the file, in bytes."""
 
 
 def crc_module() -> Any:
-    """Return the library of checksums."""
+    """Return the module that computes checksums."""
     return needed("google_crc32c", "rlds", "RLDS needs")
 
 
 def require_libraries() -> None:
-    """Raise MissingLibrary unless records and their messages can be read and written."""
+    """Raise `MissingLibrary` unless the libraries for records and their messages are installed."""
     descriptors()
     crc_module()
 
 
 def _masked(crc32c: Any, content: bytes) -> int:
-    """Return the checksum of TFRecord: CRC32C, turned by 15 bits, and moved by a constant."""
+    """Return TFRecord's checksum: CRC32C, rotated by 15 bits, plus a constant."""
     crc = crc32c.value(content)
     return int(((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
 
 
 def write_record(file: IO[bytes], content: bytes) -> int:
-    """Write a record; return how many bytes it takes."""
+    """Write a record and return its size in bytes, including length and checksums."""
     crc32c = crc_module()
     length = _LENGTH.pack(len(content))
     file.write(length + _CRC.pack(_masked(crc32c, length)))
@@ -65,12 +68,13 @@ def write_record(file: IO[bytes], content: bytes) -> int:
 
 
 def records(file: IO[bytes]) -> Iterator[bytes | Damage]:
-    """Yield the records of a file; in the place of some that cannot be read, why.
+    """Yield the records of a file. A `Damage` takes the place of records that cannot be read.
 
-    After one whose length is damaged, the next one is looked for by the checksum of its length.
+    After a record with a damaged length, the search for the next record uses the checksum of its
+    length.
 
     Raises:
-        NotEnoughMemory: a record does not fit into it.
+        NotEnoughMemory: a record does not fit into memory.
     """
     crc32c = crc_module()
     at, size = 0, os.fstat(file.fileno()).st_size
@@ -85,7 +89,7 @@ def records(file: IO[bytes]) -> Iterator[bytes | Damage]:
             file.seek(at)
             continue
         (length,) = _LENGTH.unpack_from(head)
-        if _COPIES * length > BLOCK_NBYTES:  # to ask takes longer than to read a little
+        if _COPIES * length > BLOCK_NBYTES:  # the check takes longer than a small read
             require_memory(
                 _COPIES * length, f"a record of {length:,} bytes", "Use another machine."
             )
@@ -101,7 +105,7 @@ def records(file: IO[bytes]) -> Iterator[bytes | Damage]:
 
 
 def _damage(crc32c: Any, head: bytes, left: int) -> str:
-    """Return why bytes are not the length of a record in a file that goes on; else nothing."""
+    """Return why ``head`` is not the length of a record in the file; empty if it is."""
     if len(head) < _LENGTH.size + _CRC.size:
         return "the disk cannot read a record's length"
     if _CRC.unpack_from(head, _LENGTH.size)[0] != _masked(crc32c, head[: _LENGTH.size]):
@@ -111,7 +115,7 @@ def _damage(crc32c: Any, head: bytes, left: int) -> str:
 
 
 def _read(file: IO[bytes], nbytes: int) -> bytes:
-    """Return bytes; fewer before some that the disk cannot read."""
+    """Read bytes. The result is shorter if the disk cannot read some of them."""
     try:
         return file.read(nbytes)
     except OSError as error:
@@ -121,24 +125,24 @@ def _read(file: IO[bytes], nbytes: int) -> bytes:
 
 
 def next_record(file: IO[bytes], at: int, size: int) -> int:
-    """Return the first byte from ``at`` on at which a record begins; ``size``: there is none."""
+    """Return the offset, from ``at`` on, of the next record; ``size`` if there is none."""
     more = _LENGTH.size + _CRC.size - 1
     while at < size:
         begin, _ = next(data_in(file.fileno(), at), (size, size))
-        at = max(at, begin - more)  # a head may begin with zeros of a hole
+        at = max(at, begin - more)  # a head may start with zeros in a hole
         file.seek(at)
         content = _read(file, min(_SEARCHED, size - at))
         for found in _heads(content).tolist():
             (length,) = _LENGTH.unpack_from(content, found)
             if length <= size - at - found - FRAME_NBYTES:
                 return at + int(found)
-        # What is not read is passed over, but for bytes of a head that may begin before its end.
+        # Skip the bytes that were searched, except those of a head that continues past their end.
         at += max(1, len(content) - more) if content else _BLOCK - at % _BLOCK
     return size
 
 
 def _heads(content: bytes) -> np.ndarray:
-    """Return the bytes at which a length is followed by its checksum."""
+    """Return the offsets at which a length is followed by its checksum."""
     octets = np.frombuffer(content, np.uint8)
     count = len(octets) - _LENGTH.size - _CRC.size + 1
     if count < 1:
@@ -157,7 +161,7 @@ def _heads(content: bytes) -> np.ndarray:
 
 
 def _table() -> np.ndarray:
-    """Return the steps of CRC32C for a byte each."""
+    """Return the CRC32C lookup table, one entry per byte value."""
     found = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         found = np.where(found & 1, found >> 1 ^ np.uint32(0x82F63B78), found >> 1)

@@ -1,4 +1,4 @@
-"""The format ``rlds``: out by our own writer, and back, also of what other programs wrote."""
+"""The ``rlds`` format: a writer of its own, and a reader that also accepts foreign datasets."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tallyroll.storage.rows.schema import Schema
 
 
 class RldsFormat(ExchangeFormat):
-    """A folder that TensorFlow Datasets opens, written without it.
+    """A folder that TensorFlow Datasets opens. Neither reading nor writing needs TensorFlow.
 
-    Observations are there once, from the first to the final one; columns that RLDS has no name
-    for are infos of a step.
+    Each observation is stored once, from the first to the final one. Columns without a name in RLDS
+    become infos of a step.
     """
 
     name, extra, sorted, compressed = "rlds", "rlds", True, True
@@ -44,17 +44,17 @@ class RldsFormat(ExchangeFormat):
     )
 
     def check(self, schema: Schema) -> None:
-        """Refuse rows that are no transitions."""
+        """Raise `InvalidSchema` for rows that are not transitions."""
         Roles.of(schema, self.name)
 
     def write(self, rows: ExportRows, place: Path) -> Mapping[str, int]:
-        """Write one episode after the other."""
+        """Write one episode after another."""
         require_libraries()
         return RldsWriter(rows, place, Roles.of(rows.schema, self.name)).write()
 
     @contextlib.contextmanager
     def read(self, place: Path) -> Iterator[Incoming]:
-        """Read the metadata, and how long each episode is."""
+        """Read the metadata and the length of each episode."""
         require_libraries()
         inside = Inside(place)
         try:
@@ -76,7 +76,7 @@ class RldsFormat(ExchangeFormat):
 
 
 class OurRows:
-    """Rows of an export of ours, whose columns a text says."""
+    """Reads the rows of a Tallyroll export, whose columns its metadata records."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -84,7 +84,7 @@ class OurRows:
         self.lost: dict[str, int] = {}
 
     def of(self, steps: Steps) -> Block | None:
-        """Return the rows of an episode; None where it has none."""
+        """Return the rows of an episode, or None if it has no transition."""
         count = count_of(steps, self.features)
         if count < 1:
             return None
@@ -93,20 +93,20 @@ class OurRows:
 
 
 def rows_of(features: Any, said: Schema | None) -> OurRows | TheirRows:
-    """Return how the rows of a dataset are read.
+    """Return the reader for the rows of a dataset.
 
     Args:
         features: the value in ``features.json``.
-        said: the columns as an export of ours says them.
+        said: the columns that a Tallyroll export recorded; None for a foreign dataset.
 
     Raises:
-        InvalidDataset: it is of no dataset of RLDS.
+        InvalidDataset: the features are not those of an RLDS dataset.
     """
     return TheirRows(features) if said is None else OurRows(said)
 
 
 def _blocks(source: RldsSource, rows: OurRows | TheirRows, place: Path) -> Iterator[Block]:
-    """Yield the rows of all episodes; errors name the folder."""
+    """Yield the rows of all episodes. Errors name the folder."""
     try:
         for steps in source.episodes():
             if (block := rows.of(steps)) is not None:

@@ -1,4 +1,4 @@
-"""RldsValues of a feature, from the lists of a record and to them."""
+"""Convert the values of a feature from and to the lists of a record."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _BYTES: Final = "bytes_list"
 
 
 class RldsValues:
-    """Reads and writes the values of a feature."""
+    """Reads and writes the values of one feature."""
 
     def __init__(self, feature: RldsFeature) -> None:
         self.feature = feature
         self._list = _LISTS.get(feature.kind, _BYTES)
-        # How many entries of the list a step has: a number each, or one for all of its bytes.
+        # The number of list entries per step: one per number, or one for all bytes of a step.
         self._size = 1 if self._list == _BYTES else math.prod(feature.column.shape)
         picture = feature.picture
         self._pngs = None if picture is None else Pngs(picture, _EXTRA)
         self._decoder = None if picture is None else Decoder(picture, _EXTRA)
 
     def put(self, found: Any, values: np.ndarray) -> None:
-        """Add values [steps, *shape] to a feature of a record."""
+        """Append values [steps, *shape] to a feature of a record."""
         flat, entries = np.ascontiguousarray(values).reshape(-1), self.entries(found)
         match self.feature.kind:
             case "floats":
@@ -48,10 +48,10 @@ class RldsValues:
                 entries.extend(self._pngs.encoded(values))
 
     def count(self, found: Any) -> int:
-        """Return how many steps a feature of a record has.
+        """Return the number of steps in a feature of a record.
 
         Raises:
-            InvalidDataset: it has no whole number of them.
+            InvalidDataset: the number of entries is not a multiple of the entries per step.
         """
         entries = len(self.entries(found))
         count, rest = divmod(entries, self._size)
@@ -62,15 +62,15 @@ class RldsValues:
         return count
 
     def entries(self, found: Any) -> Any:
-        """Return the list that has the values; it is empty where they are of another kind."""
+        """Return the list that holds the values; it is empty if they are of another kind."""
         return getattr(found, self._list).value
 
     def get(self, found: Any) -> np.ndarray:
-        """Return values [steps, *shape] of a feature of a record.
+        """Return the values [steps, *shape] of a feature of a record.
 
         Raises:
-            InvalidDataset: they are damaged, or of another dtype or size.
-            NotEnoughMemory: they do not fit into memory.
+            InvalidDataset: the values are damaged, or of another dtype or size.
+            NotEnoughMemory: the values do not fit into memory.
         """
         count, column, entries = self.count(found), self.feature.column, self.entries(found)
         if 2 * count * column.row_nbytes > BLOCK_NBYTES:
@@ -100,7 +100,7 @@ class RldsValues:
         return found
 
     def _content(self, content: bytes) -> bytes:
-        """Return the bytes of one value."""
+        """Return the bytes of one value, decompressed."""
         size = self.feature.column.row_nbytes
         if self.feature.zipped:
             unpacking = zlib.decompressobj()
@@ -117,10 +117,10 @@ class RldsValues:
         return content
 
     def image(self, content: bytes) -> np.ndarray:
-        """Return an image [height, width, channels].
+        """Decode an image to an array [height, width, channels].
 
         Raises:
-            InvalidDataset: it is damaged, or of another size.
+            InvalidDataset: the image is damaged, or of another size.
         """
         assert self._decoder is not None
         return self._decoder.decoded(content)

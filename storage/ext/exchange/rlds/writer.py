@@ -1,4 +1,4 @@
-"""Rows to a folder of RLDS, one episode after the other."""
+"""Write rows to an RLDS folder, one episode after another."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from tallyroll.storage.rows.keys import NEXT, TERMINATED, Key
 from tallyroll.storage.rows.schema import Column
 
 _MOST_RECORD: Final = 2**31 - 1
-"""Bytes of a record that the library of messages reads."""
+"""The maximum size in bytes of a record that protobuf can read."""
 _SAID: Final = dict.fromkeys((FIRST, LAST, TERMINAL), torch.bool) | {DISCOUNT: torch.float32}
-"""The features of a step that follow from others, and their dtypes."""
+"""The features of a step that are derived from other features, and their dtypes."""
 
 Rows = Mapping[Key, np.ndarray]
 
 
 class RldsWriter:
-    """A folder that is being written.
+    """Writes an RLDS folder.
 
-    An episode of n transitions has n + 1 steps. The last one has the final observation, and zeros
-    for all that only a transition has.
+    An episode of n transitions has n + 1 steps. The last step holds the final observation, and
+    zeros for the features of a transition.
     """
 
     def __init__(self, rows: ExportRows, place: Path, roles: Roles) -> None:
@@ -59,7 +59,7 @@ class RldsWriter:
         self._shards = _Shards(place)
 
     def write(self) -> Mapping[str, int]:
-        """Write all; return what was lost."""
+        """Write all rows and return the number of lost items, by reason."""
         self._place.mkdir()
         with self._shards as shards:
             for episode in self._rows.episodes():
@@ -108,7 +108,7 @@ def _zero(column: Column) -> np.ndarray:
 
 
 class _Shards:
-    """The files of records; their number, which is in their names, is known at the end."""
+    """The record files. Their names include their number, which is known only at the end."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -117,7 +117,7 @@ class _Shards:
         self.paths: list[Path] = []
         self.lengths: list[int] = []
         self.nbytes = 0
-        """Bytes of all records, without what is around them."""
+        """The size in bytes of all records, without lengths and checksums."""
 
     def __enter__(self) -> _Shards:
         return self
